@@ -1,0 +1,40 @@
+# Everything a newcomer needs: `make demo` and `make test` from a clean clone set up what they use.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+CSRC   := $(wildcard native_quant/csrc/*)
+
+.PHONY: setup demo test test-fast test-long lint types asan golden bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py .ci/constraints.txt native_quant/_build.py $(CSRC)
+	@command -v $(PYTHON) >/dev/null || { echo "make setup: $(PYTHON) is missing: install Python 3.11 or later, or run make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make setup: $(PYTHON) is older than 3.11: run make PYTHON=/path/to/a/newer/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make setup: $(PYTHON) lacks venv: install it (Debian: apt install python3-venv)" >&2; exit 1; }
+	@command -v $${CC:-cc} >/dev/null || { echo "make setup: a C compiler is missing: install one (Debian: apt install gcc)" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "make setup: Python.h is missing: install the Python headers (Debian: apt install python3-dev)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade -c .ci/constraints.txt setuptools cffi
+	$(BIN)/pip install --quiet -c .ci/constraints.txt torch
+	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[hub,torch,dev]'
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	@mkdir -p build/ns/ktconvert
+	@for f in pipeline quantizers layouts native_quant; do ln -sfn ../../../$$f build/ns/ktconvert/$$f; done
+	$(BIN)/mypy
+
+test: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+clean:
+	rm -rf build dist *.egg-info $(VENV)
