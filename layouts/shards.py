@@ -1,0 +1,78 @@
+"""Safetensors shards as pure planning: every name, offset and size is known before the first byte is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+ALIGNMENT = 4096  # the header is padded to it, so that whole-page weights can be written past the page cache
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a shard to be: safetensors dtype string, shape, bytes."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """A shard whose bytes are all placed: header (padded to ALIGNMENT), then the entries in order, without gaps."""
+
+    header: bytes
+    entries: tuple[Entry, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(e.nbytes for e in self.entries)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + self.data_bytes
+
+
+def plan_shard(entries: Iterable[Entry], metadata: Mapping[str, str]) -> ShardPlan:
+    """Place entries one after the other and write the header that says so (format: safetensors README)."""
+    entries = tuple(entries)
+    table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    offset = 0
+    for entry in entries:
+        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.nbytes]}
+        offset += entry.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return ShardPlan(len(text).to_bytes(8, "little") + text, entries)
+
+
+def shard_name(number: int, total: int) -> str:
+    """The field's file name of shard `number` (from 1) of `total`."""
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
+    """model.safetensors.index.json for (shard name, tensor keys, bytes of data): true total_size, sorted weight_map."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for name, keys, nbytes in shards:
+        total += nbytes
+        weight_map.update(dict.fromkeys(keys, name))
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def group_by_limit(sizes: Iterable[int], limit: int | None) -> list[tuple[int, int]]:
+    """Cut a run of sizes (bytes) into [start, stop) groups of at most `limit` bytes; one item may exceed it. None: one group."""
+    sizes = list(sizes)
+    starts, total = [0] if sizes else [], 0
+    for at, size in enumerate(sizes):
+        if limit is not None and total and total + size > limit:
+            starts.append(at)
+            total = 0
+        total += size
+    return list(zip(starts, [*starts[1:], len(sizes)], strict=True))

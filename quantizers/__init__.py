@@ -1,0 +1,27 @@
+"""How numbers become fewer bits and come back: arrays in, arrays out. These two tables are read by the CLI, the tests and the docs check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktconvert.quantizers.spec import Matrix
+
+__all__ = ["DECODERS", "QUANTIZERS", "Matrix", "Quantizer"]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Round to nearest, symmetric, one scale per output row (equations: NUMERICS.md).
+
+    version is part of every unit's fingerprint: whoever changes a byte that comes out raises it.
+    """
+
+    name: str
+    bits: int
+    version: int
+
+
+QUANTIZERS = {q.name: q for q in (Quantizer("int4", bits=4, version=1), Quantizer("int8", bits=8, version=1))}
+
+# safetensors dtype -> the encoding that the kernels decode; each one ends in BF16, rounded to nearest even.
+DECODERS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F8_E4M3": "fp8_e4m3"}
