@@ -1,0 +1,270 @@
+"""What this machine offers a conversion: CPUs, NUMA nodes, memory, disk; read from /proc, /sys and the process itself.
+
+Nothing here starts a process or needs a privilege, and every function answers, with a stated default, where a file
+is absent (containers, kernels without NUMA, other vendors). Sizes are bytes. `root` is where /proc and /sys are looked
+for: tests give a made-up tree.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+# cgroup v1 spells "no limit" as the largest page-aligned int64; nobody's limit is an exbibyte.
+UNLIMITED = 1 << 60
+
+
+# ---- CPUs -----------------------------------------------------------------------------------------------------------
+
+
+def affinity() -> frozenset[int]:
+    """The numbers of the CPUs that this process may be scheduled on (affinity mask and cpuset)."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+def logical_cpus() -> int:
+    """How many CPUs this process may be scheduled on, hyperthreads counted, CPU time quotas not."""
+    return len(affinity())
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """How many CPUs' worth of time the cgroups allow (the tightest counts), or None where they do not limit it."""
+    quotas = [quota for group in _cgroups("cpu", root) if (quota := _quota_of(group)) is not None]
+    return min(quotas, default=None)
+
+
+def allowed_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
+    """How many threads this process can keep busy: its CPUs, or its CPU quota rounded up if that is less; at least 1.
+
+    `cpus` are the CPU numbers to count, this process's affinity by default.
+    """
+    count = len(affinity() if cpus is None else cpus)
+    quota = cpu_quota(root)
+    if quota is not None:
+        count = min(count, -int(-quota // 1))
+    return max(1, count)
+
+
+def physical_cores(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
+    """How many physical cores this process can use: hyperthreads count once; never more than `allowed_cpus`."""
+    cpus = affinity() if cpus is None else cpus
+    cores = {_core_of(cpu, root) for cpu in cpus}
+    return max(1, min(len(cores), allowed_cpus(root, cpus)))
+
+
+def cores_with_hyperthreads(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
+    """How many of the usable cores appear twice or more among the usable CPUs."""
+    cpus = affinity() if cpus is None else cpus
+    cores = [_core_of(cpu, root) for cpu in cpus]
+    return sum(cores.count(core) > 1 for core in set(cores))
+
+
+def numa_nodes(root: Path = ROOT, cpus: Collection[int] | None = None) -> tuple[int, ...]:
+    """The memory nodes that have CPUs (with `cpus`: one of these), in order; (0,) where the kernel shows none."""
+    found = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        members = _parse_list(_read(folder / "cpulist") or "")
+        if members if cpus is None else members.intersection(cpus):
+            found.append(int(folder.name.removeprefix("node")))
+    return tuple(sorted(found)) or (0,)
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    """The processor's name as the kernel prints it, or the machine type where it prints none."""
+    return _cpuinfo("model name", root) or os.uname().machine
+
+
+def cpu_flags(root: Path = ROOT) -> frozenset[str]:
+    """The CPU features that processor and kernel both enable, in /proc/cpuinfo's words ("avx2", "amx_tile", ...).
+
+    The kernel drops a flag whose register state it does not save, so a flag here implies the XCR0 bits as well.
+    """
+    return frozenset((_cpuinfo("flags", root) or "").split())
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def memory_total(root: Path = ROOT) -> int:
+    """The machine's memory, whatever a container may use of it."""
+    meminfo = _table(root / "proc/meminfo")
+    return meminfo.get("MemTotal", 0) * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_available(root: Path = ROOT) -> int:
+    """How much memory can be taken before the kernel must swap or kill: the machine's, or what cgroups leave if less.
+
+    Page cache counts as available in both, as in the kernel's MemAvailable: a cgroup is charged for every file read.
+    """
+    meminfo = _table(root / "proc/meminfo")
+    free = meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0)) * 1024
+    left = [free or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _cgroups("memory", root):
+        limit = _limit_of(group)
+        usage = _first_number(group, "memory.current", "memory.usage_in_bytes")
+        if limit is not None and usage is not None:
+            stat = _table(group / "memory.stat")
+            # v1 counts the whole subtree under total_*; v2's plain names already do.
+            cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+            left.append(max(0, limit - max(0, usage - cache)))
+    return min(left)
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """The tightest cgroup memory limit that this process is under, or None without one."""
+    return min((limit for group in _cgroups("memory", root) if (limit := _limit_of(group)) is not None), default=None)
+
+
+def oom_kills(root: Path = ROOT) -> int | None:
+    """How often the kernel killed a process for lack of memory, or None if it does not tell.
+
+    Counted in this process's cgroup, else on the whole machine. A counter to be compared with an earlier value; it starts again with the cgroup or the machine.
+    """
+    for group in _cgroups("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _table(group / name).get("oom_kill")) is not None:
+                return count
+    return _table(root / "proc/vmstat").get("oom_kill")
+
+
+def rss(root: Path = ROOT) -> int:
+    """This process's resident memory now, mapped files included."""
+    fields = (_read(root / "proc/self/statm") or "").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else peak_rss(root)
+
+
+def peak_rss(root: Path = ROOT) -> int:
+    """The most resident memory that this process ever had, mapped files included."""
+    # Not getrusage first: its ru_maxrss starts at the parent's size at the time of the exec.
+    peak = _table(root / "proc/self/status").get("VmHWM")
+    return (peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+# ---- disk -----------------------------------------------------------------------------------------------------------
+
+
+def disk_free(path: Path) -> int:
+    """How much an unprivileged user may still write where `path` is or will be."""
+    stat = os.statvfs(nearest_existing(path))
+    return stat.f_bavail * stat.f_frsize
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path` itself, or the closest folder above it that exists."""
+    path = Path(os.path.realpath(path))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def file_size_limit() -> int | None:
+    """The largest file that this process may write (ulimit -f), or None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def is_mount_point(path: Path, root: Path = ROOT) -> bool:
+    """Whether something is mounted at `path`, bind mounts from the same file system too: it cannot be renamed."""
+    real = os.path.realpath(path)
+    return any(point == real for _, point, _, _ in _mounts(root)) or os.path.ismount(real)
+
+
+# ---- reading what the kernel shows ----------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The lines `name[:] number [unit]` of a file as a dict; lines of another shape are left out."""
+    found = {}
+    for line in (_read(path) or "").splitlines():
+        words = line.replace(":", " ", 1).split()
+        if len(words) > 1 and words[1].isdecimal():
+            found[words[0]] = int(words[1])
+    return found
+
+
+def _cpuinfo(key: str, root: Path) -> str | None:
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        name, colon, value = line.partition(":")
+        if colon and name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _parse_list(text: str) -> frozenset[int]:
+    """The kernel's list format, `0-3,8`, as numbers."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return frozenset(n for first, last in ranges for n in range(int(first), int(last or first) + 1))
+
+
+def _core_of(cpu: int, root: Path) -> object:
+    """A value that is equal for the hyperthreads of one core and differs between cores."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    # core_id alone repeats in every package, and on some machines in every die.
+    ids = tuple((_read(topology / name) or "").strip() for name in ("physical_package_id", "die_id", "core_id"))
+    return ids if ids[2] else cpu
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
+    """(root inside the mounted file system, mount point, type, options of the file system) of every mount; proc(5)."""
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        before, dash, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        if dash and len(left) >= 5 and len(right) >= 3:
+            inside, point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), name) for name in left[3:5])
+            yield inside, point, right[0], right[2].split(",")
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of this process's cgroups, its own first and then upwards: v1's of `controller`, then v2's.
+
+    A container may see only the top of its own hierarchy, or nothing: then the folders are fewer or do not exist.
+    """
+    ours: dict[str, str] = {}  # controller -> path; the unified hierarchy has the empty name
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        ours.update(dict.fromkeys(names.split(","), path))
+    for wanted, kind in ((controller, "cgroup"), ("", "cgroup2")):
+        mounts = [m for m in _mounts(root) if m[2] == kind and (kind == "cgroup2" or wanted in m[3])]
+        if wanted not in ours or not mounts:
+            continue
+        inside, point, _, _ = mounts[0]
+        own = PurePosixPath(ours[wanted])
+        # A bind-mounted hierarchy starts at `inside`; what is above it or outside the namespace (/..) is hidden.
+        relative = own.relative_to(inside) if own.is_relative_to(inside) else PurePosixPath()
+        parts = () if ".." in relative.parts else tuple(p for p in relative.parts if p != "/")
+        top = root / point.lstrip("/")
+        for depth in range(len(parts), -1, -1):
+            yield top.joinpath(*parts[:depth])
+
+
+def _first_number(group: Path, *names: str) -> int | None:
+    for name in names:
+        text = (_read(group / name) or "").strip()
+        if text.isdecimal():
+            return int(text)
+    return None
+
+
+def _limit_of(group: Path) -> int | None:
+    limit = _first_number(group, "memory.max", "memory.limit_in_bytes")
+    return limit if limit is not None and limit < UNLIMITED else None
+
+
+def _quota_of(group: Path) -> float | None:
+    words = (_read(group / "cpu.max") or "").split()  # v2: "max 100000" or "150000 100000"
+    if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
+        return int(words[0]) / int(words[1])
+    quota, period = (_first_number(group, f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # v1: quota -1 is none
+    return quota / period if quota and period else None

@@ -1,0 +1,231 @@
+"""What the machine offers, read from made-up /proc and /sys trees: both cgroup versions, two sockets, nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ktconvert.pipeline import machine
+
+GIB = 1 << 30
+V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+V1 = "35 31 0:32 {inside} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def two_sockets(root: Path) -> Path:
+    """2 packages of 4 cores with 2 threads each; node 2 has memory only (as HBM or CXL has)."""
+    files = {}
+    for cpu in range(16):
+        topology = f"sys/devices/system/cpu/cpu{cpu}/topology"
+        files[f"{topology}/physical_package_id"] = f"{cpu // 4 % 2}\n"
+        files[f"{topology}/core_id"] = f"{cpu % 4}\n"
+    for node, cpus in enumerate(("0-3,8-11", "4-7,12-15", "")):
+        files[f"sys/devices/system/node/node{node}/cpulist"] = cpus + "\n"
+    return tree(root, files)
+
+
+def test_hyperthreads_are_not_cores(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    assert machine.physical_cores(root, range(16)) == 8
+    assert machine.physical_cores(root, [0, 8, 1]) == 2
+    assert machine.physical_cores(root, [0, 4]) == 2  # the same core_id, but in two packages
+    assert machine.cores_with_hyperthreads(root, range(16)) == 8
+    assert machine.cores_with_hyperthreads(root, range(8)) == 0
+    assert machine.allowed_cpus(root, range(16)) == 16
+
+
+def test_equal_core_ids_in_two_dies_are_two_cores(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            f"sys/devices/system/cpu/cpu{cpu}/topology/{name}": text
+            for cpu in (0, 1)
+            for name, text in (("physical_package_id", "0"), ("die_id", str(cpu)), ("core_id", "0"))
+        },
+    )
+    assert machine.physical_cores(root, [0, 1]) == 2
+
+
+def test_nodes_with_cpus_only(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    assert machine.numa_nodes(root) == (0, 1)
+    assert machine.numa_nodes(root, cpus=[5]) == (1,)
+
+
+def test_an_empty_machine_still_answers(tmp_path: Path) -> None:
+    assert machine.allowed_cpus(tmp_path, [0, 1, 2]) == 3
+    assert machine.allowed_cpus(tmp_path, []) == 1
+    assert machine.physical_cores(tmp_path, [0, 1, 2]) == 3
+    assert machine.numa_nodes(tmp_path) == (0,)
+    assert machine.cpu_quota(tmp_path) is None
+    assert machine.memory_limit(tmp_path) is None
+    assert machine.oom_kills(tmp_path) is None
+    assert machine.memory_available(tmp_path) > 0
+    assert machine.memory_total(tmp_path) > 0
+    assert machine.rss(tmp_path) > 0
+    assert machine.peak_rss(tmp_path) > 0
+    assert machine.cpu_name(tmp_path) == os.uname().machine
+    assert machine.cpu_flags(tmp_path) == frozenset()
+
+
+def test_broken_files_are_as_good_as_absent(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "nonsense\n0::/a\n",
+            "proc/self/mountinfo": "short line\n" + V2,
+            "proc/meminfo": "MemAvailable: many kB\n",
+            "proc/self/statm": "1\n",
+            "sys/fs/cgroup/a/memory.max": "\n",
+            "sys/fs/cgroup/a/cpu.max": "100000 0\n",
+            "sys/fs/cgroup/a/memory.events": "oom_kill\n",
+        },
+    )
+    assert machine.memory_limit(root) is None
+    assert machine.cpu_quota(root) is None
+    assert machine.oom_kills(root) is None
+    assert machine.memory_available(root) > 0
+    assert machine.rss(root) > 0
+
+
+def test_cgroup_v2_the_tightest_level_counts(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup"
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user.slice/job\n",
+            "proc/self/mountinfo": V2,
+            "proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n",
+            f"{group}/user.slice/cpu.max": "150000 100000\n",
+            f"{group}/user.slice/job/cpu.max": "max 100000\n",
+            f"{group}/user.slice/memory.max": f"{8 * GIB}\n",
+            f"{group}/user.slice/memory.current": f"{7 * GIB}\n",
+            f"{group}/user.slice/memory.stat": f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {2 * GIB}\n",
+            f"{group}/user.slice/job/memory.max": "max\n",
+            f"{group}/user.slice/job/memory.current": f"{GIB}\n",
+            f"{group}/user.slice/job/memory.events": "low 0\noom 2\noom_kill 1\n",
+            f"{group}/user.slice/memory.events": "oom_kill 9\n",
+        },
+    )
+    assert machine.cpu_quota(root) == 1.5
+    assert machine.allowed_cpus(root, range(16)) == 2
+    assert machine.physical_cores(root, range(16)) == 2
+    assert machine.memory_limit(root) == 8 * GIB
+    assert machine.memory_available(root) == 6 * GIB  # 8 - (7 used - 5 of it page cache)
+    assert machine.memory_total(root) == 64 * GIB
+    assert machine.oom_kills(root) == 1
+
+
+@pytest.mark.parametrize("inside", ["/", "/docker/abc"], ids=["host view", "mounted from the container's own group"])
+def test_cgroup_v1(tmp_path: Path, inside: str) -> None:
+    own = "/docker/abc".removeprefix(inside.rstrip("/")).strip("/")
+    memory, cpu = (f"sys/fs/cgroup/{name}/{own}".rstrip("/") for name in ("memory", "cpu"))
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/\n",
+            "proc/self/mountinfo": "".join(V1.format(inside=inside, name=name) for name in ("cpu", "memory")) + V2,
+            "proc/meminfo": f"MemAvailable: {60 << 20} kB\n",
+            "proc/vmstat": "oom_kill 77\n",
+            f"{memory}/memory.limit_in_bytes": f"{4 * GIB}\n",
+            f"{memory}/memory.usage_in_bytes": f"{3 * GIB}\n",
+            f"{memory}/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\ntotal_active_file 0\n",
+            f"{memory}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+            f"{cpu}/cpu.cfs_quota_us": "350000\n",
+            f"{cpu}/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert machine.memory_limit(root) == 4 * GIB
+    assert machine.memory_available(root) == 2 * GIB
+    assert machine.allowed_cpus(root, range(16)) == 4
+    assert machine.oom_kills(root) == 3
+
+
+def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/../other\n4:cpu:/\n",
+            "proc/self/mountinfo": "".join(V1.format(inside="/", name=name) for name in ("cpu", "memory")),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "proc/vmstat": "oom_kill 77\n",
+        },
+    )
+    assert machine.memory_limit(root) is None
+    assert machine.cpu_quota(root) is None
+    assert machine.oom_kills(root) == 77  # no counter of its own: the machine's
+
+
+def test_cpu_name_and_flags(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {"proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\n"},
+    )
+    assert machine.cpu_name(root) == "AMD EPYC"
+    assert machine.cpu_flags(root) == {"fpu", "avx2", "avx512f"}
+
+
+def test_mount_points(tmp_path: Path) -> None:
+    target = tmp_path / "with space"
+    target.mkdir()
+    escaped = str(target).replace(" ", r"\040")
+    # A bind mount from the same file system: same device, so that os.path.ismount does not see it.
+    root = tree(tmp_path, {"proc/self/mountinfo": f"40 23 254:0 /data {escaped} rw shared:1 - ext4 /dev/vda rw\n"})
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    assert machine.is_mount_point(target, root)
+    assert machine.is_mount_point(link, root)
+    assert not machine.is_mount_point(tmp_path, root)
+    assert not machine.is_mount_point(tmp_path / "absent", root)
+    assert machine.is_mount_point(Path("/"))
+    assert machine.is_mount_point(Path("/proc"))
+
+
+def test_this_machine() -> None:
+    assert 1 <= machine.physical_cores() <= machine.logical_cpus() == len(os.sched_getaffinity(0))
+    assert 1 <= machine.allowed_cpus() <= machine.logical_cpus()
+    assert 0 < machine.memory_available() <= machine.memory_total()
+    assert 0 < machine.rss() <= machine.peak_rss() + (1 << 20)
+    assert machine.cpu_name()
+
+
+def test_affinity_of_this_process_is_counted() -> None:
+    one = min(os.sched_getaffinity(0))
+    code = (
+        f"import os; from ktconvert.pipeline import machine; os.sched_setaffinity(0, [{one}]);"
+        "print(machine.logical_cpus(), machine.physical_cores(), machine.allowed_cpus())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1", "1"]
+
+
+def test_disk(tmp_path: Path) -> None:
+    stat = os.statvfs(tmp_path)
+    free = machine.disk_free(tmp_path / "not" / "yet" / "there")
+    assert abs(free - stat.f_bavail * stat.f_frsize) < GIB
+    assert machine.nearest_existing(tmp_path / "not" / "yet") == tmp_path.resolve()
+
+
+def test_file_size_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert machine.file_size_limit() == (None if soft == resource.RLIM_INFINITY else soft)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (GIB, hard))
+        assert machine.file_size_limit() == GIB
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
