@@ -122,7 +122,8 @@ def memory_limit(root: Path = ROOT) -> int | None:
 def oom_kills(root: Path = ROOT) -> int | None:
     """How often the kernel killed a process for lack of memory, or None if it does not tell.
 
-    Counted in this process's cgroup, else on the whole machine. A counter to be compared with an earlier value; it starts again with the cgroup or the machine.
+    Counted in this process's cgroup, else on the whole machine. Compare it with an earlier
+    value; it starts again with the cgroup or the machine.
     """
     for group in _cgroups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
