@@ -1,0 +1,92 @@
+"""Kill a real process before the N-th call that changes a directory, and list those calls in order (killpoint.c).
+
+Tests load this file by its path, since tests are no package:
+
+    def load():
+        path = Path(__file__).parent / "rig" / "killpoint.py"
+        spec = importlib.util.spec_from_file_location("killpoint", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+A kill matrix: `run` once with n=0 and a log, `count` the calls, then `run` with n = 1 ... count, and each time again
+with n=0 to see what the resume makes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+KILLED = -signal.SIGKILL  # the return code of a run that reached its kill point
+
+
+class Call(NamedTuple):
+    """One call that changed something: libc's name less its 64 or v2, and the path (or both paths) it changed."""
+
+    name: str
+    path: str
+    second: str | None = None
+
+
+def build(folder: Path) -> Path:
+    """Compile the shim into `folder` and return the path of the shared library."""
+    shim = folder / "killpoint.so"
+    source = Path(__file__).with_suffix(".c")
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", shim, source, "-ldl"], check=True)
+    return shim
+
+
+def run(
+    command: Sequence[str | Path],
+    root: Path,
+    n: int,
+    shim: Path,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` and kill it before its n-th change to what begins with `root` (n from 1; 0 lets it finish).
+
+    `root`, `root/x` and `root.work` all begin with `root`; a sync of the directory that holds `root` counts as well.
+    `log` is started anew and gets a line per call; `env` is added to the environment. The result is text; its
+    returncode is KILLED if the kill point was reached.
+    """
+    settings = {
+        "LD_PRELOAD": ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)])),
+        "KILLPOINT_ROOT": os.path.realpath(root),
+        "KILLPOINT_N": str(n),
+    }
+    if log is not None:
+        log.unlink(missing_ok=True)
+        settings["KILLPOINT_LOG"] = str(log)
+    environment = {**os.environ, **(env or {}), **settings}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def calls(log: Path) -> list[Call]:
+    """The calls that were made, in order; the one before which the process was killed is not among them."""
+    return [call for made, call in _lines(log) if made == "call"]
+
+
+def killed_before(log: Path) -> Call | None:
+    """The call that the kill prevented, or None if the process was not killed."""
+    return next((call for made, call in _lines(log) if made == "kill"), None)
+
+
+def count(log: Path) -> int:
+    """How many calls were made: the number of kill points of a run that finished."""
+    return len(calls(log))
+
+
+def _lines(log: Path) -> list[tuple[str, Call]]:
+    # Threads may write their lines out of order; the number says which call was first.
+    lines = log.read_text().splitlines() if log.exists() else []
+    fields = sorted((line.split("\t") for line in lines), key=lambda field: int(field[0]))
+    return [(made, Call(re.sub(r"(64(v2)?|(?<=v)2)$", "", name), *paths)) for _, made, name, *paths in fields]

@@ -1,0 +1,229 @@
+"""The kill rig itself: every kill point is before its call, nothing that changes the directory slips by."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+# What a publisher does, step by step; with a second argument, only so many of the steps.
+PUBLISH = """
+import os, sys
+root = sys.argv[1]; limit = int(sys.argv[2]) if len(sys.argv) > 2 else 99
+work = root + ".work"
+held = {}
+def opened(path, flags):
+    held[path] = os.open(path, flags, 0o644)
+    return held[path]
+steps = [
+    lambda: os.mkdir(work),
+    lambda: opened(work + "/part", os.O_CREAT | os.O_WRONLY),
+    lambda: os.write(held[work + "/part"], b"first "),
+    lambda: os.pwrite(held[work + "/part"], b"second", 6),
+    lambda: os.fsync(held[work + "/part"]),
+    lambda: os.rename(work + "/part", work + "/shard"),
+    lambda: os.fsync(os.open(work, os.O_RDONLY)),
+    lambda: opened(work + "/journal", os.O_CREAT | os.O_WRONLY | os.O_APPEND),
+    lambda: os.write(held[work + "/journal"], b"done\\n"),
+    lambda: os.fsync(held[work + "/journal"]),
+    lambda: os.rename(work, root),
+    lambda: os.fsync(os.open(os.path.dirname(root), os.O_RDONLY)),
+]
+for step in steps[:limit]:
+    step()
+"""
+ORDER = ["mkdir", "open", "write", "pwrite", "fsync", "rename", "fsync", "open", "write", "fsync", "rename", "fsync"]
+
+
+@pytest.fixture(scope="module")
+def killpoint() -> ModuleType:
+    path = Path(__file__).parent / "rig" / "killpoint.py"
+    spec = importlib.util.spec_from_file_location("killpoint", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def shim(killpoint: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killpoint.build(tmp_path_factory.mktemp("shim"))
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def python(code: str, *arguments: str | Path) -> list[str]:
+    # Isolated: no user site or startup file adds calls of its own.
+    return [sys.executable, "-I", "-c", code, *map(str, arguments)]
+
+
+def test_a_finished_run_lists_its_calls_in_order(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+    out, log = (tmp_path / "here").resolve() / "out", tmp_path / "log"
+    out.parent.mkdir()
+    done = killpoint.run(python(PUBLISH, out), out, 0, shim, log)
+    assert (done.returncode, done.stderr) == (0, "")
+    calls = killpoint.calls(log)
+    assert [call.name for call in calls] == ORDER
+    assert killpoint.count(log) == len(ORDER)
+    assert killpoint.killed_before(log) is None
+    work = f"{out}.work"
+    assert calls[0] == ("mkdir", work, None)
+    assert calls[5] == ("rename", f"{work}/part", f"{work}/shard")
+    assert [call.path for call in calls if call.name == "fsync"] == [
+        f"{work}/part",
+        work,
+        f"{work}/journal",
+        str(out.parent),
+    ]
+    assert snapshot(out) == {"shard": b"first second", "journal": b"done\n"}
+
+
+@pytest.mark.parametrize("n", range(1, len(ORDER) + 1))
+def test_every_kill_point_is_before_its_call(killpoint: ModuleType, shim: Path, tmp_path: Path, n: int) -> None:
+    killed, stopped, log = tmp_path / "killed" / "out", tmp_path / "stopped" / "out", tmp_path / "log"
+    killed.parent.mkdir()
+    stopped.parent.mkdir()
+    assert killpoint.run(python(PUBLISH, killed), killed, n, shim, log).returncode == killpoint.KILLED
+    assert killpoint.run(python(PUBLISH, stopped, n - 1), stopped, 0, shim).returncode == 0
+    assert snapshot(killed.parent) == snapshot(stopped.parent)
+    assert [call.name for call in killpoint.calls(log)] == ORDER[: n - 1]
+    assert killpoint.killed_before(log).name == ORDER[n - 1]
+
+
+def test_past_the_last_kill_point_nothing_is_killed(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert killpoint.run(python(PUBLISH, out), out, len(ORDER) + 1, shim).returncode == 0
+
+
+LIBC = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); "
+CALLS = {
+    "write": "os.write(f, b'x')",
+    "pwrite": "os.pwrite(f, b'x', 0)",
+    "writev": "os.writev(f, [b'x', b'y'])",
+    "pwritev": "os.pwritev(f, [b'x', b'y'], 0)",
+    "sendfile": "os.sendfile(f, old, 0, 1)",
+    "copy_file_range": "os.copy_file_range(old, f, 1)",
+    "fsync": "os.fsync(f)",
+    "fdatasync": "os.fdatasync(f)",
+    "sync_file_range": LIBC + "assert libc.sync_file_range(f, 0, 0, 2) == 0",
+    "syncfs": LIBC + "assert libc.syncfs(f) == 0",
+    "ftruncate": "os.ftruncate(f, 1)",
+    "truncate": "os.truncate('out/old', 1)",
+    "posix_fallocate": "os.posix_fallocate(f, 0, 4096)",
+    "fallocate": LIBC + "libc.fallocate(f, 0, ctypes.c_long(0), ctypes.c_long(4096))",
+    "rename": "os.rename('out/old', 'out/new')",
+    "renameat": "os.rename('old', 'out/new', src_dir_fd=d)",
+    "renameat2": LIBC + "assert libc.renameat2(-100, b'out/old', -100, b'out/file', 2) == 0",
+    "renameat2 by syscall": LIBC + "assert libc.syscall(316, -100, b'out/old', -100, b'out/file', 2) == 0",
+    "link": "os.link('out/old', 'out/new')",
+    "linkat": "os.link('old', 'new', src_dir_fd=d, dst_dir_fd=d)",
+    "unlink": "os.unlink('out/old')",
+    "unlinkat": "os.unlink('old', dir_fd=d)",
+    "remove": LIBC + "assert libc.remove(b'out/old') == 0",
+    "mkdir": "os.mkdir('out/new/')",
+    "mkdirat": "os.mkdir('new', dir_fd=d)",
+    "rmdir": "os.rmdir('out/empty')",
+    "symlink": "os.symlink('old', 'out/new')",
+    "symlinkat": "os.symlink('old', 'new', dir_fd=d)",
+    "chmod": "os.chmod('out/old', 0o600)",
+    "fchmod": "os.fchmod(f, 0o600)",
+    "open to create": "os.open('out/new', os.O_CREAT)",
+    "open to write": "open('out/old', 'r+')",
+    "open through a link": "os.open('link/old', os.O_WRONLY)",
+    "open beside": "os.open('out.work', os.O_CREAT)",
+    "openat": "os.open('new', os.O_CREAT, dir_fd=d)",
+    "creat": LIBC + "assert libc.creat(b'out/new', 0o644) >= 0",
+}
+PREPARE = """
+import os, sys
+os.chdir(sys.argv[1])
+f, old, d = os.open("out/file", os.O_RDWR), os.open("out/old", os.O_RDONLY), os.open("out", os.O_RDONLY)
+elsewhere = os.open("elsewhere", os.O_RDWR)
+"""
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    for name in ("out", "out/empty"):
+        (tmp_path / name).mkdir()
+    for name in ("out/file", "out/old", "elsewhere"):
+        (tmp_path / name).write_bytes(b"0123")
+    (tmp_path / "link").symlink_to("out")
+    return tmp_path
+
+
+@pytest.mark.parametrize("which", CALLS)
+def test_every_kind_of_change_is_counted_and_prevented(
+    killpoint: ModuleType, shim: Path, prepared: Path, which: str
+) -> None:
+    log, root = prepared / "log", prepared / "out"
+    before = snapshot(root)
+    command = python(PREPARE + CALLS[which], prepared)
+    assert killpoint.run(command, root, 2, shim, log).returncode == killpoint.KILLED  # 1 is opening out/file
+    assert killpoint.killed_before(log).name == which.split()[0]
+    assert snapshot(root) == before
+    done = killpoint.run(command, root, 0, shim, log)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call.name for call in killpoint.calls(log)] == ["open", which.split()[0]]
+
+
+UNCOUNTED = """
+os.write(elsewhere, b"x"); os.write(1, b"x"); os.fsync(elsewhere); os.rename("elsewhere", "other")
+os.open("out/old", os.O_RDONLY); os.read(old, 4); os.listdir("out"); os.stat("out/old"); os.mkdir("ou")
+r, w = os.pipe(); os.write(w, b"x")
+"""
+
+
+def test_reading_and_other_places_are_not_counted(killpoint: ModuleType, shim: Path, prepared: Path) -> None:
+    log = prepared / "log"
+    done = killpoint.run(python(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "x")
+    assert killpoint.count(log) == 1  # opening out/file
+
+
+THREADS = """
+import os, sys, threading
+fd = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+def work():
+    for _ in range(100):
+        os.write(fd, b"x")
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+@pytest.mark.parametrize("n", [0, 2, 57, 401])
+def test_threads_share_one_counter(killpoint: ModuleType, shim: Path, tmp_path: Path, n: int) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    done = killpoint.run(python(THREADS, out), out, n, shim, log)
+    numbers = sorted(int(line.split("\t")[0]) for line in log.read_text().splitlines())
+    if n == 0:
+        assert done.returncode == 0
+        assert numbers == list(range(1, 402))
+        assert out.stat().st_size == 400
+    else:
+        assert done.returncode == killpoint.KILLED
+        assert numbers[-1] == n
+        assert len(set(numbers)) == len(numbers)
+        assert out.stat().st_size < n
+
+
+def test_an_extension_that_uses_libc_is_seen(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+    # safetensors writes a temporary file through Rust's standard library; its rename is an inline system call, unseen.
+    log = tmp_path / "log"
+    code = "import sys, numpy, safetensors.numpy as s; s.save_file({'a': numpy.zeros(9)}, sys.argv[1])"
+    done = killpoint.run(python(code, tmp_path / "file"), tmp_path, 0, shim, log)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"open", "write"} <= {call.name for call in killpoint.calls(log)}
+
+
+def test_the_environment_is_passed_on(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+    done = killpoint.run(python("import os; print(os.environ['A'])"), tmp_path, 0, shim, env={"A": "b"})
+    assert done.stdout == "b\n"
