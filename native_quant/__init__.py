@@ -1,0 +1,1 @@
+"""The fast part of ktconvert: the C kernels (csrc) and their Python face (kernels)."""

@@ -1,0 +1,39 @@
+/* Bits and floats. BF16 is the upper half of a float32. */
+#ifndef KT_BF16_H
+#define KT_BF16_H
+
+#include <stdint.h>
+#include <string.h>
+
+enum { KT_BF16_INFINITY = 0x7f80, KT_BF16_NAN = 0x7fc0, KT_BF16_MAGNITUDE = 0x7fff };
+
+static inline float kt_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline uint32_t kt_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline uint16_t kt_load16(const uint8_t *address) {
+    uint16_t bits;
+    memcpy(&bits, address, sizeof bits);
+    return bits;
+}
+
+static inline float kt_from_bf16(uint16_t bits) {
+    return kt_float((uint32_t)bits << 16);
+}
+
+/* Round to nearest even: add half a unit, less one if the result would be even and the rest is exactly half. */
+static inline uint16_t kt_to_bf16(float x) {
+    uint32_t u = kt_bits(x);
+    if ((u & 0x7fffffff) > 0x7f800000) return KT_BF16_NAN;
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+#endif

@@ -1,0 +1,49 @@
+/* What this CPU and this kernel can run. CPUID says what the CPU has, XCR0 which registers the kernel saves, and the AMX tile
+ * registers must be asked for besides (Linux 5.16: arch_prctl ARCH_REQ_XCOMP_PERM, for the whole process).
+ * Bit numbers: Intel SDM volume 2A, CPUID, and volume 1, 13.3 (XCR0). */
+#define _GNU_SOURCE /* syscall */
+#include <cpuid.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "isa.h"
+
+enum { LEAF1_ECX_OSXSAVE = 1 << 27, LEAF1_ECX_AVX = 1 << 28, LEAF1_ECX_F16C = 1 << 29 };
+enum { LEAF7_EBX_AVX2 = 1 << 5, LEAF7_EBX_AVX512F = 1 << 16, LEAF7_EBX_AVX512DQ = 1 << 17, LEAF7_EBX_AVX512BW = 1 << 30 };
+#define LEAF7_EBX_AVX512VL (1u << 31)
+enum { LEAF7_EDX_AMX_TILE = 1 << 24, LEAF7_EDX_AMX_INT8 = 1 << 25 };
+
+/* XCR0: SSE and AVX; with opmask and both upper parts of zmm; tile configuration and data. */
+enum { XCR0_AVX = 0x06, XCR0_AVX512 = 0xe6, XCR0_AMX = 0x60000 };
+enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+
+static uint64_t xcr0(void) {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+static int has(uint64_t set, uint64_t wanted) {
+    return (set & wanted) == wanted;
+}
+
+unsigned kt_cpu_isas(void) {
+    unsigned isas = 1u << KT_ISA_scalar;
+    unsigned a, b, c, d;
+
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, LEAF1_ECX_OSXSAVE | LEAF1_ECX_AVX | LEAF1_ECX_F16C)) return isas;
+    uint64_t saved = xcr0();
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return isas;
+
+    if (!has(saved, XCR0_AVX) || !has(b, LEAF7_EBX_AVX2)) return isas;
+    isas |= 1u << KT_ISA_avx2;
+
+    unsigned avx512 = (unsigned)LEAF7_EBX_AVX512F | LEAF7_EBX_AVX512DQ | LEAF7_EBX_AVX512BW | LEAF7_EBX_AVX512VL;
+    if (!has(saved, XCR0_AVX512) || !has(b, avx512)) return isas;
+    isas |= 1u << KT_ISA_avx512;
+
+    if (!has(saved, XCR0_AMX) || !has(d, LEAF7_EDX_AMX_TILE | LEAF7_EDX_AMX_INT8)) return isas;
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return isas;
+    return isas | 1u << KT_ISA_amx;
+}

@@ -1,0 +1,32 @@
+/* FP16, F32 and FP8 E4M3 to BF16, rounded once, from float32, to nearest even. */
+#include "bf16.h"
+#include "kernels.h"
+
+/* IEEE 754 binary16: sign, 5 exponent bits (bias 15), 10 fraction bits. Exact in float32. */
+static float from_fp16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
+    if (exponent == 31) return kt_float(sign | 0x7f800000 | fraction << 13);
+    if (exponent == 0) return kt_float(sign | kt_bits((float)fraction * 0x1p-24f));
+    return kt_float(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+/* E4M3 "fn" (OCP 8-bit floating point 1.0): sign, 4 exponent bits (bias 7), 3 fraction bits; no infinity, NaN is all ones. */
+static float from_fp8(uint8_t b) {
+    uint32_t sign = (uint32_t)(b & 0x80) << 24, exponent = b >> 3 & 15, fraction = b & 7;
+    if ((b & 0x7f) == 0x7f) return kt_float(0x7fc00000);
+    if (exponent == 0) return kt_float(sign | kt_bits((float)fraction * 0x1p-9f));
+    return kt_float(sign | (exponent + 120) << 23 | fraction << 20);
+}
+
+void kt_decode_scalar(int kind, const uint8_t *in, int64_t count, float scale, uint16_t *out) {
+    for (int64_t i = 0; i < count; i++) {
+        float x;
+        if (kind == KTQ_FP16)
+            x = from_fp16(kt_load16(in + 2 * i));
+        else if (kind == KTQ_F32)
+            memcpy(&x, in + 4 * i, sizeof x);
+        else
+            x = from_fp8(in[i]) * scale;
+        out[i] = kt_to_bf16(x);
+    }
+}

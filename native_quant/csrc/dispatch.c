@@ -1,0 +1,86 @@
+/* The tables made from kernels.def, the choice among them, and the sentences of the errors. */
+#include <stdatomic.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define KT_ISA_TEXT(name) #name,
+static const char *const names[KT_ISA_COUNT] = {KT_ISAS(KT_ISA_TEXT)};
+#undef KT_ISA_TEXT
+
+#define KERNEL(family, isa) {#family, KT_ISA_##isa},
+static const struct {
+    const char *family;
+    int isa;
+} rows[] = {
+#include "kernels.def"
+};
+#undef KERNEL
+enum { ROWS = sizeof rows / sizeof rows[0] };
+
+/* tables[isa]: the best kernel of each family that needs no more than isa. Written once, when the library is loaded. */
+static kt_kernels tables[KT_ISA_COUNT];
+static unsigned available;
+static int best;
+static atomic_int current;
+
+__attribute__((constructor)) static void choose(void) {
+    available = kt_cpu_isas();
+    for (int isa = 0; isa < KT_ISA_COUNT; isa++) {
+        kt_kernels *table = &tables[isa];
+#define KERNEL(family, needs) \
+    if (KT_ISA_##needs <= isa && !table->family) table->family = kt_##family##_##needs;
+#include "kernels.def"
+#undef KERNEL
+        if (available >> isa & 1) best = isa;
+    }
+    atomic_store(&current, best);
+}
+
+const kt_kernels *kt_current(void) {
+    return &tables[atomic_load_explicit(&current, memory_order_relaxed)];
+}
+
+int ktq_isa_count(void) {
+    return KT_ISA_COUNT;
+}
+
+const char *ktq_isa_name(int isa) {
+    return isa >= 0 && isa < KT_ISA_COUNT ? names[isa] : NULL;
+}
+
+int ktq_isa_available(int isa) {
+    return isa >= 0 && isa < KT_ISA_COUNT && (available >> isa & 1);
+}
+
+int ktq_isa(void) {
+    return atomic_load(&current);
+}
+
+int ktq_set_isa(int isa) {
+    if (isa == -1) isa = best;
+    if (!ktq_isa_available(isa)) return KTQ_EISA;
+    atomic_store(&current, isa);
+    return KTQ_OK;
+}
+
+int ktq_kernel_isa(int row) {
+    return row >= 0 && row < ROWS ? rows[row].isa : -1;
+}
+
+const char *ktq_kernel_family(int row) {
+    return row >= 0 && row < ROWS ? rows[row].family : NULL;
+}
+
+const char *ktq_strerror(int error) {
+    switch (error) {
+    case KTQ_OK: return "no error";
+    case KTQ_EINVAL: return "an argument is out of range";
+    case KTQ_ESHAPE: return "rows and columns must be multiples of 64 (8 bits) or of 128 (4 bits)";
+    case KTQ_EISA: return "this instruction set is not available here";
+    case KTQ_ENONFINITE: return "a value is infinite or not a number";
+    case KTQ_EFULL: return "too many mapped files are registered";
+    case KTQ_ESYSTEM: return "the system refused";
+    }
+    return "unknown error";
+}

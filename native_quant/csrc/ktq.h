@@ -1,0 +1,72 @@
+/* ktq: BF16, FP16, F32 and FP8 linears in, kt-kernel's AMXINT8 and AMXINT4 bytes out.
+ *
+ * Buffers in, buffers out: nothing is allocated, printed or kept but the choice of instruction set. Every function may be
+ * called from many threads at once. What the numbers mean: quantizers/NUMERICS.md. Where the bytes lie: layouts/FORMAT.md.
+ * The text between the two markers is what Python (cffi, _build.py) reads: plain C without directives.
+ */
+#ifndef KTQ_H
+#define KTQ_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef begin */
+
+/* What a function returns; ktq_strerror has the sentences. */
+enum { KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM };
+
+/* The encodings of a source. */
+enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3 };
+
+/* One linear [n, k] as it is stored; element (r, c) is at values + r*row_stride + c*column_stride (bytes, any alignment).
+   One of the two strides is the size of an element. FP8 only: element (r, c) is multiplied by
+   scales[(first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns]. */
+typedef struct {
+    int kind;
+    const void *values;
+    int64_t row_stride, column_stride;
+    const float *scales;
+    int64_t scales_per_row;
+    int64_t block_rows, block_columns;
+    int64_t first_row, first_column;
+} ktq_source;
+
+/* Quantizes to `bits` (4 or 8), one scale per row, and packs. n and k: multiples of 64 (8 bits) or 128 (4 bits).
+   scratch: 32*k uint16; weight: n*k*bits/8 bytes; scale: n floats.
+   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; weight and scale are then partly written. */
+int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
+                      float *scale, int64_t *bad_row);
+
+/* The source as BF16: out[n][k]. A NaN that was not BF16 before becomes 0x7fc0. */
+int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);
+
+/* Unpacks and multiplies: out[n][k]. */
+int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const float *scale, float *out);
+
+/* sums = {sum x*x, sum y*y, sum x*y, sum (x-y)*(x-y)}; x: the source as BF16, y: the dequantized weight.
+   Added in float64 in one fixed order, whatever the instruction set. scratch: 32*k uint16. */
+int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, const uint8_t *weight,
+                   const float *scale, double *sums);
+
+/* Instruction sets, worst first: 0 "scalar" .. ktq_isa_count() - 1 "amx". */
+int ktq_isa_count(void);
+const char *ktq_isa_name(int isa);
+int ktq_isa_available(int isa); /* this CPU and this kernel let us use it */
+int ktq_isa(void);              /* in use; the best available until ktq_set_isa */
+int ktq_set_isa(int isa);       /* -1: the best available. KTQ_EISA if it is not available */
+
+/* The rows of kernels.def: family and instruction set (a number as above, -1 past the end). */
+int ktq_kernel_isa(int row);
+const char *ktq_kernel_family(int row);
+
+/* Explain a page of a mapped file that cannot be read (SIGBUS): a sentence on stderr that names the file, then _exit(code).
+   `sentence` holds one %s for the name. A fault elsewhere goes the way it went before. */
+int ktq_guard_sigbus(const char *sentence, int code);
+int ktq_register_mapping(const void *address, size_t length, const char *name);
+int ktq_unregister_mapping(const void *address);
+
+const char *ktq_strerror(int error);
+
+/* cdef end */
+
+#endif

@@ -1,0 +1,16 @@
+/* One value to the INT8 grid, as every other kernel must do it: NUMERICS.md. */
+#ifndef KT_QUANTIZE_SCALAR_H
+#define KT_QUANTIZE_SCALAR_H
+
+#include "bf16.h"
+
+/* round-half-to-even(fl32(x * reciprocal)); a subnormal x counts as 0.
+   |x| <= 127 scale or 112 scale, within a few units in the last place: the result is in -127..127 without saturation. */
+static inline int kt_to_int8(uint16_t bf16, float reciprocal) {
+    if (!(bf16 & 0x7f80)) return 0;
+    float p = kt_from_bf16(bf16) * reciprocal;
+    /* Adding 1.5 * 2^23 leaves no place for a fraction, so the addition itself rounds to nearest even. */
+    return (int)(int32_t)(kt_bits(p + 0x1.8p23f) - kt_bits(0x1.8p23f));
+}
+
+#endif
