@@ -1,0 +1,1 @@
+"""What comes in: checkpoints as they are published, and where their experts lie."""

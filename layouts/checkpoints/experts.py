@@ -1,0 +1,313 @@
+"""Gate, up and down of one expert, whatever way the checkpoint stores them.
+
+The tensors decide; the config is compared with them, and where the two disagree the checkpoint is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints import scales
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, NUM_LAYERS, Arch, Fused, Separate, Style
+from ktconvert.layouts.checkpoints.match import BIAS, Layer, Scan, name_of, scan
+from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.quantizers.spec import Matrix
+
+# safetensors dtype of a weight -> Matrix.kind
+KINDS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F8_E4M3": "fp8_e4m3"}
+PLAIN_ACTIVATIONS = ("silu", "swish")
+
+
+@dataclass(frozen=True)
+class Expert:
+    """The three linears of one expert: gate and up (I, H), down (H, I); views of the checkpoint."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True)
+class MoeModel:
+    """A checkpoint whose experts were found.
+
+    layers       numbers of the layers to convert, as the checkpoint numbers them.
+    mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors names the expert tensors of these
+                 and of blocks called mtp.
+    dtypes       the dtypes that expert weights have, sorted.
+    activation   key of ACTIVATIONS, or what the config calls it.
+    weights_on   "output" or "input".
+    notes        sentences for the plan.
+    """
+
+    arch: Arch
+    source: TensorSource
+    layers: tuple[int, ...]
+    mtp_layers: tuple[int, ...]
+    mtp_tensors: frozenset[str]
+    dtypes: tuple[str, ...]
+    has_shared_experts: bool
+    activation: str
+    weights_on: str
+    notes: tuple[str, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
+    found: dict[int, MoeLayer] = field(default_factory=dict, repr=False)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the experts compute what kt-kernel's AMXINT4 and AMXINT8 compute."""
+        return self.activation == "silu" and self.weights_on == "output"
+
+    def shape(self, layer: int) -> tuple[int, int, int]:
+        """(E, H, I): experts, hidden size, expert width."""
+        moe = self.found[layer]
+        return moe.num_experts, moe.hidden, moe.width
+
+    def expert(self, layer: int, expert: int) -> Expert:
+        """Gate, up and down of one expert; of the weights nothing is read yet, the scales are."""
+        moe = self.found[layer]
+        style = moe.stored.style
+        made = {p: self._matrix(moe, p, expert) for p in style.parts}
+        if isinstance(style, Fused):
+            both = made["gate_up"]
+            if style.interleaved:
+                gate, up = _every_other(both, 0), _every_other(both, 1)
+            else:
+                gate, up = both.rows(0, moe.width), both.rows(moe.width, 2 * moe.width)
+            return Expert(gate, up, made["down"])
+        return Expert(made["gate"], made["up"], made["down"])
+
+    def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
+        """The bytes of one expert's weights and scales; of a 3-D tensor only this expert's part."""
+        stored = self.found[layer].stored
+        out: list[TensorInfo] = []
+        for part in stored.style.parts:
+            for tensors in (stored.weights, stored.scales):
+                if (info := tensors.get((part, expert))) is not None:
+                    out.append(info)
+                elif (info := tensors.get((part, -1))) is not None:
+                    out.append(_one(info, expert))
+        return tuple(out)
+
+    def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
+        """Every expert tensor of a layer, scales included, each whole, in the order of their names."""
+        stored = self.found[layer].stored
+        return tuple(sorted((*stored.weights.values(), *stored.scales.values()), key=lambda t: t.name))
+
+    def expert_tensor_names(self) -> set[str]:
+        """Every routed-expert tensor of the converted layers, with scales and what else hangs on them; not MTP."""
+        names: set[str] = set()
+        for moe in self.found.values():
+            names.update(t.name for t in (*moe.stored.weights.values(), *moe.stored.scales.values()))
+            names.update(moe.stored.aside)
+        return names
+
+    def _matrix(self, moe: MoeLayer, part: str, expert: int) -> Matrix:
+        key = part, expert if isinstance(moe.stored.style, Separate) else -1
+        weight, scale = moe.stored.weights[key], moe.stored.scales.get(key)
+        values = self.source.view(weight if key[1] >= 0 else _one(weight, expert))
+        if not values.flags.aligned:
+            values = values.copy()
+        matrix = Matrix(values, KINDS[weight.dtype])
+        if scale is not None:
+            shape, block = scales.grid(weight, scale, self.blocks, moe.input_major)
+            one = scale if key[1] >= 0 else _one(scale, expert)
+            matrix = replace(matrix, scales=scales.read(self.source, one, shape), block=block)
+        return matrix.T if moe.input_major else matrix
+
+
+def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS) -> MoeModel:
+    """Finds the experts of a checkpoint, by headers alone.
+
+    Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or whose
+    tensors and config disagree; both name the tensor.
+    """
+    arch = _row(source, archs)
+    notes: list[str] = []
+    if arch is not None and arch.refusal is not None:
+        raise UnsupportedError(f"{source.root}: {arch.name}: {arch.refusal}")
+    seen = scan(source.tensors, arch.stored if arch else ())
+    if not seen.layers and not seen.foreign:
+        arch, seen = _generic(source, archs, arch, notes)
+    assert arch is not None
+    _refuse_foreign(source, seen)
+    prefix, layers, mtp = _converted(source, seen, notes)
+    _refuse_strays(source, seen, prefix, mtp)
+    _refuse_gaps(source, seen, prefix, layers)
+    blocks = tuple(cfg.scale_blocks(source.config))
+    found = {n: measure(source.config, arch, seen.layers[prefix, n], prefix, n, blocks) for n in layers}
+    mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in _names(seen.layers[prefix, n])}
+    if mtp_names:
+        which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
+        notes.append(f"The experts of the MTP part ({which}) are left out: kt-kernel does not load them.")
+    activation, weights_on = _activation(source, arch), arch.weights_on
+    if activation != "silu" or weights_on != "output":
+        where = "" if weights_on == "output" else ", with routing weights on their input"
+        notes.append(
+            f"The experts of {arch.name} compute {ACTIVATIONS.get(activation, activation)}{where}; kt-kernel's AMXINT4 and "
+            f"AMXINT8 compute silu(gate) * up with routing weights on the output, which is something else: {arch.instead}."
+        )
+    return MoeModel(
+        arch=arch,
+        source=source,
+        layers=tuple(layers),
+        mtp_layers=tuple(mtp),
+        mtp_tensors=mtp_names,
+        dtypes=tuple(sorted({w.dtype for m in found.values() for w in m.stored.weights.values()})),
+        has_shared_experts=seen.shared,
+        activation=activation,
+        weights_on=weights_on,
+        notes=tuple(notes),
+        blocks=blocks,
+        found=found,
+    )
+
+
+def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
+    """The first row that the config names; a row that names no family is for any checkpoint."""
+    names = cfg.families(source.config)
+    anyones = (arch for arch in archs if not arch.matches)
+    named = (arch for name in names for arch in archs if name in arch.matches)
+    return next(anyones, None) or next(named, None)
+
+
+def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]) -> tuple[Arch, Scan]:
+    """An unknown family is converted if its experts are stored in exactly one way that some row knows."""
+    styles: dict[Style, Arch] = {}
+    for arch in archs:
+        for style in arch.stored if arch.refusal is None else ():
+            styles.setdefault(style, arch)
+    hits = [(style, seen) for style in styles if (seen := scan(source.tensors, (style,))).layers or seen.foreign]
+    called = ", ".join(cfg.families(source.config)) or "a model without a config"
+    if not hits:
+        if any("expert" in name for name in source.tensors):
+            rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
+            raise UnsupportedError(
+                f"{source.root}: {called}: its experts are not stored as any known family's; known are: {rows}. "
+                "If they are gate, up and down matrices, describe them with --arch-file"
+            )
+        raise UnsupportedError(f"{source.root}: {called}: a dense model, it has no experts to convert")
+    if len(hits) > 1:
+        ways = "; ".join(" + ".join(getattr(style, p) for p in style.parts) for style, _ in hits)
+        raise UnsupportedError(
+            f"{source.root}: {called}: experts match several forms ({ways}); choose one with --arch-file"
+        )
+    style, seen = hits[0]
+    if known is not None:
+        return replace(known, stored=(style,)), seen
+    notes.append(
+        f"{called} is not in the table of architectures; its experts are stored as {styles[style].name} stores them, "
+        "and are taken to compute silu(gate) * up with routing weights on the output."
+    )
+    return Arch(called, (), (style,)), seen
+
+
+def _refuse_foreign(source: TensorSource, seen: Scan) -> None:
+    for role, name in seen.foreign.items():
+        if role == BIAS:
+            raise UnsupportedError(
+                f"tensor {name!r}: experts with biases cannot be represented in kt-kernel's AMX formats"
+            )
+        raise _no_input(name, role)
+    for layer in seen.layers.values():
+        for key, weight in layer.weights.items():
+            if weight.dtype in KINDS:
+                continue
+            scale = layer.scales.get(key)
+            what = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}.get(weight.dtype)
+            if what is None:
+                micro = scale is not None and scale.dtype in ("U8", "F8_E8M0")
+                fp4 = (
+                    "MXFP4"
+                    if micro
+                    else "NVFP4"
+                    if scale is not None and scale.dtype == "F8_E4M3"
+                    else "packed or integer"
+                )
+                what = f"{fp4} ({weight.dtype})"
+            raise _no_input(weight.name, what)
+
+
+def _no_input(name: str, what: str) -> UnsupportedError:
+    return UnsupportedError(f"tensor {name!r}: {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
+
+
+def _converted(source: TensorSource, seen: Scan, notes: list[str]) -> tuple[str, list[int], list[int]]:
+    """The prefix of the language model, the layers to convert, and the MTP layers."""
+    prefixes = sorted({prefix for prefix, _ in seen.layers})
+    if len(prefixes) != 1:
+        shown = ", ".join(repr(p) for p in prefixes)
+        raise UnsupportedError(
+            f"{source.root}: has experts under several prefixes ({shown}); choose one with --arch-file"
+        )
+    numbers = sorted(n for _, n in seen.layers)
+    limit = cfg.number(source.config, NUM_LAYERS)
+    if limit is None:
+        return prefixes[0], numbers, []
+    layers = [n for n in numbers if n < limit[1]]
+    if not layers:
+        first = next(iter(_names(seen.layers[prefixes[0], numbers[0]])))
+        raise InputError(
+            f"tensor {first!r}: config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
+        )
+    return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
+
+
+def _refuse_strays(source: TensorSource, seen: Scan, prefix: str, mtp: list[int]) -> None:
+    outside = tuple(f"{prefix}layers.{n}." for n in mtp)
+    for name in seen.strays:
+        if name.startswith(prefix) and not name.startswith(outside or ("\0",)):
+            raise InputError(
+                f"tensor {name!r} stands among the experts but is none of their parts; "
+                "remove it, or describe this model with --arch-file"
+            )
+
+
+def _refuse_gaps(source: TensorSource, seen: Scan, prefix: str, layers: list[int]) -> None:
+    """A layer that has a router but no experts, or that is not there at all, was lost."""
+    limit = cfg.number(source.config, NUM_LAYERS)
+    style = seen.layers[prefix, layers[0]].style
+    for n in range(limit[1] if limit and "{prefix}" in getattr(style, style.parts[0]) else 0):
+        if n in layers:
+            continue
+        part = name_of(style, prefix, style.parts[0], n, 0)
+        if (prefix, n) in seen.routers:
+            raise InputError(
+                f"{source.root}: layer {n} has a router but no experts ({part!r} is missing); download it again"
+            )
+        if n > min(layers) and (prefix, n) not in seen.present:
+            raise InputError(f"{source.root}: layer {n} is missing ({part!r} and all else); download the model again")
+
+
+def _names(layer: Layer) -> Iterable[str]:
+    return [*(t.name for t in (*layer.weights.values(), *layer.scales.values())), *layer.aside]
+
+
+def _one(info: TensorInfo, expert: int) -> TensorInfo:
+    """One expert's part of a tensor that holds all of them."""
+    each = info.nbytes // info.shape[0]
+    return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
+
+
+def _every_other(matrix: Matrix, first: int) -> Matrix:
+    """Rows first, first + 2, …; the scales are spread to one per row, since blocks of rows are torn apart."""
+    values = matrix.values[first::2]
+    if matrix.scales is None:
+        return replace(matrix, values=values)
+    rows = np.repeat(matrix.scales, matrix.block[0], axis=0)[: len(matrix.values)]
+    return Matrix(values, matrix.kind, np.ascontiguousarray(rows[first::2]), (1, matrix.block[1]))
+
+
+def _activation(source: TensorSource, arch: Arch) -> str:
+    """What the row says, unless the config names something else."""
+    if cfg.number(source.config, ("swiglu_limit",)) is not None and arch.activation == "silu":
+        return "swiglu_limit"
+    said = cfg.find(source.config, ("hidden_act", "hidden_activation"))
+    if arch.activation != "silu" or said is None or not isinstance(said[1], str):
+        return arch.activation
+    return "silu" if said[1].lower() in PLAIN_ACTIVATIONS else said[1]

@@ -1,0 +1,181 @@
+"""Reads the header of a safetensors file, believing nothing it says that the file itself does not bear out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.errors import InputError
+
+MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
+MAX_RANK = 64
+LFS_MAGIC = b"version https://git-lfs"
+REMEDY = "download that file again"
+LFS_REMEDY = "run `git lfs pull` in its directory, or `hf download`"
+
+# Bits per element of every dtype of the format.
+DTYPE_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a header.
+
+    dtype   as the file spells it.
+    start   its first byte, counted from the start of the file.
+    nbytes  size in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file holds; sha256 is over the length word and the header: names, dtypes, shapes, offsets."""
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks one file's header; of the weights nothing is read.
+
+    Raises InputError when the file is missing, cut short or a Git LFS pointer, or when its header breaks the format.
+    """
+    try:
+        # O_NONBLOCK: a pipe in a checkpoint's place must not hang us; it is refused below.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as e:
+        raise InputError(f"{path}: cannot be opened ({e.strerror}); {REMEDY}") from None
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise InputError(f"{path}: not a regular file; give a .safetensors file or a directory of them")
+        head = _read(fd, 64, path)
+        if head.startswith(LFS_MAGIC):
+            raise InputError(
+                f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in that directory or {REMEDY}"
+            )
+        if len(head) < 8:
+            raise InputError(f"{path}: only {info.st_size} bytes, too short for a safetensors header; {REMEDY}")
+        length = int.from_bytes(head[:8], "little")
+        if length > MAX_HEADER:
+            raise InputError(f"{path}: header length {length} is over the format's limit of {MAX_HEADER}; {REMEDY}")
+        if 8 + length > info.st_size:
+            raise InputError(f"{path}: header of {length} bytes does not fit a file of {info.st_size} bytes; {REMEDY}")
+        os.lseek(fd, 0, os.SEEK_SET)
+        raw = _read(fd, 8 + length, path)
+    finally:
+        os.close(fd)
+    if len(raw) != 8 + length:
+        raise InputError(f"{path}: ends inside its header; {REMEDY}")
+    entries, metadata = parse_header(raw[8:], info.st_size - 8 - length, 8 + length, str(path))
+    return Header(entries, metadata, info.st_size, info.st_mtime_ns, hashlib.sha256(raw).hexdigest())
+
+
+def parse_header(raw: bytes, data_size: int, data_start: int, where: str) -> tuple[tuple[Entry, ...], dict[str, str]]:
+    """The entries (in file order) and the metadata of a header's JSON, checked against the bytes that follow it."""
+    try:
+        text = raw.decode("utf-8")
+        if not text.startswith("{"):
+            raise ValueError("it does not begin with '{'")
+        tree = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise InputError(f"{where}: header is not valid JSON ({_short(e)}); {REMEDY}") from None
+    metadata = tree.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise InputError(f"{where}: __metadata__ in the header must map strings to strings; {REMEDY}")
+    entries = sorted((_entry(n, v, data_start, where) for n, v in tree.items()), key=lambda e: (e.start, e.nbytes))
+    at = data_start
+    for e in entries:
+        if e.start != at:
+            fault = "overlaps the tensor before it" if e.start < at else "leaves a gap after the tensor before it"
+            raise InputError(f"{where}: tensor {e.name!r} at byte {e.start - data_start} {fault}; {REMEDY}")
+        at += e.nbytes
+    if at != data_start + data_size:
+        what = "cut short" if at > data_start + data_size else "longer than its header says"
+        raise InputError(f"{where}: {what} ({data_size} bytes of weights, header names {at - data_start}); {REMEDY}")
+    return tuple(entries), metadata
+
+
+def _entry(name: str, value: Any, data_start: int, where: str) -> Entry:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: tensor name {name!r} is not valid text; {REMEDY}") from None
+
+    def fail(what: str) -> InputError:
+        return InputError(f"{where}: tensor {name!r}: {what}; {REMEDY}")
+
+    if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise fail("its header entry must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise fail(f"unknown dtype {str(dtype)[:40]!r}")
+    if type(shape) is not list or len(shape) > MAX_RANK or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+        raise fail("shape must be a list of non-negative integers")
+    if type(offsets) is not list or len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 63 for n in offsets):
+        raise fail("data_offsets must be two non-negative integers")
+    start, stop = offsets
+    total = bits
+    for n in shape:
+        total *= n
+    if stop < start or total != (stop - start) * 8:
+        raise fail(f"{dtype} of shape {shape} needs {total / 8:g} bytes, data_offsets give {stop - start}")
+    return Entry(name, dtype, tuple(shape), data_start + start, stop - start)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"{key[:200]!r} appears twice")
+            seen.add(key)
+    return made
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _short(e: BaseException) -> str:
+    """The reason in one line; a header can be megabytes long, its error message must not be."""
+    if isinstance(e, UnicodeDecodeError):
+        return f"byte {e.start} is not UTF-8"
+    if isinstance(e, RecursionError):
+        return "nested too deeply"
+    return str(e).splitlines()[0][:300] if str(e) else type(e).__name__
+
+
+def _read(fd: int, count: int, path: Path) -> bytes:
+    parts: list[bytes] = []
+    try:
+        while count > 0 and (part := os.read(fd, count)):
+            parts.append(part)
+            count -= len(part)
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror}); check the disk, or {REMEDY}") from None
+    return b"".join(parts)

@@ -1,0 +1,357 @@
+"""A checkpoint as one set of named tensors: which file and bytes each one is, and views of them through memory maps."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.safetensors import LFS_MAGIC, REMEDY, read_header
+from ktconvert.layouts.errors import InputError, UnsupportedError
+
+INDEX = "model.safetensors.index.json"
+
+# How a tensor's bits are seen; what numpy has no type for comes as unsigned bits of the same width.
+VIEWS: dict[str, type[np.generic]] = {
+    "BF16": np.uint16,
+    "F16": np.uint16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "C64": np.complex64,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "BOOL": np.bool_,
+    **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), np.uint8),
+}
+
+WEIGHT_SUFFIXES = frozenset(
+    f".{s}"
+    for s in (
+        *("safetensors", "bin", "pt", "pth", "ckpt", "gguf", "ggml", "onnx", "onnx_data"),
+        *("h5", "msgpack", "npz", "npy", "pkl", "tflite", "ot"),
+    )
+)
+PART = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor, or one expert's part of it.
+
+    dtype   as safetensors spells it: "BF16", "F8_E4M3", …
+    shard   index into TensorSource.shards.
+    start   its first byte, counted from the start of the file.
+    nbytes  size in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One weight file; size, header hash and (in a Hugging Face cache) blob name say what it is, wherever it lies."""
+
+    path: Path
+    name: str
+    size: int
+    header_sha256: str
+    mtime_ns: int
+    blob: str | None = None
+
+
+class TensorSource:
+    """An opened checkpoint: headers are known, weights are mapped one file at a time when first asked for.
+
+    root     the directory; companions are looked for here.
+    config   config.json as parsed (params.json where only that exists); {} where there is none.
+    shards   the weight files, in the order of their names.
+    tensors  every tensor by name.
+    ignored  safetensors files of the directory that the checkpoint's index does not name.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: dict[str, Any],
+        shards: tuple[Shard, ...],
+        tensors: dict[str, TensorInfo],
+        ignored: tuple[str, ...] = (),
+        alone: bool = False,
+    ) -> None:
+        self.root = root
+        self.config = config
+        self.shards = shards
+        self.tensors = tensors
+        self.ignored = ignored
+        self._alone = alone
+        self._maps: dict[int, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """The tensor's values as a read-only view of the mapped file; BF16, F16 and FP8 come as unsigned bits."""
+        info = self.tensors[name]
+        return self.view(info)
+
+    def view(self, info: TensorInfo) -> npt.NDArray[Any]:
+        """The bytes of `info`, shaped: array() for a part of a tensor. Unaligned where the file is."""
+        kind = VIEWS.get(info.dtype)
+        if kind is None:
+            raise UnsupportedError(
+                f"tensor {info.name!r} is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
+            )
+        return np.ndarray(info.shape, kind, buffer=self._map(info.shard), offset=info.start)
+
+    def release(self, info: TensorInfo) -> None:
+        """Gives the tensor's pages back to the system; a later look brings them back from the file."""
+        self._advise(info, mmap.MADV_DONTNEED)
+
+    def prefetch(self, info: TensorInfo) -> None:
+        """Asks the system to start reading the tensor's pages."""
+        self._advise(info, mmap.MADV_WILLNEED)
+
+    def companions(self) -> list[str]:
+        """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
+
+        For a lone .safetensors file only what lies directly beside it, and only where config.json does.
+        """
+        if self._alone and not (self.root / "config.json").is_file():
+            return []
+        found: list[str] = []
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = [] if self._alone else sorted(d for d in folders if not d.startswith("."))
+            base = Path(folder)
+            found += [(base / f).relative_to(self.root).as_posix() for f in files if _is_companion(base / f)]
+        return sorted(found)
+
+    def changed(self) -> list[str]:
+        """The names of the shards whose size or time of change is not what it was when opened."""
+        out: list[str] = []
+        for shard in self.shards:
+            try:
+                now = shard.path.stat()
+            except OSError:
+                out.append(shard.name)
+                continue
+            if (now.st_size, now.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                out.append(shard.name)
+        return out
+
+    def close(self) -> None:
+        """Unmaps the files; views still in use keep theirs until they go."""
+        with self._lock:
+            for mapped in self._maps.values():
+                try:
+                    mapped.close()
+                except BufferError:
+                    continue
+            self._maps.clear()
+
+    def __enter__(self) -> TensorSource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _map(self, index: int) -> mmap.mmap:
+        with self._lock:
+            mapped = self._maps.get(index)
+            if mapped is None:
+                shard = self.shards[index]
+                try:
+                    with shard.path.open("rb") as f:
+                        if os.fstat(f.fileno()).st_size != shard.size:
+                            raise InputError(f"{shard.path}: its size changed since it was opened; start again")
+                        mapped = mmap.mmap(f.fileno(), shard.size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+                except OSError as e:
+                    raise InputError(
+                        f"{shard.path}: cannot be mapped ({e.strerror}); check the disk and start again"
+                    ) from None
+                self._maps[index] = mapped
+            return mapped
+
+    def _advise(self, info: TensorInfo, advice: int) -> None:
+        # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
+        start = info.start - info.start % mmap.PAGESIZE
+        length = info.start + info.nbytes - start
+        if info.nbytes and (advice != mmap.MADV_DONTNEED or info.shard in self._maps):
+            self._map(info.shard).madvise(advice, start, length)
+
+
+def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSource:
+    """Opens a directory, a single .safetensors file, or a model of the Hugging Face hub; reads headers only.
+
+    Raises InputError when files are missing, damaged or contradict the index; UnsupportedError for weights of another
+    format.
+    """
+    path = hub.resolve(where, revision)
+    if path.is_dir():
+        names, index, ignored = _listed(path)
+        root = path
+    else:
+        if path.suffix != ".safetensors":
+            raise UnsupportedError(
+                f"{path}: not a .safetensors file; give a directory or a file of safetensors weights"
+            )
+        names, index, ignored, root = [path.name], None, (), path.parent
+    shards: list[Shard] = []
+    tensors: dict[str, TensorInfo] = {}
+    for number, name in enumerate(names):
+        header = read_header(root / name)
+        shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
+        for e in header.entries:
+            if e.name in tensors:
+                other = names[tensors[e.name].shard]
+                raise InputError(
+                    f"{root / name}: tensor {e.name!r} is also in {other}; remove the file that does not belong"
+                )
+            tensors[e.name] = TensorInfo(e.name, e.dtype, e.shape, number, e.start, e.nbytes)
+    if index is not None:
+        _agree(root, names, index, tensors)
+    return TensorSource(root, _config(root), tuple(shards), tensors, ignored, alone=not path.is_dir())
+
+
+def _listed(root: Path) -> tuple[list[str], dict[str, str] | None, tuple[str, ...]]:
+    """The weight files of a directory, its index (None without one), and the safetensors files left aside."""
+    try:
+        files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
+    except OSError as e:
+        raise InputError(f"{root}: cannot be listed ({e.strerror}); check its permissions") from None
+    present = [f for f in files if f.endswith(".safetensors")]
+    indexes = [f for f in files if f.endswith(".safetensors.index.json")]
+    if indexes and INDEX not in indexes and len(indexes) > 1:
+        raise InputError(f"{root}: several indexes ({', '.join(indexes)}); keep one, named {INDEX}")
+    if indexes:
+        chosen = INDEX if INDEX in indexes else indexes[0]
+        index = read_index(root / chosen)
+        names = sorted(set(index.values()))
+        for name in names:
+            if not (root / name).exists():
+                raise InputError(f"{root / chosen}: names {name}, which is missing; {REMEDY}")
+        return names, index, tuple(f for f in present if f not in names)
+    if not present:
+        raise _no_weights(root, files)
+    # Mistral releases hold the same weights twice, as model-* and as consolidated*.
+    main = [f for f in present if not f.startswith("consolidated")] or present
+    _complete(root, main)
+    return main, None, tuple(f for f in present if f not in main)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The weight_map of an index: tensor name to shard, each shard a path inside the index's directory."""
+    try:
+        data = path.read_bytes()
+        if data.startswith(LFS_MAGIC):
+            raise InputError(
+                f"{path}: a Git LFS pointer, not the index; run `git lfs pull` in that directory or {REMEDY}"
+            )
+        tree = json.loads(data.decode("utf-8"))
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror}); {REMEDY}") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{path}: not valid JSON; {REMEDY}") from None
+    weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{path}: has no weight_map; {REMEDY}")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _inside(shard):
+            raise InputError(
+                f"{path}: tensor {name!r} is said to be in {str(shard)[:200]!r}, which is not a file of this directory"
+            )
+        if not shard.endswith(".safetensors"):
+            raise InputError(f"{path}: tensor {name!r} is said to be in {shard!r}, which is not a .safetensors file")
+    return weight_map
+
+
+def _inside(shard: str) -> bool:
+    pure = PurePosixPath(shard)
+    plain = shard.isprintable() and "\\" not in shard
+    return plain and bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and str(pure) == shard
+
+
+def _complete(root: Path, names: list[str]) -> None:
+    """Without an index, files called …-00002-of-00005 still say how many there must be."""
+    sets: dict[tuple[str, int], set[int]] = {}
+    for name in names:
+        if found := PART.fullmatch(name):
+            sets.setdefault((found[1], int(found[3])), set()).add(int(found[2]))
+    if len(sets) > 1:
+        totals = ", ".join(f"{stem}-*-of-{total:05d}" for stem, total in sorted(sets))
+        raise InputError(f"{root}: holds the shards of several checkpoints ({totals}); keep one set")
+    for (stem, total), numbers in sets.items():
+        # Not set(range(total)): the total is what a file's name claims.
+        missing = next((n for n in range(1, total + 1) if n not in numbers), None)
+        if missing is not None:
+            raise InputError(f"{root}: {stem}-{missing:05d}-of-{total:05d}.safetensors is missing; download it again")
+
+
+def _agree(root: Path, names: list[str], index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+    for name, shard in index.items():
+        info = tensors.get(name)
+        if info is None or names[info.shard] != shard:
+            has = "no file" if info is None else names[info.shard]
+            raise InputError(f"{root / shard}: tensor {name!r} should be here by the index, but {has} has it; {REMEDY}")
+    for name, info in tensors.items():
+        if name not in index:
+            raise InputError(
+                f"{root / names[info.shard]}: tensor {name!r} is missing from the index; download the index again"
+            )
+
+
+def _no_weights(root: Path, files: list[str]) -> Exception:
+    for suffix, what in ((".gguf", "GGUF"), (".bin", "PyTorch .bin"), (".pth", "PyTorch .pth"), (".pt", "PyTorch .pt")):
+        if any(f.endswith(suffix) for f in files):
+            return UnsupportedError(
+                f"{root}: holds {what} weights only, which are not an input; use the safetensors release"
+            )
+    return InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
+
+
+def _config(root: Path) -> dict[str, Any]:
+    for name in ("config.json", "params.json"):
+        path = root / name
+        try:
+            # Infinity and NaN are let through: configurations of released models hold them.
+            tree = json.loads(path.read_bytes().decode("utf-8"))
+        except FileNotFoundError:
+            continue
+        except OSError as e:
+            raise InputError(f"{path}: cannot be read ({e.strerror}); {REMEDY}") from None
+        except (ValueError, RecursionError):
+            raise InputError(f"{path}: not valid JSON; {REMEDY}") from None
+        if not isinstance(tree, dict):
+            raise InputError(f"{path}: must hold a JSON object; {REMEDY}")
+        return tree
+    return {}
+
+
+def _blob(path: Path) -> str | None:
+    """The blob that a link of a Hugging Face cache snapshot points to; its name is the content's hash."""
+    try:
+        target = path.readlink()
+    except OSError:
+        return None
+    return target.name if target.parent.name == "blobs" else None
+
+
+def _is_companion(path: Path) -> bool:
+    name = path.name
+    if name.startswith(".") or path.suffix.lower() in WEIGHT_SUFFIXES or not path.is_file():
+        return False
+    return not (name.endswith(".index.json") or re.search(r"\.index\.[^.]+\.json$", name))
