@@ -1,0 +1,276 @@
+"""`ktconvert doctor`: what this machine offers for converting and serving, and the kt-kernel flags that follow."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from ktconvert.pipeline import machine
+from ktconvert.pipeline.report import size
+
+PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
+# What ktconvert and kt-kernel choose their code by, in /proc/cpuinfo's words.
+FEATURES = (
+    *("avx2", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni", "avx512vbmi"),
+    *("avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
+)
+# Bits of XCR0 (Intel SDM volume 1, 13.3): register state that the kernel saves, so that programs may use it.
+XCR0 = (("AVX", 0x06), ("AVX-512", 0xE6), ("AMX", 0x60000))
+SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP = 158, 0x1021
+
+PROBE_BYTES, PROBE_SECONDS, BLOCK = 256 << 20, 5.0, 4 << 20
+ROOMY = 100 * 10**9  # bytes: less than this holds no large model's experts
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One directory's disk; speed in bytes per second, None with the problem that prevented measuring it."""
+
+    path: str
+    free: int
+    file_size_limit: int | None
+    write_speed: float | None
+    direct: bool
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found. Sizes in bytes; the CPU counts are those that this process may use."""
+
+    cpu: str
+    features: tuple[str, ...]
+    xcr0: int | None
+    isas: tuple[str, ...]
+    isa: str | None
+    isa_problem: str | None
+    physical_cores: int
+    cores_with_hyperthreads: int
+    logical_cpus: int
+    machine_cpus: int
+    cpu_quota: float | None
+    numa_nodes: tuple[int, ...]
+    machine_numa_nodes: tuple[int, ...]
+    memory_total: int
+    memory_available: int
+    memory_limit: int | None
+    disk: Disk
+    versions: dict[str, str | None]
+
+    @property
+    def kt_flags(self) -> dict[str, int]:
+        """The flags for the server: physical cores, never hyperthreads; one pool per NUMA node."""
+        return {"--kt-cpuinfer": self.physical_cores, "--kt-threadpool-count": len(self.numa_nodes)}
+
+
+def versions() -> dict[str, str | None]:
+    """What is installed beside us, None where it is not; nothing is imported for it."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def supported_state() -> int | None:
+    """XCR0 as the kernel states it, or None where it does not (Linux before 5.16, other machines)."""
+    if os.uname().machine != "x86_64":
+        return None
+    mask = ctypes.c_uint64()
+    done = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(mask))
+    return mask.value if done == 0 else None
+
+
+def instruction_sets() -> tuple[tuple[str, ...], str | None, str | None]:
+    """The instruction sets that our kernels may use, the one they will use, and what is wrong if they cannot say."""
+    try:
+        from ktconvert.native_quant import kernels
+    except ImportError as error:
+        return (), None, f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
+    try:
+        return kernels.available_isas(), kernels.isa(), None
+    except ValueError as error:  # KTCONVERT_ISA names one that is not there
+        return kernels.available_isas(), None, f"{error}."
+
+
+def measure_disk(folder: Path) -> Disk:
+    """Write at most 256 MiB (or 5 s) to a nameless file in `folder`, fsync it, and give the space back."""
+    free, limit = machine.disk_free(folder), machine.file_size_limit()
+    budget = min(PROBE_BYTES, free // 2, limit or PROBE_BYTES) // BLOCK * BLOCK
+    speed, direct, problem = None, False, None if budget else "there is no room for a measurement"
+    for want_direct in (True, False) if budget else ():  # not every file system takes O_DIRECT
+        try:
+            speed = _write_speed(folder, budget, want_direct)
+            direct, problem = want_direct, None
+            break
+        except OSError as error:
+            problem = os.strerror(error.errno or 0)
+    return Disk(str(folder.resolve()), free, limit, speed, direct, problem)
+
+
+def _write_speed(folder: Path, budget: int, direct: bool) -> float:
+    name = folder / f".ktconvert-doctor-{os.getpid()}"
+    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        name.unlink()  # at once: whatever stops us, nothing stays behind
+        if direct:  # not in open: where it is refused, that leaves the file behind
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        with mmap.mmap(-1, BLOCK) as block:  # page-aligned, as O_DIRECT requires
+            block[:] = os.urandom(BLOCK)  # random: file systems that compress gain nothing
+            begin, done = time.perf_counter(), 0
+            while done < budget and time.perf_counter() - begin < PROBE_SECONDS:
+                done += os.write(fd, block)
+            os.fsync(fd)
+            return done / (time.perf_counter() - begin)
+    finally:
+        os.close(fd)
+
+
+def examine(folder: Path) -> Facts:
+    """Look at this machine and at the disk that holds `folder`."""
+    flags, cpus = machine.cpu_flags(), machine.affinity()
+    isas, isa, isa_problem = instruction_sets()
+    return Facts(
+        cpu=machine.cpu_name(),
+        features=tuple(name for name in FEATURES if name in flags),
+        xcr0=supported_state(),
+        isas=isas,
+        isa=isa,
+        isa_problem=isa_problem,
+        physical_cores=machine.physical_cores(),
+        cores_with_hyperthreads=machine.cores_with_hyperthreads(),
+        logical_cpus=len(cpus),
+        machine_cpus=os.cpu_count() or len(cpus),
+        cpu_quota=machine.cpu_quota(),
+        numa_nodes=machine.numa_nodes(cpus=cpus),
+        machine_numa_nodes=machine.numa_nodes(),
+        memory_total=machine.memory_total(),
+        memory_available=machine.memory_available(),
+        memory_limit=machine.memory_limit(),
+        disk=measure_disk(folder),
+        versions=versions(),
+    )
+
+
+# ---- what to say about it -------------------------------------------------------------------------------------------
+
+WARNINGS: tuple[tuple[Callable[[Facts], bool], Callable[[Facts], str]], ...] = (
+    (lambda f: f.isa_problem is not None, lambda f: str(f.isa_problem)),
+    (
+        lambda f: "avx2" not in f.features,
+        lambda f: "This CPU has no AVX2: conversion works but is slow, and kt-kernel does not run here.",
+    ),
+    (
+        lambda f: "avx2" in f.features and "avx512f" not in f.features,
+        lambda f: "This CPU has no AVX-512: convert here, but serve elsewhere; kt-kernel's AVX2 build lacks AMXINT4/8.",
+    ),
+    (
+        lambda f: "amx_tile" in f.features and bool(f.isas) and "amx" not in f.isas,
+        lambda f: "The CPU has AMX, but the kernel does not permit it (Linux before 5.16, or a sandbox forbids it).",
+    ),
+    (
+        lambda f: f.cores_with_hyperthreads > 0,
+        lambda f: (
+            f"{f.cores_with_hyperthreads} cores show two hyperthreads or more: give kt-kernel physical cores"
+            f" ({f.physical_cores}), not {f.logical_cpus} threads."
+        ),
+    ),
+    (
+        lambda f: f.logical_cpus < f.machine_cpus,
+        lambda f: f"This process may use {f.logical_cpus} of the machine's {f.machine_cpus} CPUs (affinity or cpuset).",
+    ),
+    (
+        lambda f: f.cpu_quota is not None and f.cpu_quota < f.logical_cpus,
+        lambda f: f"The cgroup limits this process to {f.cpu_quota:.4g} CPUs' worth of time, on {f.logical_cpus} CPUs.",
+    ),
+    (
+        lambda f: len(f.numa_nodes) < len(f.machine_numa_nodes),
+        lambda f: f"This process may use the CPUs of {len(f.numa_nodes)} of {len(f.machine_numa_nodes)} NUMA nodes.",
+    ),
+    (
+        lambda f: f.memory_limit is not None and f.memory_limit < f.memory_total,
+        lambda f: f"The cgroup limits memory to {size(f.memory_limit or 0)} of the machine's {size(f.memory_total)}.",
+    ),
+    (
+        lambda f: f.disk.free < ROOMY,
+        lambda f: (
+            f"{f.disk.path} has {f.disk.free / 1e9:.0f} GB free: less than 100 GB holds no large model."
+            " `ktconvert cpu --dry-run` says what yours needs."
+        ),
+    ),
+    (
+        lambda f: f.disk.file_size_limit is not None,
+        lambda f: f"Files may not grow past {size(f.disk.file_size_limit or 0)} (ulimit -f): shards must be smaller.",
+    ),
+    (
+        lambda f: f.disk.problem is not None,
+        lambda f: f"The write speed of {f.disk.path} is not known: {f.disk.problem}.",
+    ),
+)
+
+
+def warnings(facts: Facts) -> list[str]:
+    """What stands in the way, one sentence each."""
+    return [sentence(facts) for holds, sentence in WARNINGS if holds(facts)]
+
+
+def rows(facts: Facts) -> list[tuple[str, str]]:
+    """The facts as (label, text) for people."""
+    disk = facts.disk
+    saved = [name for name, bits in XCR0 if facts.xcr0 is not None and facts.xcr0 & bits == bits]
+    amx = "permitted" if "amx" in facts.isas else "not permitted" if "amx_tile" in facts.features else "not in this CPU"
+    quota = f", time for {facts.cpu_quota:.4g}" if facts.cpu_quota is not None else ""
+    how = "O_DIRECT" if disk.direct else "through the page cache"
+    speed = f"{disk.write_speed / 1e9:.2f} GB/s written ({how}, fsync)" if disk.write_speed else "write speed not known"
+    return [
+        ("CPU", facts.cpu),
+        ("cores", f"{facts.physical_cores} physical, {facts.logical_cpus} logical{quota}"),
+        ("NUMA nodes", f"{len(facts.numa_nodes)} ({', '.join(map(str, facts.numa_nodes))})"),
+        ("instruction sets", f"{', '.join(facts.isas) or 'none'}; in use: {facts.isa or 'none'}"),
+        ("CPUID", " ".join(facts.features) or "nothing we use"),
+        ("XCR0", ", ".join(saved) or ("nothing we use" if facts.xcr0 is not None else "the kernel does not tell")),
+        ("AMX", amx),
+        ("memory", f"{size(facts.memory_total)}, {size(facts.memory_available)} available"),
+        ("cgroup limit", size(facts.memory_limit) if facts.memory_limit is not None else "none"),
+        ("disk", f"{size(disk.free)} free, {speed}: {disk.path}"),
+        *((name, found or "not installed here") for name, found in facts.versions.items()),
+    ]
+
+
+@click.command()
+@click.option(
+    "--disk",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+    help="Directory whose disk is measured: at most 256 MiB are written and removed.  [default: .]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(disk: Path, as_json: bool) -> None:
+    """Show what this machine has, what is in the way, and the kt-kernel flags that fit it."""
+    facts = examine(disk)
+    found = warnings(facts)
+    if as_json:
+        click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": found}))
+        return
+    table = rows(facts)
+    width = max(len(label) for label, _ in table)
+    for label, text in table:
+        click.echo(f"{label:<{width}}  {text}")
+    flags = " ".join(f"{flag} {value}" for flag, value in facts.kt_flags.items())
+    pools = facts.kt_flags["--kt-threadpool-count"]
+    click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --threadpool-count {pools} ...")
+    for sentence in found:
+        click.echo(f"\nwarning: {sentence}")

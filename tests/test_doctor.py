@@ -1,0 +1,168 @@
+"""`ktconvert doctor`: the facts of this machine, the flags that follow, and a sentence for everything in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ktconvert.native_quant import kernels
+from ktconvert.pipeline import machine
+from ktconvert.pipeline.cli.doctor import Disk, Facts, doctor, measure_disk, rows, versions, warnings
+
+GIB = 1 << 30
+
+SERVER = Facts(
+    cpu="Intel(R) Xeon(R) Platinum 8488C",
+    features=("avx2", "avx512f", "amx_tile", "amx_int8"),
+    xcr0=0x602E7,
+    isas=("scalar", "avx2", "avx512", "amx"),
+    isa="amx",
+    isa_problem=None,
+    physical_cores=96,
+    cores_with_hyperthreads=0,
+    logical_cpus=96,
+    machine_cpus=96,
+    cpu_quota=None,
+    numa_nodes=(0, 1),
+    machine_numa_nodes=(0, 1),
+    memory_total=1024 * GIB,
+    memory_available=1000 * GIB,
+    memory_limit=None,
+    disk=Disk("/data", 4000 * GIB, None, 2e9, True, None),
+    versions={"python": "3.11.7", "torch": None},
+)
+
+IN_THE_WAY = {
+    "no extension": ({"isa_problem": "broken.", "isas": (), "isa": None}, ["broken."]),
+    "no AVX2": ({"features": (), "isas": ("scalar",), "isa": "scalar"}, ["no AVX2"]),
+    "no AVX-512": ({"features": ("avx2",), "isas": ("scalar", "avx2"), "isa": "avx2"}, ["no AVX-512"]),
+    "AMX forbidden": ({"isas": ("scalar", "avx2", "avx512"), "isa": "avx512"}, ["has AMX, but the kernel"]),
+    "hyperthreads": (
+        {"cores_with_hyperthreads": 48, "physical_cores": 48},
+        ["48 cores show two hyperthreads or more: give kt-kernel physical cores (48), not 96 threads"],
+    ),
+    "cpuset": ({"logical_cpus": 8, "physical_cores": 8}, ["8 of the machine's 96 CPUs"]),
+    "quota": ({"cpu_quota": 3.5, "physical_cores": 4}, ["3.5 CPUs' worth of time, on 96 CPUs"]),
+    "one node of two": ({"numa_nodes": (1,)}, ["1 of 2 NUMA nodes"]),
+    "memory limit": ({"memory_limit": 64 * GIB}, ["64.0 GiB of the machine's 1.0 TiB"]),
+    "small disk": ({"disk": replace(SERVER.disk, free=99 * 10**9)}, ["/data has 99 GB free"]),
+    "ulimit -f": ({"disk": replace(SERVER.disk, file_size_limit=GIB)}, ["1.0 GiB (ulimit -f)"]),
+    "read-only": (
+        {"disk": replace(SERVER.disk, write_speed=None, problem="Read-only file system")},
+        ["/data is not known: Read-only file system."],
+    ),
+}
+
+
+def test_nothing_is_in_the_way_of_a_good_server() -> None:
+    assert warnings(SERVER) == []
+    assert SERVER.kt_flags == {"--kt-cpuinfer": 96, "--kt-threadpool-count": 2}
+    assert dict(rows(SERVER))["AMX"] == "permitted"
+    assert dict(rows(SERVER))["XCR0"] == "AVX, AVX-512, AMX"
+    assert dict(rows(SERVER))["torch"] == "not installed here"
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_is_in_the_way_is_said_in_a_sentence(what: str) -> None:
+    change, expected = IN_THE_WAY[what]
+    facts = replace(SERVER, **change)
+    said = warnings(facts)
+    assert len(said) == len(expected)
+    for sentence, part in zip(said, expected, strict=True):
+        assert part in sentence
+        assert sentence.endswith(".")
+    assert len(rows(facts)) == len(rows(SERVER))
+
+
+def test_for_people(tmp_path: Path) -> None:
+    done = CliRunner().invoke(doctor, ["--disk", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert f"--kt-cpuinfer {machine.physical_cores()} --kt-threadpool-count " in done.stdout
+    lines = done.stdout.splitlines()
+    labels = [line for line in lines[: lines.index("")] if line]
+    column = labels[0].index(machine.cpu_name())
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in labels)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_for_programs(tmp_path: Path) -> None:
+    done = CliRunner().invoke(doctor, ["--json", "--disk", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["isas"] == list(kernels.available_isas())
+    assert facts["isa"] == kernels.isa()
+    assert facts["kt_flags"]["--kt-cpuinfer"] == facts["physical_cores"] == machine.physical_cores()
+    assert facts["kt_flags"]["--kt-threadpool-count"] == len(facts["numa_nodes"])
+    assert facts["disk"]["path"] == str(tmp_path.resolve())
+    assert facts["disk"]["write_speed"] > 0
+    assert isinstance(facts["warnings"], list)
+
+
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    done = CliRunner().invoke(doctor, ["--disk", str(tmp_path / "absent")])
+    assert done.exit_code == 2
+    assert "does not exist" in done.output
+
+
+def test_the_kernel_and_cpuinfo_agree_on_avx() -> None:
+    # The C side asks CPUID and XCR0, the kernel prints its own view; they are two ways to the same answer.
+    flags = machine.cpu_flags()
+    if flags:
+        assert ("avx2" in kernels.available_isas()) == ({"avx2", "f16c"} <= flags)
+
+
+def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
+    disk = measure_disk(tmp_path / "absent")
+    assert disk.write_speed is None
+    assert disk.problem == "No such file or directory"
+    assert disk.free > 0
+
+
+PROBE = (
+    "from pathlib import Path; from ktconvert.pipeline.cli.doctor import measure_disk; print(measure_disk(Path('.')))"
+)
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 9 << 20])
+def test_a_file_size_limit_is_kept(tmp_path: Path, limit: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"file_size_limit={limit}" in done.stdout
+    assert ("there is no room for a measurement" in done.stdout) == (limit < 4 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_isa_is_reported_not_raised(tmp_path: Path) -> None:
+    code = "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "KTCONVERT_ISA": "mmx"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "warning: KTCONVERT_ISA" in done.stdout
+
+
+def test_versions_import_nothing() -> None:
+    code = (
+        "import sys; from ktconvert.pipeline.cli.doctor import versions; found = versions();"
+        "assert 'torch' not in sys.modules and 'safetensors' not in sys.modules; print(found['numpy'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == versions()["numpy"]
