@@ -1,0 +1,429 @@
+"""Every kernel of every instruction set equals the scalar one bit for bit; the scalar one equals the NumPy definition."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.native_quant import kernels
+from ktconvert.quantizers import reference
+
+KINDS = ("bf16", "fp16", "f32", "fp8_e4m3")
+VECTOR_ISAS = kernels.ISAS[1:]
+
+
+@pytest.fixture(params=VECTOR_ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set above scalar; a machine without it says so."""
+    if request.param not in kernels.available_isas():
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _restore_isa() -> Iterator[None]:
+    before = kernels.isa()
+    yield
+    kernels.set_isa(before)
+
+
+def to_kind(x: Any, kind: str) -> Any:
+    """float32 values in an encoding (FP8: random codes of the same sign, since any code will do)."""
+    if kind == "bf16":
+        return reference.f32_to_bf16(x)
+    if kind == "fp16":
+        with np.errstate(over="ignore"):
+            return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint16)
+    if kind == "f32":
+        return x.astype(np.float32)
+    code = np.random.default_rng(x.size).integers(0, 0x7F, x.shape, np.uint8)
+    return np.where(x < 0, code | 0x80, code).astype(np.uint8)
+
+
+def ugly(n: int, k: int, seed: int = 0) -> Any:
+    """float32 [n, k]: Gaussian rows, and a row of each thing that went wrong once."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, k)).astype(np.float32) * 0.03
+    x[1] = 0
+    x[2] = -0.0
+    x[3, :] = 0
+    x[3, k // 2] = -3.0
+    x[5] = 3e38 * rng.uniform(-1, 1, k)
+    x[6] = 1e-38 * rng.uniform(-1, 1, k)
+    x[7] = rng.integers(-127, 128, k)  # exact on the INT8 grid
+    x[7, 0] = 127
+    x[9] = rng.integers(-112, 113, k) + 0.5  # ties of both roundings
+    x[9, 0] = 112
+    x[10] = rng.integers(0, 15, k) * 8
+    x[10, 0] = -112
+    x[11] = 2.0**-126 * rng.uniform(-200, 200, k)  # around the smallest scale that is kept
+    x[12] = 2.0**-133 * rng.integers(-127, 128, k)  # subnormals only
+    x[13] = 1e-20 * rng.standard_normal(k)
+    x[17] = 1.7e-38 * rng.uniform(-127, 127, k)
+    x[18] *= 1e-39
+    x[18, -1] = 1e-35
+    x[33] = rng.standard_normal(k) * 1e-3
+    x[33, 5] = 1e4  # an outlier
+    x[35] = 1.0
+    return x
+
+
+def scales_for(n: int, k: int, block: tuple[int, int], seed: int = 1) -> Any:
+    grid = -(-n // block[0]), -(-k // block[1])
+    return (np.random.default_rng(seed).uniform(1e-4, 2e-2, grid) * [[1.0]]).astype(np.float32)
+
+
+def source(kind: str, n: int, k: int, block: tuple[int, int] = (128, 128), x: Any = None) -> tuple[Any, dict[str, Any]]:
+    values = to_kind(ugly(n, k) if x is None else x, kind)
+    if kind != "fp8_e4m3":
+        return values, {}
+    return values, {"scales": scales_for(n, k, block), "block": block}
+
+
+def quantize_pack(bits: int, values: Any, kind: str, offset: int = 0, **options: Any) -> tuple[Any, Any]:
+    n, k = values.shape
+    buffer = np.full(n * k * bits // 8 + offset, 0xAA, np.uint8)
+    weight, scale = buffer[offset:], np.full(n, np.nan, np.float32)
+    kernels.quantize_pack(bits, values, kind, weight, scale, **options)
+    assert (buffer[:offset] == 0xAA).all()
+    return weight, scale
+
+
+def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+    for name, a, b in zip(("weight", "scale"), ours, theirs, strict=True):
+        different = np.flatnonzero(np.ascontiguousarray(a).view(np.uint8) != np.ascontiguousarray(b).view(np.uint8))
+        assert not different.size, f"{name}: {different.size} bytes differ, first at {different[0]}"
+
+
+def transposed(values: Any) -> Any:
+    """The same matrix, stored with its columns contiguous."""
+    return np.asfortranarray(values)
+
+
+SHAPES = {
+    8: [(64, 64), (64, 128), (128, 192), (192, 448), (64, 3584), (64, 3648), (128, 7168)],
+    4: [(128, 128), (256, 384), (128, 3584), (128, 3712)],
+}
+SIZES = [(bits, n, k) for bits, shapes in SHAPES.items() for n, k in shapes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("bits", "n", "k"), SIZES)
+def test_scalar_is_the_definition(bits: int, n: int, k: int, kind: str) -> None:
+    values, options = source(kind, n, k, block=(48, 80))
+    kernels.set_isa("scalar")
+    expected = reference.quantize_pack(bits, reference.decode(values, kind, **options))
+    assert_same(quantize_pack(bits, values, kind, **options), expected)
+    assert_same(quantize_pack(bits, transposed(values), kind, **options), expected)
+
+
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("bits", "n", "k"), SIZES)
+def test_every_isa_equals_scalar(isa: str, bits: int, n: int, k: int, kind: str, order: str) -> None:
+    values, options = source(kind, n, k)
+    if order == "columns":
+        values = transposed(values)
+    kernels.set_isa("scalar")
+    expected = quantize_pack(bits, values, kind, **options)
+    kernels.set_isa(isa)
+    assert_same(quantize_pack(bits, values, kind, **options), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_any_exponent(isa: str, bits: int) -> None:
+    """Rows over all magnitudes a BF16 can have, so that each special case of the scale meets each value."""
+    rng = np.random.default_rng(3)
+    bits16 = rng.integers(0, 0x7F80, (256, 256)).astype(np.uint16)
+    top = np.linspace(0, 0x7F7F, 256).astype(np.uint16)
+    bits16 = np.minimum(bits16, top[:, None]) | (rng.integers(0, 2, (256, 256)) << 15).astype(np.uint16)
+    expected = reference.quantize_pack(bits, bits16)
+    kernels.set_isa("scalar")
+    assert_same(quantize_pack(bits, bits16, "bf16"), expected)
+    kernels.set_isa(isa)
+    assert_same(quantize_pack(bits, bits16, "bf16"), expected)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 16, 63])
+def test_any_alignment(isa: str, offset: int) -> None:
+    """Tensors begin where their file says, and a slice of columns begins anywhere."""
+    n, k = 128, 256
+    x = to_kind(ugly(n, k + 64), "bf16")
+    storage = np.zeros(x.nbytes + 64, np.uint8)
+    whole = storage[offset : offset + x.nbytes].view(np.uint16).reshape(x.shape)
+    whole[:] = x
+    for view in (whole[:, :k], whole[:, 7 : 7 + k], whole[:, 64:], whole[:, 1::][:, :k]):
+        expected = reference.quantize_pack(4, view)
+        kernels.set_isa(isa)
+        assert_same(quantize_pack(4, view, "bf16", offset), expected)
+        assert_same(
+            quantize_pack(4, transposed(whole)[:, :k], "bf16", offset), reference.quantize_pack(4, whole[:, :k])
+        )
+
+
+@pytest.mark.parametrize("block", [(1, 1), (1, 10**6), (10**6, 10**6), (128, 128), (33, 50), (64, 1)])
+@pytest.mark.parametrize("order", ["rows", "columns"])
+def test_any_block_of_scales(isa: str, block: tuple[int, int], order: str) -> None:
+    """Slices of a linear with a grid of scales: they find theirs by their origin."""
+    values, options = source("fp8_e4m3", 200, 333, block)
+    if order == "columns":
+        values = transposed(values)
+    expected = reference.decode(values, "fp8_e4m3", **options)
+    for name in ("scalar", isa):
+        kernels.set_isa(name)
+        for row, column in ((0, 0), (5, 70), (130, 201)):
+            part = kernels.decode(
+                values[row : row + 64, column : column + 128], "fp8_e4m3", origin=(row, column), **options
+            )
+            assert (part == expected[row : row + 64, column : column + 128]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ["rows", "columns"])
+def test_decode_any_shape(isa: str, kind: str, order: str) -> None:
+    for n, k in ((1, 1), (1, 77), (31, 1), (33, 65), (64, 127), (40, 300)):
+        values, options = source(
+            kind, n, k, (16, 24), x=np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
+        )
+        if order == "columns":
+            values = transposed(values)
+        expected = reference.decode(values, kind, **options)
+        for name in ("scalar", isa):
+            kernels.set_isa(name)
+            assert (kernels.decode(values, kind, **options) == expected).all()
+
+
+def every_f32_case() -> Any:
+    """float32 bits around everything that rounding to BF16 can meet."""
+    high = np.arange(0, 0x10000, dtype=np.uint32) << 16
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    return (high[:, None] | low).view(np.float32)
+
+
+@pytest.mark.parametrize("name", kernels.ISAS)
+def test_every_code_decodes(name: str) -> None:
+    """All 256 FP8 codes times scales of every size, all 65536 FP16 codes, and float32 around every BF16."""
+    if name not in kernels.available_isas():
+        pytest.skip(f"this machine has no {name}")
+    kernels.set_isa(name)
+    fp8 = np.tile(np.arange(256, dtype=np.uint8), (12, 1))
+    scales = np.array([1, 0.3, 1e-4, -2.5, 1e-38, 1e-41, 3e38, 1e36, 0, 2.0**-133, np.inf, np.nan], np.float32)
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        (fp8, "fp8_e4m3", {"scales": scales[:, None], "block": (1, 256)}),
+        (np.arange(65536, dtype=np.uint16).reshape(256, 256), "fp16", {}),
+        (every_f32_case().reshape(1024, -1), "f32", {}),
+    ]
+    for values, kind, options in cases:
+        expected = reference.decode(values, kind, **options)
+        assert (kernels.decode(values, kind, **options) == expected).all()
+        assert (kernels.decode(transposed(values), kind, **options) == expected).all()
+
+
+NON_FINITE = {
+    "bf16": [0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F81],
+    "fp16": [0x7C00, 0xFC00, 0x7E00, 0xFFFF, 0x7C01],
+    "f32": [np.inf, -np.inf, np.nan, 3.4e38],  # the last one overflows to infinity as BF16
+    "fp8_e4m3": [0x7F, 0xFF],
+}
+
+
+@pytest.mark.parametrize("name", kernels.ISAS)
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_non_finite_is_refused_with_its_place(name: str, kind: str, order: str) -> None:
+    if name not in kernels.available_isas():
+        pytest.skip(f"this machine has no {name}")
+    kernels.set_isa(name)
+    n, k = 128, 256
+    clean = np.random.default_rng(0).standard_normal((n, k)).astype(np.float32)
+    for i, bad in enumerate(NON_FINITE[kind]):
+        row, column = [(0, 0), (15, 255), (16, 64), (100, 31), (127, 254)][i]
+        values, options = source(kind, n, k, x=clean)
+        values[row, column] = bad
+        values[127, 255] = bad
+        view = transposed(values) if order == "columns" else values
+        for bits in (4, 8):
+            with pytest.raises(kernels.NonFinite) as caught:
+                quantize_pack(bits, view, kind, **options)
+            assert (caught.value.row, caught.value.column) == (row, column)
+
+
+def test_infinite_scale_is_refused() -> None:
+    values, options = source("fp8_e4m3", 128, 256)
+    options["scales"][0, 1] = np.inf
+    with pytest.raises(kernels.NonFinite) as caught:
+        quantize_pack(8, values, "fp8_e4m3", **options)
+    assert caught.value.row == 0
+    assert caught.value.column >= 128
+
+
+def test_dequantize_and_error_sums_are_the_definition() -> None:
+    for bits, n, k in SIZES:
+        values = to_kind(ugly(n, k), "bf16")
+        weight, scale = quantize_pack(bits, values, "bf16")
+        ours = kernels.dequantize(bits, weight, scale, n, k)
+        expected = reference.dequantize(bits, weight, scale, n, k)
+        assert (ours.view(np.uint32) == expected.view(np.uint32)).all()
+        x, y = reference.bf16_to_f32(values).astype(np.float64), expected.astype(np.float64)
+        sums = kernels.error_sums(bits, values, "bf16", weight, scale)
+        assert np.allclose(sums, [(x * x).sum(), (y * y).sum(), (x * y).sum(), ((x - y) ** 2).sum()], rtol=1e-12)
+
+
+def test_error_sums_do_not_depend_on_isa_or_storage() -> None:
+    values, options = source("fp8_e4m3", 128, 384)
+    weight, scale = quantize_pack(4, values, "fp8_e4m3", **options)
+    seen = set()
+    for name in kernels.available_isas():
+        kernels.set_isa(name)
+        seen.add(kernels.error_sums(4, values, "fp8_e4m3", weight, scale, **options))
+        seen.add(kernels.error_sums(4, transposed(values), "fp8_e4m3", weight, scale, **options))
+    assert len(seen) == 1
+
+
+def test_threads_do_not_meet() -> None:
+    values, options = source("fp8_e4m3", 128, 512)
+    expected = quantize_pack(8, values, "fp8_e4m3", **options)
+    results: list[tuple[Any, Any]] = []
+    work = [
+        threading.Thread(target=lambda: results.append(quantize_pack(8, values, "fp8_e4m3", **options)))
+        for _ in range(8)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert len(results) == 8
+    for result in results:
+        assert_same(result, expected)
+
+
+def good() -> dict[str, Any]:
+    return {
+        "bits": 8,
+        "values": np.zeros((64, 128), np.uint16),
+        "kind": "bf16",
+        "weight": np.zeros(64 * 128, np.uint8),
+        "scale": np.zeros(64, np.float32),
+    }
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+FP8 = {"kind": "fp8_e4m3", "values": np.zeros((64, 128), np.uint8)}
+BAD_CALLS: dict[str, dict[str, Any]] = {
+    "bits": {"bits": 2},
+    "kind": {"kind": "bf17"},
+    "rows": {"values": np.zeros((63, 128), np.uint16)},
+    "columns": {"values": np.zeros((64, 100), np.uint16)},
+    "int4 needs 128": {"bits": 4, "weight": np.zeros(64 * 64, np.uint8)},
+    "empty": {"values": np.zeros((0, 128), np.uint16)},
+    "one dimension": {"values": np.zeros(64 * 128, np.uint16)},
+    "dtype": {"values": np.zeros((64, 128), np.float32)},
+    "byte order": {"values": np.zeros((64, 128), ">u2")},
+    "no contiguous axis": {"values": np.zeros((128, 256), np.uint16)[::2, ::2]},
+    "backwards": {"values": np.zeros((64, 128), np.uint16)[::-1]},
+    "weight too short": {"weight": np.zeros(64 * 128 - 1, np.uint8)},
+    "weight too long": {"weight": np.zeros(64 * 128 + 1, np.uint8)},
+    "weight dtype": {"weight": np.zeros(64 * 128, np.int8)},
+    "weight with gaps": {"weight": np.zeros(2 * 64 * 128, np.uint8)[::2]},
+    "weight read-only": {"weight": read_only(np.zeros(64 * 128, np.uint8))},
+    "scale length": {"scale": np.zeros(63, np.float32)},
+    "scale dtype": {"scale": np.zeros(64, np.float64)},
+    "scale misaligned": {"scale": np.zeros(64 * 4 + 1, np.uint8)[1:].view(np.float32)},
+    "bf16 with scales": {"scales": np.ones((1, 1), np.float32)},
+    "fp8 without scales": FP8,
+    "fp8 scales dtype": FP8 | {"scales": np.ones((1, 1)), "block": (64, 128)},
+    "fp8 scales too few": FP8 | {"scales": np.ones((1, 1), np.float32), "block": (64, 127)},
+    "fp8 origin beyond": FP8 | {"scales": np.ones((1, 1), np.float32), "block": (64, 128), "origin": (1, 0)},
+    "fp8 block 0": FP8 | {"scales": np.ones((64, 128), np.float32), "block": (0, 1)},
+    "fp8 origin negative": FP8 | {"scales": np.ones((64, 128), np.float32), "origin": (-1, 0)},
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_wrong_arguments_are_refused(what: str) -> None:
+    kernels.quantize_pack(**good())
+    with pytest.raises(ValueError) as caught:
+        kernels.quantize_pack(**(good() | BAD_CALLS[what]))
+    assert str(caught.value)
+
+
+def test_isa_can_be_chosen() -> None:
+    assert kernels.available_isas()[0] == "scalar"
+    for name in kernels.available_isas():
+        kernels.set_isa(name)
+        assert kernels.isa() == name
+    kernels.set_isa(None)
+    assert kernels.isa() == kernels.available_isas()[-1]
+    with pytest.raises(ValueError, match="scalar"):
+        kernels.set_isa("sse9")
+    for name in set(kernels.ISAS) - set(kernels.available_isas()):
+        with pytest.raises(ValueError, match="does not offer"):
+            kernels.set_isa(name)
+
+
+def test_every_family_ends_in_scalar() -> None:
+    families: dict[str, list[int]] = {}
+    for family, name in kernels.KERNELS:
+        families.setdefault(family, []).append(kernels.ISAS.index(name))
+    for family, order in families.items():
+        assert order == sorted(order, reverse=True), f"{family}: best first"
+        assert order[-1] == 0, f"{family}: scalar last"
+
+
+PROGRAM = """
+from ktconvert.native_quant import kernels
+try:
+    print(kernels.isa())
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(("value", "answer"), [("scalar", "scalar"), (" AVX2 ", "avx2"), ("sse9", "refused"), ("", "")])
+def test_environment_chooses_the_isa(value: str, answer: str) -> None:
+    if answer == "avx2" and "avx2" not in kernels.available_isas():
+        answer = "refused"
+    environment = os.environ | {"KTCONVERT_ISA": value}
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith(answer or kernels.available_isas()[-1])
+    assert not ran.stderr
+
+
+SIGBUS_PROGRAM = """
+import mmap, os, sys, tempfile
+import numpy as np
+from ktconvert.native_quant import kernels
+with tempfile.NamedTemporaryFile() as file:
+    os.truncate(file.name, 1 << 20)
+    mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    values = np.frombuffer(mapping, np.uint16).reshape(-1, 1024)
+    os.truncate(file.name, 4096)
+    kernels.guard_sigbus("ktconvert: %s was cut short while it was read.")
+    if sys.argv[1] == "ours":
+        kernels.register_mapping(values.ctypes.data, values.nbytes, "model-00001.safetensors")
+    else:
+        kernels.register_mapping(values.ctypes.data, 4096, "another file")
+        kernels.register_mapping(values.ctypes.data + 8192, values.nbytes, "a file already closed")
+        kernels.unregister_mapping(values.ctypes.data + 8192)
+    kernels.quantize_pack(8, values, "bf16", np.empty(values.size, np.uint8), np.empty(len(values), np.float32))
+"""
+
+
+@pytest.mark.parametrize(
+    ("whose", "code", "text"),
+    [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
+)
+def test_unreadable_page_is_explained(whose: str, code: int, text: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", SIGBUS_PROGRAM, whose], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (code, text)
