@@ -166,3 +166,10 @@ def test_versions_import_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == versions()["numpy"]
+
+
+def test_the_command_line_has_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "doctor", "--json", "--disk", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["disk"]["problem"] is None
