@@ -1,6 +1,6 @@
 """The table of mixture-of-experts architectures: which tensors are the experts, and what the experts compute.
 
-A row is data. To add an architecture, add a row here, or hand the same row to the command as a small file (arch_file.py).
+A row is data. To add an architecture, add a row here, or hand the same row to the command as a file (arch_file.py).
 Names of tensors, config keys and released dtypes were taken from published checkpoints and the loaders that read them.
 """
 
@@ -16,6 +16,7 @@ PREFIXES = (
     "language_model.model.",
     "model.language_model.",
     "backbone.",
+    "language.model.",
     "thinker.model.",
 )
 
@@ -52,7 +53,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Three 3-D tensors per layer: gate and up [E, I, H], down [E, H, I]; the config decides whether all are transposed.
+    """Three 3-D tensors per layer: gate and up [E, I, H], down [E, H, I], or all transposed; the config decides.
 
     output_major  what holds where I = H, so that the config cannot decide.
     """
@@ -73,22 +74,24 @@ class Arch:
 
     matches      values of config.json's model_type or architectures.
     stored       the ways its experts are published; the tensors say which one it is.
+    layers       config keys of the number of layers; what lies beyond is MTP.
     experts, width, hidden   config keys of E, I and H, to be compared with the tensors' shapes.
     activation   key of ACTIVATIONS.
     weights_on   where a token's routing weight is multiplied: "output" or "input" of the expert.
     instead      what to use where activation or weights_on is not what kt-kernel's AMX experts compute.
-    refusal      why this family cannot be represented at all; None if it can.
+    refusal      why this family cannot be represented at all, and what to do; None if it can.
     """
 
     name: str
     matches: tuple[str, ...]
     stored: tuple[Style, ...] = ()
+    layers: tuple[str, ...] = NUM_LAYERS
     experts: tuple[str, ...] = NUM_EXPERTS
     width: tuple[str, ...] = MOE_WIDTH
     hidden: tuple[str, ...] = HIDDEN
     activation: str = "silu"
     weights_on: str = "output"
-    instead: str = "keep these experts on the GPU"
+    instead: str = "serve the original checkpoint without AMXINT4 and AMXINT8"
     refusal: str | None = None
 
 
@@ -116,17 +119,108 @@ MLP = (_separate("mlp."), _fused("mlp."))
 SPARSE = (_separate("block_sparse_moe.", *W132), _fused("block_sparse_moe."), *MLP)
 FEED_FORWARD = (_separate("feed_forward."), _fused("feed_forward."))
 FEED_FORWARD_W = (_separate("feed_forward.", *W132), _fused("feed_forward."))
-MOE = Stacked(*("{prefix}layers.{layer}.moe." + p + "_proj.weight" for p in ("gate", "up", "down")))
+FFN_W = (_separate("ffn.", *W132),)
+BARE = (_separate(""), _fused(""))
+BARE_W = (_separate("", *W132),)
+_moe = "{prefix}layers.{layer}.moe."
+MOE = (Stacked(f"{_moe}gate_proj.weight", f"{_moe}up_proj.weight", f"{_moe}down_proj.weight"),)
 
-MXFP8_INSTEAD = "serve the original checkpoint with kt-kernel's MXFP8 method"
-MXFP4_INSTEAD = "serve the original checkpoint with kt-kernel's MXFP4 method, which has the limit"
+NATIVE_MXFP4 = "serve the original checkpoint with kt-kernel's MXFP4 method, which clamps as this model does"
+NATIVE_MXFP8 = "serve the original checkpoint with kt-kernel's MXFP8 method, which knows this activation"
+NATIVE_FP8 = "serve an FP8 release with kt-kernel's FP8 method, which can clamp, or keep these experts on the GPU"
+ELSEWHERE = "no method of kt-kernel has it; keep these experts on the GPU, or use llama.cpp"
 
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1", ("deepseek_v3", "DeepseekV3ForCausalLM"), MLP),
     Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM"), MLP),
-    Arch("DeepSeek-V2, Lite, Moonlight", ("deepseek_v2", "DeepseekV2ForCausalLM"), MLP),
-    Arch("Kimi-K2", ("kimi_k2",), MLP),
-    Arch("Qwen3-MoE", ("qwen3_moe", "Qwen3MoeForCausalLM"), MLP),
+    Arch(
+        "DeepSeek-V4",
+        ("deepseek_v4", "DeepseekV4ForCausalLM"),
+        (*FFN_W, *MLP),
+        activation="swiglu_limit",
+        instead=NATIVE_MXFP4,
+    ),
+    Arch("DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP),
+    Arch("Moonlight", ("moonlight", "MoonlightForCausalLM"), MLP),
+    Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP),
+    Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP),
+    Arch("Kimi-K3", ("kimi_k3", "KimiK3ForConditionalGeneration"), SPARSE),
     Arch("Qwen2-MoE", ("qwen2_moe", "Qwen2MoeForCausalLM"), MLP),
+    Arch("Qwen3-MoE, Qwen3-Coder", ("qwen3_moe", "Qwen3MoeForCausalLM"), MLP),
+    Arch("Qwen3-Next, Coder-Next", ("qwen3_next", "Qwen3NextForCausalLM"), MLP),
+    Arch("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration"), MLP),
+    Arch("Qwen3-Omni (thinker)", ("qwen3_omni_moe", "qwen3_omni_moe_thinker"), MLP),
+    Arch("Qwen3.5, 3.6, 3.8 MoE", ("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"), MLP),
+    Arch("Qwen3.8-Flash-Next", ("qwen4_exp", "qwen4_exp_text", "Qwen4ExpForConditionalGeneration"), MLP),
+    Arch("GLM-4.5, 4.6, 4.7", ("glm4_moe", "Glm4MoeForCausalLM"), MLP),
+    Arch("GLM-4.5V, 4.6V", ("glm4v_moe", "glm4v_moe_text", "Glm4vMoeForConditionalGeneration"), MLP),
+    Arch("GLM-4.7-Flash", ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), MLP),
+    Arch("GLM-5, 5.1, 5.2", ("glm_moe_dsa", "GlmMoeDsaForCausalLM"), MLP),
+    Arch("MiniMax-M2, 2.1, 2.5, 2.7", ("minimax_m2", "MiniMaxM2ForCausalLM"), SPARSE, width=DENSE_WIDTH),
+    Arch(
+        "MiniMax-M3",
+        ("minimax_m3_vl", "minimax_m3", "minimax_m3_vl_text", "MiniMaxM3SparseForConditionalGeneration"),
+        SPARSE,
+        width=DENSE_WIDTH,
+        activation="swiglu_oai",
+        instead=NATIVE_MXFP8,
+    ),
+    Arch(
+        "gpt-oss",
+        ("gpt_oss", "GptOssForCausalLM"),
+        refusal="its experts have biases and a clamped activation, which no expert format of kt-kernel can hold; "
+        "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
+    ),
+    Arch(
+        "Llama-4",
+        ("llama4", "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+        FEED_FORWARD,
+        width=DENSE_WIDTH,
+        weights_on="input",
+        instead=ELSEWHERE,
+    ),
     Arch("Mixtral", ("mixtral", "MixtralForCausalLM"), SPARSE, width=DENSE_WIDTH),
+    Arch("Mistral-Large-3, Mistral 4", ("mistral4", "mistral_large_3", "Mistral4ForCausalLM"), (*MLP, *BARE_W)),
+    Arch("Hunyuan-A13B", ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"), MLP),
+    Arch("Hy3", ("hy_v3", "HYV3ForCausalLM"), MLP),
+    Arch("ERNIE-4.5", ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"), MLP),
+    Arch(
+        "ERNIE-4.5-VL",
+        ("ernie4_5_moe_vl", "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
+        refusal="text and vision experts of different widths share each layer, and kt-kernel takes one width; "
+        "use the text-only ERNIE-4.5",
+    ),
+    Arch(
+        "Step-3.5, 3.7",
+        ("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        (*MOE, _separate("moe.")),
+        activation="swiglu_limit",
+        instead=NATIVE_FP8,
+    ),
+    Arch(
+        "LongCat-Flash", ("longcat_flash", "LongcatFlashForCausalLM"), MLP, layers=("num_layers", "num_hidden_layers")
+    ),
+    Arch("MiMo-V2", ("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM"), MLP),
+    Arch("Ling, Ring", ("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"), MLP),
+    Arch("LFM2-MoE", ("lfm2_moe", "Lfm2MoeForCausalLM"), FEED_FORWARD_W),
+    Arch(
+        "Nemotron-H",
+        ("nemotron_h", "NemotronHForCausalLM"),
+        refusal="its experts are two matrices with relu2 and no gate_proj, kt-kernel's are gate, up and down; "
+        "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
+    ),
+    Arch(
+        "Gemma-4 26B-A4B",
+        ("gemma4", "gemma4_text", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
+        BARE,
+        activation="gelu",
+        instead=ELSEWHERE,
+    ),
+    Arch("dots.llm1", ("dots1", "Dots1ForCausalLM"), MLP),
+    Arch("OLMoE", ("olmoe", "OlmoeForCausalLM"), MLP, width=DENSE_WIDTH),
+    Arch("Phi-3.5-MoE", ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM"), SPARSE, width=DENSE_WIDTH),
+    Arch("Jamba", ("jamba", "JambaForCausalLM"), FEED_FORWARD, width=DENSE_WIDTH),
+    Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP),
+    Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM"), MLP),
+    Arch("Laguna", ("laguna", "LagunaForCausalLM"), MLP),
 )

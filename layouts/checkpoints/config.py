@@ -46,8 +46,9 @@ def families(config: dict[str, Any]) -> list[str]:
     names: list[str] = []
     for scope in reversed(list(scopes(config))):
         kinds = scope.get("architectures")
-        names += [scope.get("model_type"), *(kinds if isinstance(kinds, list) else [])]  # type: ignore[list-item]
-    return [n for n in names if isinstance(n, str)]
+        said = [scope.get("model_type"), *(kinds if isinstance(kinds, list) else [])]
+        names += [name for name in said if isinstance(name, str)]
+    return names
 
 
 def scale_blocks(config: dict[str, Any]) -> list[tuple[int, int]]:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import scales
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, NUM_LAYERS, Arch, Fused, Separate, Style
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Fused, Separate, Style
 from ktconvert.layouts.checkpoints.match import BIAS, Layer, Scan, name_of, scan
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
@@ -21,6 +22,7 @@ from ktconvert.quantizers.spec import Matrix
 # safetensors dtype of a weight -> Matrix.kind
 KINDS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F8_E4M3": "fp8_e4m3"}
 PLAIN_ACTIVATIONS = ("silu", "swish")
+PROJECTIONS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,25 @@ class MoeModel:
 
     def expert(self, layer: int, expert: int) -> Expert:
         """Gate, up and down of one expert; of the weights nothing is read yet, the scales are."""
+        return Expert(*(self.linear(layer, expert, projection) for projection in PROJECTIONS))
+
+    def linear(self, layer: int, expert: int, projection: str) -> Matrix:
+        """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I)."""
         moe = self.found[layer]
         style = moe.stored.style
-        made = {p: self._matrix(moe, p, expert) for p in style.parts}
-        if isinstance(style, Fused):
-            both = made["gate_up"]
-            if style.interleaved:
-                gate, up = _every_other(both, 0), _every_other(both, 1)
-            else:
-                gate, up = both.rows(0, moe.width), both.rows(moe.width, 2 * moe.width)
-            return Expert(gate, up, made["down"])
-        return Expert(made["gate"], made["up"], made["down"])
+        stored = self._matrix(moe, _part(style, projection), expert)
+        if not isinstance(style, Fused) or projection == "down":
+            return stored
+        second = int(projection == "up")
+        if style.interleaved:
+            return _every_other(stored, second)
+        return stored.rows(second * moe.width, (second + 1) * moe.width)
+
+    def weight(self, layer: int, expert: int, projection: str) -> TensorInfo:
+        """The tensor, whole, in which this linear is stored."""
+        stored = self.found[layer].stored
+        part = _part(stored.style, projection)
+        return stored.weights[part, expert if isinstance(stored.style, Separate) else -1]
 
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
         """The bytes of one expert's weights and scales; of a 3-D tensor only this expert's part."""
@@ -93,6 +103,12 @@ class MoeModel:
                 elif (info := tensors.get((part, -1))) is not None:
                     out.append(_one(info, expert))
         return tuple(out)
+
+    def weight(self, layer: int, expert: int, projection: str) -> TensorInfo:
+        """The tensor that holds one projection ("gate", "up" or "down") of one expert, whole."""
+        stored = self.found[layer].stored
+        part = "gate_up" if isinstance(stored.style, Fused) and projection != "down" else projection
+        return stored.weights.get((part, expert)) or stored.weights[part, -1]
 
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
         """Every expert tensor of a layer, scales included, each whole, in the order of their names."""
@@ -136,9 +152,9 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS) -> MoeModel:
         arch, seen = _generic(source, archs, arch, notes)
     assert arch is not None
     _refuse_foreign(source, seen)
-    prefix, layers, mtp = _converted(source, seen, notes)
+    prefix, layers, mtp = _converted(source, arch, seen)
     _refuse_strays(source, seen, prefix, mtp)
-    _refuse_gaps(source, seen, prefix, layers)
+    _refuse_gaps(source, arch, seen, prefix, layers)
     blocks = tuple(cfg.scale_blocks(source.config))
     found = {n: measure(source.config, arch, seen.layers[prefix, n], prefix, n, blocks) for n in layers}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in _names(seen.layers[prefix, n])}
@@ -149,8 +165,9 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS) -> MoeModel:
     if activation != "silu" or weights_on != "output":
         where = "" if weights_on == "output" else ", with routing weights on their input"
         notes.append(
-            f"The experts of {arch.name} compute {ACTIVATIONS.get(activation, activation)}{where}; kt-kernel's AMXINT4 and "
-            f"AMXINT8 compute silu(gate) * up with routing weights on the output, which is something else: {arch.instead}."
+            f"The experts of {arch.name} compute {ACTIVATIONS.get(activation, activation)}{where}; kt-kernel's AMXINT4 "
+            "and AMXINT8 would compute something else, silu(gate) * up with routing weights on the output: "
+            f"{arch.instead}."
         )
     return MoeModel(
         arch=arch,
@@ -182,29 +199,27 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
     for arch in archs:
         for style in arch.stored if arch.refusal is None else ():
             styles.setdefault(style, arch)
-    hits = [(style, seen) for style in styles if (seen := scan(source.tensors, (style,))).layers or seen.foreign]
+    seen = scan(source.tensors, styles)
+    hits = list(dict.fromkeys(layer.style for layer in seen.layers.values()))
     called = ", ".join(cfg.families(source.config)) or "a model without a config"
-    if not hits:
-        if any("expert" in name for name in source.tensors):
-            rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
-            raise UnsupportedError(
-                f"{source.root}: {called}: its experts are not stored as any known family's; known are: {rows}. "
-                "If they are gate, up and down matrices, describe them with --arch-file"
-            )
-        raise UnsupportedError(f"{source.root}: {called}: a dense model, it has no experts to convert")
     if len(hits) > 1:
-        ways = "; ".join(" + ".join(getattr(style, p) for p in style.parts) for style, _ in hits)
+        ways = "; ".join(" + ".join(getattr(style, p) for p in style.parts) for style in hits)
+        raise UnsupportedError(f"{source.root}: {called}: experts of several forms ({ways}); choose with --arch-file")
+    if not hits and not seen.foreign:
+        if not any("expert" in name for name in source.tensors):
+            raise UnsupportedError(f"{source.root}: {called}: a dense model, it has no experts to convert")
+        rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
         raise UnsupportedError(
-            f"{source.root}: {called}: experts match several forms ({ways}); choose one with --arch-file"
+            f"{source.root}: {called}: its experts are not stored as any known family's; known are: {rows}. "
+            "If they are gate, up and down matrices, describe them with --arch-file"
         )
-    style, seen = hits[0]
-    if known is not None:
-        return replace(known, stored=(style,)), seen
+    if known is not None or not hits:
+        return known or Arch(called, ()), seen
     notes.append(
-        f"{called} is not in the table of architectures; its experts are stored as {styles[style].name} stores them, "
+        f"{called} is not in the table of architectures; its experts are stored as those of {styles[hits[0]].name}, "
         "and are taken to compute silu(gate) * up with routing weights on the output."
     )
-    return Arch(called, (), (style,)), seen
+    return Arch(called, (), (hits[0],)), seen
 
 
 def _refuse_foreign(source: TensorSource, seen: Scan) -> None:
@@ -237,7 +252,7 @@ def _no_input(name: str, what: str) -> UnsupportedError:
     return UnsupportedError(f"tensor {name!r}: {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
 
 
-def _converted(source: TensorSource, seen: Scan, notes: list[str]) -> tuple[str, list[int], list[int]]:
+def _converted(source: TensorSource, arch: Arch, seen: Scan) -> tuple[str, list[int], list[int]]:
     """The prefix of the language model, the layers to convert, and the MTP layers."""
     prefixes = sorted({prefix for prefix, _ in seen.layers})
     if len(prefixes) != 1:
@@ -246,7 +261,7 @@ def _converted(source: TensorSource, seen: Scan, notes: list[str]) -> tuple[str,
             f"{source.root}: has experts under several prefixes ({shown}); choose one with --arch-file"
         )
     numbers = sorted(n for _, n in seen.layers)
-    limit = cfg.number(source.config, NUM_LAYERS)
+    limit = cfg.number(source.config, arch.layers)
     if limit is None:
         return prefixes[0], numbers, []
     layers = [n for n in numbers if n < limit[1]]
@@ -268,9 +283,9 @@ def _refuse_strays(source: TensorSource, seen: Scan, prefix: str, mtp: list[int]
             )
 
 
-def _refuse_gaps(source: TensorSource, seen: Scan, prefix: str, layers: list[int]) -> None:
+def _refuse_gaps(source: TensorSource, arch: Arch, seen: Scan, prefix: str, layers: list[int]) -> None:
     """A layer that has a router but no experts, or that is not there at all, was lost."""
-    limit = cfg.number(source.config, NUM_LAYERS)
+    limit = cfg.number(source.config, arch.layers)
     style = seen.layers[prefix, layers[0]].style
     for n in range(limit[1] if limit and "{prefix}" in getattr(style, style.parts[0]) else 0):
         if n in layers:
@@ -286,6 +301,11 @@ def _refuse_gaps(source: TensorSource, seen: Scan, prefix: str, layers: list[int
 
 def _names(layer: Layer) -> Iterable[str]:
     return [*(t.name for t in (*layer.weights.values(), *layer.scales.values())), *layer.aside]
+
+
+def _part(style: Style, projection: str) -> str:
+    """Which of the style's tensors holds this projection."""
+    return "gate_up" if isinstance(style, Fused) and projection != "down" else projection
 
 
 def _one(info: TensorInfo, expert: int) -> TensorInfo:
@@ -304,9 +324,11 @@ def _every_other(matrix: Matrix, first: int) -> Matrix:
 
 
 def _activation(source: TensorSource, arch: Arch) -> str:
-    """What the row says, unless the config names something else."""
-    if cfg.number(source.config, ("swiglu_limit",)) is not None and arch.activation == "silu":
-        return "swiglu_limit"
+    """What the config says, where it says anything, else what the row says."""
+    limit = cfg.find(source.config, ("swiglu_limit", "swiglu_limits"))
+    if limit is not None and arch.activation in ("silu", "swiglu_limit"):
+        clamps = any(limit[1]) if isinstance(limit[1], list) else bool(limit[1])
+        return "swiglu_limit" if clamps else "silu"
     said = cfg.find(source.config, ("hidden_act", "hidden_activation"))
     if arch.activation != "silu" or said is None or not isinstance(said[1], str):
         return arch.activation

@@ -2,14 +2,120 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import re
 from pathlib import Path
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+WANTED = ("*.safetensors", "*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+TRUE = ("1", "true", "yes", "on")
 
 
 def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """The local path of a checkpoint given as a path or as org/name."""
-    path = Path(name)
-    if path.exists():
+    """The local path of a checkpoint given as a path or as org/name; an existing path wins.
+
+    A snapshot in the local cache that has all its weights is used as it is; otherwise the model is downloaded, unless
+    HF_HUB_OFFLINE is set. Raises InputError where neither is possible, UsageError for a revision of a local path.
+    """
+    text = str(name)
+    path = Path(name).expanduser()
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):
+        exists = False
+    if exists:
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
         return path
-    raise InputError(f"{name}: no such file or directory")
+    if not HUB_ID.fullmatch(text):
+        raise InputError(
+            f"{text}: no such file or directory; give a checkpoint's directory, or a hub id such as org/name"
+        )
+    found = snapshot(text, revision)
+    if found is not None and complete(found):
+        return found
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
+        what = "is incomplete in" if found else "is not in"
+        raise InputError(
+            f"{text}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; unset it or run "
+            f"`{_command(text, revision)}` where there is a network"
+        )
+    return _download(text, revision)
+
+
+def cache_root() -> Path:
+    """The directory of the local cache, as huggingface_hub chooses it."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "huggingface" / "hub"
+
+
+def snapshot(name: str, revision: str | None = None) -> Path | None:
+    """The cached snapshot of org/name at a branch, tag or commit (default main); None if there is none."""
+    revision = revision or "main"
+    if ".." in revision.split("/") or revision.startswith("/"):
+        raise UsageError(f"--revision {revision}: not the name of a branch, tag or commit")
+    model = cache_root() / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (model / "refs" / revision).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        commit = revision
+    found = model / "snapshots" / commit
+    return found if COMMIT.fullmatch(commit) and found.is_dir() else None
+
+
+def complete(found: Path) -> bool:
+    """Whether a snapshot has its config and every weight file that its index names (or one, without an index)."""
+    if not (found / "config.json").exists() and not (found / "params.json").exists():
+        return False
+    for index in found.glob("*.safetensors.index.json"):
+        try:
+            shards = set(json.loads(index.read_bytes())["weight_map"].values())
+            return all((found / shard).exists() for shard in shards)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+    return any(p.exists() for p in found.glob("*.safetensors"))
+
+
+def _download(name: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise InputError(
+            f"{name}: not in the local cache, and downloading needs huggingface_hub: pip install 'ktconvert[hub]'"
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED), cache_dir=cache_root()))
+    except Exception as e:  # every library underneath raises its own
+        raise _explained(name, revision, e) from None
+
+
+def _explained(name: str, revision: str | None, e: Exception) -> KtconvertError:
+    kinds = {kind.__name__ for kind in type(e).__mro__}
+    at = f" at revision {revision}" if revision else ""
+    if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ResourceError(f"{name}: the disk of the cache {cache_root()} is full; set HF_HUB_CACHE to another")
+    if "GatedRepoError" in kinds:
+        return InputError(f"{name}: its owner asks for consent; accept on its hub page and run `hf auth login`")
+    if "RevisionNotFoundError" in kinds:
+        return InputError(f"{name}: has no revision {revision}; look at its branches and tags on the hub")
+    if "RepositoryNotFoundError" in kinds:
+        return InputError(
+            f"{name}: neither a local path nor a public model of the hub; if private, run `hf auth login`"
+        )
+    return InputError(
+        f"{name}{at}: cannot be downloaded ({type(e).__name__}); check the network, or run `{_command(name, revision)}` "
+        "elsewhere and give the directory"
+    )
+
+
+def _command(name: str, revision: str | None) -> str:
+    return f"hf download {name}" + (f" --revision {revision}" if revision else "")

@@ -22,7 +22,8 @@ COMPANIONS = {
     "{s}.input_scale": ASIDE,  # scales of activations: kt-kernel makes its own
     "{s}_input_scale": ASIDE,
     "{s}.qscale_act": ASIDE,
-    "{s}.input_activation_scale": ASIDE,
+    "{s}.activation_scale": ASIDE,
+    "{s}_activation_scale": ASIDE,
     "{t}_packed": "compressed-tensors packed 4-bit",
     "{t}_blocks": "MXFP4",
     "{t}_scales": "MXFP4",

@@ -105,13 +105,13 @@ def parse_header(raw: bytes, data_size: int, data_start: int, where: str) -> tup
     metadata = tree.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise InputError(f"{where}: __metadata__ in the header must map strings to strings; {REMEDY}")
-    entries = sorted((_entry(n, v, data_start, where) for n, v in tree.items()), key=lambda e: (e.start, e.nbytes))
+    entries = sorted((_entry(n, v, data_start, where) for n, v in tree.items()), key=lambda t: (t.start, t.nbytes))
     at = data_start
-    for e in entries:
-        if e.start != at:
-            fault = "overlaps the tensor before it" if e.start < at else "leaves a gap after the tensor before it"
-            raise InputError(f"{where}: tensor {e.name!r} at byte {e.start - data_start} {fault}; {REMEDY}")
-        at += e.nbytes
+    for entry in entries:
+        if entry.start != at:
+            fault = "overlaps the tensor before it" if entry.start < at else "leaves a gap after the tensor before it"
+            raise InputError(f"{where}: tensor {entry.name!r} at byte {entry.start - data_start} {fault}; {REMEDY}")
+        at += entry.nbytes
     if at != data_start + data_size:
         what = "cut short" if at > data_start + data_size else "longer than its header says"
         raise InputError(f"{where}: {what} ({data_size} bytes of weights, header names {at - data_start}); {REMEDY}")

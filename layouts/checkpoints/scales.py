@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
 
@@ -39,7 +40,7 @@ def grid(
     shape, of = scale.shape, weight.shape
     if len(of) == 3:
         if shape[:1] != of[:1]:
-            raise _misfit(weight, scale, blocks, where)
+            raise _misfit(weight, scale, blocks)
         shape, of = shape[1:], of[1:]
     rows, columns = of
     channels = (1, columns) if input_major else (rows, 1)
@@ -53,7 +54,7 @@ def grid(
     for block, fits in readings:
         if len(shape) == 2 and tuple(shape) == fits:
             return fits, block
-    raise _misfit(weight, scale, blocks, where)
+    raise _misfit(weight, scale, blocks)
 
 
 def read(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
@@ -72,9 +73,9 @@ def read(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> npt
     return values
 
 
-def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]], where: str) -> InputError:
+def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
     return InputError(
-        f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)} "
-        f"in blocks of {named}; check weight_block_size in {where}, or download both again"
+        f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {weight.name!r} of shape "
+        f"{list(weight.shape)} in blocks of {named}; check weight_block_size in config.json, or download both again"
     )

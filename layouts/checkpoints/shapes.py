@@ -53,8 +53,8 @@ def measure(
     for said, value, what in ((experts, count, "experts"), (hidden, h, "hidden size"), (width, i, "expert width")):
         if said is not None and said[1] != value:
             raise InputError(
-                f"tensor {first.name!r} of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be {value}, "
-                f"config.json says {said[0]} = {said[1]}; they are not of one model"
+                f"tensor {first.name!r} of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be "
+                f"{value}, config.json says {said[0]} = {said[1]}; they are not of one model"
             )
     _check_scales(stored, style, prefix, n, blocks, turned)
     return MoeLayer(stored, count, h, i, turned)
@@ -99,8 +99,8 @@ def _fused(stored: Layer) -> tuple[int, int, bool]:
         if (a, b) == (d, 2 * c):
             return d, c, True
     raise InputError(
-        f"tensors {gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)} are neither "
-        "[E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]; download the model again"
+        f"tensors {gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)} are "
+        "neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]; download the model again"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.safetensors import LFS_MAGIC, REMEDY, read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -43,7 +44,7 @@ WEIGHT_SUFFIXES = frozenset(
         *("h5", "msgpack", "npz", "npy", "pkl", "tflite", "ot"),
     )
 )
-PART = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
+PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,7 @@ class TensorSource:
 
         For a lone .safetensors file only what lies directly beside it, and only where config.json does.
         """
-        if self._alone and not (self.root / "config.json").is_file():
-            return []
-        found: list[str] = []
-        for folder, folders, files in os.walk(self.root):
-            folders[:] = [] if self._alone else sorted(d for d in folders if not d.startswith("."))
-            base = Path(folder)
-            found += [(base / f).relative_to(self.root).as_posix() for f in files if _is_companion(base / f)]
-        return sorted(found)
+        return companion_files(self.root, nested=not self._alone)
 
     def changed(self) -> list[str]:
         """The names of the shards whose size or time of change is not what it was when opened."""
@@ -192,6 +186,18 @@ class TensorSource:
         length = info.start + info.nbytes - start
         if info.nbytes and (advice != mmap.MADV_DONTNEED or info.shard in self._maps):
             self._map(info.shard).madvise(advice, start, length)
+
+
+def companion_files(root: Path, *, nested: bool = True) -> list[str]:
+    """What companions() gives, for any directory; without `nested` only what lies directly beside a config.json."""
+    if not nested and not (root / "config.json").is_file():
+        return []
+    found: list[str] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(d for d in folders if not d.startswith(".")) if nested else []
+        base = Path(folder)
+        found += [(base / f).relative_to(root).as_posix() for f in files if _is_companion(base / f)]
+    return sorted(found)
 
 
 def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSource:
@@ -287,18 +293,18 @@ def _inside(shard: str) -> bool:
 
 def _complete(root: Path, names: list[str]) -> None:
     """Without an index, files called …-00002-of-00005 still say how many there must be."""
-    sets: dict[tuple[str, int], set[int]] = {}
+    sets: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if found := PART.fullmatch(name):
-            sets.setdefault((found[1], int(found[3])), set()).add(int(found[2]))
+            sets.setdefault((found[1], found[3]), set()).add(int(found[2]))
     if len(sets) > 1:
-        totals = ", ".join(f"{stem}-*-of-{total:05d}" for stem, total in sorted(sets))
+        totals = ", ".join(f"{stem}-*-of-{total}" for stem, total in sorted(sets))
         raise InputError(f"{root}: holds the shards of several checkpoints ({totals}); keep one set")
     for (stem, total), numbers in sets.items():
-        # Not set(range(total)): the total is what a file's name claims.
-        missing = next((n for n in range(1, total + 1) if n not in numbers), None)
+        # Stops at the first gap: the total is what a file's name claims, and may be anything.
+        missing = next((n for n in range(1, int(total) + 1) if n not in numbers), None)
         if missing is not None:
-            raise InputError(f"{root}: {stem}-{missing:05d}-of-{total:05d}.safetensors is missing; download it again")
+            raise InputError(f"{root}: {stem}-{missing:05d}-of-{total}.safetensors is missing; download it again")
 
 
 def _agree(root: Path, names: list[str], index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:

@@ -1,0 +1,109 @@
+"""Reads one row of the architecture table from a small TOML file, so that a new model needs no new release.
+
+name = "My-MoE"
+matches = ["my_moe"]              # model_type or architectures; left out: any checkpoint
+activation = "silu"               # optional, as are weights_on, layers, experts, width, hidden
+
+[[stored]]
+style = "separate"                # or "fused" (gate_up, down) or "stacked" (gate, up, down in 3-D)
+gate = "{prefix}layers.{layer}.mlp.experts.{expert}.gate_proj.weight"
+up   = "{prefix}layers.{layer}.mlp.experts.{expert}.up_proj.weight"
+down = "{prefix}layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+"""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, Arch, Fused, Separate, Stacked, Style
+from ktconvert.layouts.errors import InputError
+
+STYLES: dict[str, type[Separate] | type[Fused] | type[Stacked]] = {
+    "separate": Separate,
+    "fused": Fused,
+    "stacked": Stacked,
+}
+LISTS = ("matches", "layers", "experts", "width", "hidden")
+CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
+
+
+def load_arch_file(path: Path) -> Arch:
+    """The row that a TOML file describes; put it before ARCHS. Raises InputError naming the key that is wrong."""
+    try:
+        return parse_arch(path.read_text(encoding="utf-8"), str(path))
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not valid TOML (not UTF-8 text)") from None
+
+
+def parse_arch(text: str, path: str = "--arch-file") -> Arch:
+    """load_arch_file() of a file's text; `path` is what errors call it."""
+    try:
+        tree = tomllib.loads(text)
+    except ValueError as e:
+        raise InputError(f"{path}: not valid TOML ({e})") from None
+    known = [f.name for f in fields(Arch) if f.name != "refusal"]
+    _only(path, tree, known, "")
+    name = tree.pop("name", None)
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{path}: name must be given, as text")
+    stored = tree.pop("stored", None)
+    if not isinstance(stored, list) or not stored:
+        raise InputError(f"{path}: needs at least one [[stored]] table that says where the experts are")
+    row: dict[str, Any] = {"matches": ()}
+    for key, value in tree.items():
+        if key in LISTS:
+            if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+                raise InputError(f"{path}: {key} must be a list of texts")
+            row[key] = tuple(value)
+        elif not isinstance(value, str) or value not in CHOICES.get(key, (value,)):
+            allowed = f"one of {', '.join(CHOICES[key])}" if key in CHOICES else "text"
+            raise InputError(f"{path}: {key} must be {allowed}")
+        else:
+            row[key] = value
+    return Arch(name=name, stored=tuple(_style(path, table) for table in stored), **row)
+
+
+def _style(path: str, table: Any) -> Style:
+    kind = STYLES.get(table.get("style", "")) if isinstance(table, dict) else None
+    if kind is None:
+        raise InputError(f"{path}: stored.style must be one of {', '.join(STYLES)}")
+    flags = [f.name for f in fields(kind) if f.name not in kind.parts]
+    _only(path, table, ["style", *kind.parts, *flags], "stored.")
+    made: dict[str, Any] = {}
+    for part in kind.parts:
+        made[part] = _template(path, part, table.get(part), with_expert=kind is Separate)
+    for flag in flags:
+        if flag in table:
+            if not isinstance(table[flag], bool):
+                raise InputError(f"{path}: stored.{flag} must be true or false")
+            made[flag] = table[flag]
+    return kind(**made)
+
+
+def _template(path: str, part: str, value: Any, with_expert: bool) -> str:
+    """A template has {layer} once and, for one tensor per expert, {expert} once after it; each between two dots."""
+    want = ["layer", "expert"] if with_expert else ["layer"]
+    shown = " and ".join(f"{{{w}}}" for w in want)
+    try:
+        slots = [field for _, field, spec, conv in string.Formatter().parse(value) if field is not None]
+        good = [s for s in slots if s != "prefix"] == want and slots.count("prefix") <= 1
+        good = good and all(f".{{{w}}}." in f".{value}" for w in want)
+    except (ValueError, TypeError):
+        good = False
+    if not good or ("{prefix}" in value and not value.startswith("{prefix}")):
+        raise InputError(
+            f"{path}: stored.{part} must be a tensor name with {shown} between dots, {{prefix}} only in front"
+        )
+    return str(value)
+
+
+def _only(path: str, table: dict[str, Any], known: list[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise InputError(f"{path}: unknown key {where}{key}; known are {', '.join(known)}")
