@@ -104,12 +104,6 @@ class MoeModel:
                     out.append(_one(info, expert))
         return tuple(out)
 
-    def weight(self, layer: int, expert: int, projection: str) -> TensorInfo:
-        """The tensor that holds one projection ("gate", "up" or "down") of one expert, whole."""
-        stored = self.found[layer].stored
-        part = "gate_up" if isinstance(stored.style, Fused) and projection != "down" else projection
-        return stored.weights.get((part, expert)) or stored.weights[part, -1]
-
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
         """Every expert tensor of a layer, scales included, each whole, in the order of their names."""
         stored = self.found[layer].stored

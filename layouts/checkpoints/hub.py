@@ -112,8 +112,8 @@ def _explained(name: str, revision: str | None, e: Exception) -> KtconvertError:
             f"{name}: neither a local path nor a public model of the hub; if private, run `hf auth login`"
         )
     return InputError(
-        f"{name}{at}: cannot be downloaded ({type(e).__name__}); check the network, or run `{_command(name, revision)}` "
-        "elsewhere and give the directory"
+        f"{name}{at}: cannot be downloaded ({type(e).__name__}); check the network, or run "
+        f"`{_command(name, revision)}` elsewhere and give the directory"
     )
 
 
