@@ -55,6 +55,24 @@ class Layout:
             origin=part.origin,
         )
 
-    def unpack(self, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], n: int, k: int) -> npt.NDArray[np.float32]:
+    def unpack(
+        self, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], n: int, k: int
+    ) -> npt.NDArray[np.float32]:
         """The dequantized part, float32 [n, k]."""
         return kernels.dequantize(self.quantizer.bits, weight, scale, n, k)
+
+    def error_sums(
+        self, part: Matrix, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float64]:
+        """Sums of x*x, y*y, x*y and (x-y)^2 over a part, x the source in BF16 and y what was stored; float64 [4], the same on every CPU."""
+        sums = kernels.error_sums(
+            self.quantizer.bits,
+            part.values,
+            part.kind,
+            weight,
+            scale,
+            scales=part.scales,
+            block=part.block,
+            origin=part.origin,
+        )
+        return np.array(sums, dtype=np.float64)

@@ -42,7 +42,9 @@ def files_of_layer(grid: ExpertGrid, experts: int, layout: Layout) -> dict[str, 
 def is_complete(folder: Path, grid: ExpertGrid, experts: int, layout: Layout) -> bool:
     """Whether a layer's folder has every file of these sizes."""
     try:
-        return all((folder / name).stat().st_size == size for name, size in files_of_layer(grid, experts, layout).items())
+        return all(
+            (folder / name).stat().st_size == size for name, size in files_of_layer(grid, experts, layout).items()
+        )
     except OSError:
         return False
 
@@ -71,10 +73,14 @@ def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
             match = FILE.fullmatch(path.name)
             if match is None:
                 if path.suffix == ".kt":
-                    raise InputError(f"{path}: not a name that kt-kernel writes; move the file away or convert this layer again.")
+                    raise InputError(
+                        f"{path}: not a name that kt-kernel writes; move the file away or convert this layer again."
+                    )
                 continue
             size = path.stat().st_size
             if size != int(match["nbytes"]):
-                raise InputError(f"{path}: holds {size} bytes where its name says {match['nbytes']}; convert layer {layer_dir.name} again.")
+                raise InputError(
+                    f"{path}: holds {size} bytes where its name says {match['nbytes']}; convert layer {layer_dir.name} again."
+                )
             found.append((int(node[1]), match, path))
     return found

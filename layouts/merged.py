@@ -24,7 +24,9 @@ def key(part: Part, what: str) -> str:
 def plan_experts(grid: ExpertGrid, experts: Iterable[int], layout: Layout, metadata: Mapping[str, str]) -> ShardPlan:
     """A shard of experts: all weights (each a multiple of 4096 bytes), then all scales."""
     parts = list(grid.all_parts(experts))
-    weights = [Entry(key(p, "weight"), "I8", (layout.weight_bytes(p.n, p.k),), layout.weight_bytes(p.n, p.k)) for p in parts]
+    weights = [
+        Entry(key(p, "weight"), "I8", (layout.weight_bytes(p.n, p.k),), layout.weight_bytes(p.n, p.k)) for p in parts
+    ]
     scales = [Entry(key(p, "scale"), "F32", (p.n,), layout.scale_bytes(p.n)) for p in parts]
     return plan_shard([*weights, *scales], metadata)
 

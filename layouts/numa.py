@@ -57,4 +57,6 @@ def require_legal(layout: Layout, hidden: int, intermediate: int, parts: int, ot
         counts = legal_counts(candidate, hidden, intermediate)
         listed = ", ".join(map(str, counts)) if counts else "no NUMA count"
         choices.append(f"{candidate.quantizer.name} ({candidate.name}) takes --threadpool-count {listed}")
-    raise UnsupportedError(f"{layout.name} cannot hold this model in {parts} NUMA parts: {reason}. Legal here: {'; '.join(choices)}.")
+    raise UnsupportedError(
+        f"{layout.name} cannot hold this model in {parts} NUMA parts: {reason}. Legal here: {'; '.join(choices)}."
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import functools
 import hashlib
 import mmap
 import os
@@ -35,7 +37,9 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise ResourceError(f"{path}: {os.strerror(error.errno)}; free some space or raise the limit, then run `ktconvert resume`.") from error
+            raise ResourceError(
+                f"{path}: {os.strerror(error.errno)}; free some space or raise the limit, then run `ktconvert resume`."
+            ) from error
         raise
 
 
@@ -75,7 +79,7 @@ class DirectFile:
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write whole pages (offset, length and address multiples of ALIGNMENT) without hashing."""
-        view, done = memoryview(data), 0
+        view, done = memoryview(data.data), 0
         with explained(self.path):
             while done < len(view):
                 try:
@@ -86,15 +90,13 @@ class DirectFile:
 
     def _buffered(self) -> bool:
         """Give up direct writes; False if they were given up already."""
-        import fcntl
-
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return bool(flags & os.O_DIRECT)
 
     def append(self, data: bytes | Bytes | memoryview) -> None:
         """Write and hash the next bytes of the file, any length."""
-        view = memoryview(data).cast("B")
+        view = memoryview(data.data if isinstance(data, np.ndarray) else data).cast("B")
         self.sha256.update(view)
         source = np.frombuffer(view, dtype=np.uint8)
         while source.size:
@@ -117,7 +119,7 @@ class DirectFile:
         """Hash the next whole pages of the file, which write_at wrote."""
         if self._staged:
             self._flush()
-        self.sha256.update(data)
+        self.sha256.update(data.data)
         self._offset += data.size
 
     def close(self) -> str:
@@ -136,16 +138,19 @@ class DirectFile:
     def __enter__(self) -> DirectFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
 
+@functools.cache
 def readable_mode() -> int:
     """0666 less the user's umask: whoever serves the model must be able to read it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+    status = Path("/proc/self/status").read_text()
+    umask = next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022")
+    return 0o666 & ~int(umask, 8)
 
 
 def write_file(path: Path, data: bytes) -> str:
@@ -159,7 +164,31 @@ def write_file(path: Path, data: bytes) -> str:
             os.fsync(fd)
         finally:
             os.close(fd)
+    return sha256(data)
+
+
+def write_unsynced(path: Path, data: Bytes) -> str:
+    """Write one of many small files of a folder that sync_tree makes durable at the end. Returns its sha256."""
+    with explained(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, readable_mode())
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
     return hashlib.sha256(data).hexdigest()
+
+
+def sha256(data: bytes) -> str:
+    """In hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """In hex; read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def copy_file(source: Path, path: Path) -> tuple[int, str]:
@@ -181,16 +210,17 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def sync_file_system(path: Path) -> None:
-    """Make everything written to this file system durable: one call for a folder of thousands of small files. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.syncfs(fd):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(path))
-    finally:
-        os.close(fd)
+def sync_tree(path: Path) -> None:
+    """Make a folder and everything below it durable, with one call for the whole file system: its thousands of files are small."""
+    with explained(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.syncfs(fd):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), str(path))
+        finally:
+            os.close(fd)
 
 
 def publish(partial: Path, final: Path) -> None:

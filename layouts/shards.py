@@ -43,7 +43,11 @@ def plan_shard(entries: Iterable[Entry], metadata: Mapping[str, str]) -> ShardPl
     table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
     for entry in entries:
-        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, offset + entry.nbytes]}
+        table[entry.key] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
         offset += entry.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)

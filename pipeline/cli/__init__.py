@@ -1,0 +1,126 @@
+"""The command line: options in, a plan out; no logic. One file per command, imported when it is called."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+
+import click
+
+# command -> (module below this package, what --help says of it)
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "cpu": ("cpu", "Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights."),
+    "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
+    "resume": ("resume", "Finish a conversion that was cut off."),
+    "verify": ("verify", "Check an output, alone or against its source or another output."),
+    "inspect": ("inspect", "Say what a checkpoint or an output is, and what can be made of it."),
+    "doctor": ("doctor", "Say what this machine has, and the kt-kernel flags that fit it."),
+}
+
+EPILOG = """\b
+Exit codes:
+  0        done
+  1        the system refused something (named in the message)
+  2        options that cannot be understood
+  3        unsupported model or method (the message names what is legal)
+  4        not enough disk or memory
+  5        bad input data, or a source that changed
+  6        verification failed
+  7        the output is in use, not ours, or made with other options
+  130/143  interrupted (Ctrl-C / SIGTERM); `ktconvert resume OUTPUT` goes on
+
+\b
+Examples:
+  ktconvert inspect Qwen/Qwen3-30B-A3B
+  ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT8 --quant-method int8
+  ktconvert resume /models/Qwen3-30B-A3B-INT8
+  ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B
+"""
+
+
+def _normal(token: str) -> str:
+    """Underscores and capitals are as good: --input_path, INT4."""
+    return token.lower().replace("_", "-")
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when the command is called, so that --help is instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the table's order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import it."""
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"ktconvert.pipeline.cli.{COMMANDS[name][0]}")
+        command: click.Command = getattr(module, name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """From the table, without importing anything."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from ktconvert.pipeline.cli.version import version_lines
+
+        click.echo("\n".join(version_lines()))
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _normal, "max_content_width": 120},
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show versions and exit.",
+)
+def group() -> None:
+    """Convert mixture-of-experts checkpoints into the CPU expert weights that kt-kernel loads."""
+
+
+def main() -> None:
+    """Run the command line; every failure is one sentence on stderr and a documented exit code."""
+    try:
+        group.main(standalone_mode=False)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except MemoryError:
+        _fail("not enough memory; set --max-memory or lower --cpuinfer-threads, then resume", 4)
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if isinstance(error, OSError) and code is None:
+            code = 4 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM) else 1
+            _fail(f"{error.filename or 'the system'}: {error.strerror or error}", code)
+        if code is None:
+            raise
+        _fail(str(error), code)
+
+
+def _fail(message: str, code: int) -> None:
+    if "--json" in sys.argv:
+        print(json.dumps({"event": "error", "message": message, "exit_code": code}), flush=True)
+    print(f"ktconvert: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,0 +1,141 @@
+"""ktconvert cpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.pipeline.cli import options
+
+METHODS = ("int4", "int8", "awq", "moe_int4", "moe_int8")  # what kt-kernel's script takes
+LATER = {
+    "awq": "AWQ checkpoints are not an input yet",
+    "moe_int4": "MOE_INT4 exists on aarch64 only",
+    "moe_int8": "MOE_INT8 bytes depend on the AOCL-BLIS version",
+}
+
+EPILOG = """\b
+Examples:
+  ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT4
+  ktconvert cpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-INT8 --quant-method int8 --threadpool-count 2
+  ktconvert cpu -i MODEL -o OUT --dry-run            what would be done, from headers only
+  ktconvert cpu -i MODEL -o OUT --layers 3-10        some layers only
+
+The same command again, or `ktconvert resume OUT`, finishes what was cut off.
+"""
+
+
+@click.command("cpu", epilog=EPILOG)
+@click.option(
+    "-i", "--input-path", required=True, help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name)."
+)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Output directory.")
+@click.option("--input-type", type=click.Choice(["awq", "fp8", "fp16", "bf16"], case_sensitive=False), default=None,
+              help="What the weights are; read from the headers when left out.")  # fmt: skip
+@click.option(
+    "--quant-method",
+    type=click.Choice(METHODS, case_sensitive=False),
+    default="int4",
+    show_default=True,
+    help="Output format.",
+)
+@options.cpuinfer_threads
+@click.option(
+    "--threadpool-count",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="NUMA parts to split every expert into.",
+)
+@click.option("--gpu", is_flag=True, help="Accepted and ignored: no GPU is needed.")
+@click.option("--no-merge-safetensor", is_flag=True, help="Keep loose per-layer folders of .kt files.")
+@click.option(
+    "--resume-layer", type=click.IntRange(min=0), default=0, help="kt-kernel's resume by hand; ours needs no number."
+)
+@click.option(
+    "--save-backward-weights", is_flag=True, help="Also write the transposed matrices that fine-tuning needs."
+)
+@click.option(
+    "--fp8-expert-batch", type=int, default=None, help="Accepted and ignored: memory is bounded by one expert."
+)
+@click.option("--profile", is_flag=True, help="Accepted and ignored: --json gives the time of every layer.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
+@click.option("--layers", default="all", show_default=True, help="MoE layers to convert, e.g. 3-60,62.")
+@click.option("--non-experts", type=click.Choice(["skip", "copy"], case_sensitive=False), default="skip", show_default=True,
+              help="All other tensors: leave out, or copy under kt-kernel's names.")  # fmt: skip
+@click.option(
+    "--max-shard-size",
+    type=options.Size(),
+    default=None,
+    help="Cut shards between experts, e.g. 5GB. [default: one shard per layer]",
+)
+@click.option("--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume.")
+@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
+@click.option(
+    "--arch-file",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="A row for an architecture that is not in the table (TOML).",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
+@options.max_memory
+@options.talk
+def cpu(**given: Any) -> None:
+    """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
+
+    FP8, FP16, BF16 and F32 safetensors are read; no GPU is used. Memory is bounded by a few experts, whatever the model's size.
+    """
+    from ktconvert.pipeline import convert, show
+    from ktconvert.pipeline.execute import execute
+    from ktconvert.pipeline.plan import Request
+
+    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
+    method = given["quant_method"]
+    if method in LATER or given["input_type"] == "awq":
+        reason = LATER.get(method, LATER["awq"])
+        raise UnsupportedError(f"--quant-method {method}: {reason}; int4 (AMXINT4) and int8 (AMXINT8) can be made.")
+    for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):
+        if given[flag]:
+            reporter.note(f"{text} is accepted for kt-kernel's sake and changes nothing here")
+    if given["no_merge_safetensor"] and given["non_experts"] == "copy":
+        raise UsageError("--non-experts copy needs safetensors; leave out --no-merge-safetensor.")
+    if given["no_merge_safetensor"] and given["max_shard_size"]:
+        raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
+    options.check_isa()
+    request = Request(
+        command="cpu",
+        input=options.stored_input(given["input_path"]),
+        output=given["output"].expanduser().absolute(),
+        settings={
+            "quant_method": method,
+            "threadpool_count": given["threadpool_count"],
+            "layers": given["layers"],
+            "kept_layers": None,
+            "no_merge_safetensor": given["no_merge_safetensor"],
+            "save_backward_weights": given["save_backward_weights"],
+            "non_experts": given["non_experts"],
+            "max_shard_size": given["max_shard_size"],
+            "arch_file": options.text_of("--arch-file", given["arch_file"]),
+        },
+        tuning={
+            "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
+            "max_memory": given["max_memory"],
+            "verify_inputs": given["verify_inputs"],
+            "revision": given["revision"],
+            "resume_layer": given["resume_layer"],
+            "input_type": given["input_type"],
+        },
+    )
+    plan = convert.plan_cpu(request, None if given["dry_run"] else options.hashing(reporter))
+    first = convert.machine_note(plan)
+    if first:
+        reporter.note(first)
+    for note in plan.notes:
+        reporter.note(note)
+    if given["dry_run"]:
+        show.show_plan(plan, as_json=given["json_events"], overwrite=given["overwrite"])
+        return
+    execute(plan, reporter, overwrite=given["overwrite"])

@@ -1,0 +1,65 @@
+"""ktconvert merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.pipeline.cli import options
+
+EPILOG = """\b
+Examples:
+  ktconvert merge -i /models/loose -o /models/merged
+  ktconvert merge -i /models/loose -o /models/merged -r /models/Qwen3-30B-A3B    with config and tokenizer
+"""
+
+
+@click.command("merge", epilog=EPILOG)
+@click.option(
+    "-i",
+    "--input-path",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Directory with _layer_N folders of .kt files.",
+)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Output directory.")
+@click.option(
+    "-r",
+    "--original-path",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Original checkpoint: config, tokenizer and the like are copied.",
+)
+@click.option("--max-tensors", type=click.IntRange(min=1), default=3000, show_default=True, help="Tensors per shard.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
+@options.cpuinfer_threads
+@options.max_memory
+@options.talk
+def merge(**given: Any) -> None:
+    """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index. Can be resumed."""
+    from ktconvert.pipeline import show
+    from ktconvert.pipeline.execute import execute
+    from ktconvert.pipeline.merge import plan_merge
+    from ktconvert.pipeline.plan import Request
+
+    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
+    original = given["original_path"]
+    request = Request(
+        command="merge",
+        input=str(given["input_path"].expanduser().absolute()),
+        output=given["output"].expanduser().absolute(),
+        settings={"max_tensors": given["max_tensors"], "companions": original is not None},
+        tuning={
+            "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
+            "max_memory": given["max_memory"],
+            "original_path": str(original.expanduser().absolute()) if original else None,
+        },
+    )
+    plan = plan_merge(request)
+    if given["dry_run"]:
+        show.show_plan(plan, as_json=given["json_events"], overwrite=given["overwrite"])
+        return
+    execute(plan, reporter, overwrite=given["overwrite"])

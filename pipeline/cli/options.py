@@ -1,0 +1,115 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.pipeline import machine
+from ktconvert.pipeline.report import Reporter, size
+
+F = TypeVar("F", bound=Callable[..., Any])
+FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """Bytes, written as 5GB, 500MiB or a plain number."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+        nbytes = int(float(match[1]) * FACTORS[match[2] or ""]) if match else 0
+        if nbytes < 1:
+            self.fail(f"{value!r} is not a size like 5GB or 500MiB", param, ctx)
+        return nbytes
+
+
+def cpuinfer_threads(command: F) -> F:
+    """--cpuinfer-threads."""
+    return click.option(
+        "--cpuinfer-threads",
+        type=click.IntRange(min=1),
+        default=None,
+        help="Threads. [default: the CPUs this process may use]",
+    )(command)
+
+
+def max_memory(command: F) -> F:
+    """--max-memory."""
+    return click.option(
+        "--max-memory",
+        type=Size(),
+        default=None,
+        help="Stay below this much memory, e.g. 4GiB. [default: what is free]",
+    )(command)
+
+
+def talk(command: F) -> F:
+    """How much is said, and to whom: --json, -q, -v."""
+    for option in (
+        click.option("-v", "--verbose", is_flag=True, help="Say more."),
+        click.option("-q", "--quiet", is_flag=True, help="Warnings and errors only."),
+        click.option("--json", "json_events", is_flag=True, help="One JSON event per line on stdout."),
+    ):
+        command = option(command)
+    return command
+
+
+def reporter(json_events: bool, quiet: bool, verbose: bool) -> Reporter:
+    """As the flags say."""
+    return Reporter(json_events=json_events, verbosity=-1 if quiet else int(verbose))
+
+
+def threads(asked: int | None, told: Reporter) -> int:
+    """The number of threads to use: never more than this process may use."""
+    allowed = machine.allowed_cpus()
+    if asked is not None and asked > allowed:
+        told.note(
+            f"--cpuinfer-threads {asked} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may use"
+        )
+    return min(asked or allowed, allowed)
+
+
+def stored_input(text: str) -> str:
+    """A local path made absolute, so that resume works from anywhere; a hub id as it is."""
+    path = Path(text).expanduser()
+    return str(path.absolute()) if path.exists() else text
+
+
+def check_isa() -> None:
+    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack."""
+    from ktconvert.native_quant import kernels
+
+    try:
+        kernels.isa()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def hashing(told: Reporter) -> Callable[[int], None]:
+    """Say how far --verify-inputs has come."""
+
+    def tell(nbytes: int) -> None:
+        told.event("hashed", bytes=nbytes)
+        told.say(f"hashed {size(nbytes)}", level=1)
+
+    return tell
+
+
+def text_of(option: str, path: Path | None) -> str | None:
+    """The text of a small file that an option names."""
+    if path is None:
+        return None
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option} {path}: cannot be read ({error}).") from error

@@ -1,0 +1,59 @@
+"""ktconvert resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.layouts import manifest
+from ktconvert.layouts.errors import OutputError
+from ktconvert.pipeline.cli import options
+
+EPILOG = """\b
+Examples:
+  ktconvert resume /models/Qwen3-30B-A3B-INT8 --dry-run    what is done, what is left, and why
+  ktconvert resume /models/Qwen3-30B-A3B-INT8
+"""
+
+
+@click.command("resume", epilog=EPILOG)
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Print what is done, what is left, and why; write nothing.")
+@click.option("--verify-inputs", is_flag=True, help="Convert again what came from input files that were touched since.")
+@options.cpuinfer_threads
+@options.max_memory
+@options.talk
+def resume(output: Path, **given: Any) -> None:
+    """Finish a conversion that was cut off. Nothing else needs to be said again: the plan lies beside the output."""
+    from ktconvert.pipeline import show
+    from ktconvert.pipeline.commands import plan_request
+    from ktconvert.pipeline.execute import execute, saved_plan
+    from ktconvert.pipeline.plan import Request
+    from ktconvert.pipeline.workdir import locate
+
+    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
+    output = output.expanduser().absolute()
+    places = locate(output)
+    old = saved_plan(places)
+    if old is None:
+        if output.is_dir() and manifest.read(output) is not None:
+            reporter.event("finished", output=str(output), nothing_to_do=True)
+            reporter.say(f"{output} is finished: nothing to do")
+            return
+        raise OutputError(
+            f"{output}: no conversion into it was begun; start one with `ktconvert cpu` or `ktconvert merge`."
+        )
+    options.check_isa()
+    tuning = dict(old["tuning"])
+    tuning["cpuinfer_threads"] = options.threads(given["cpuinfer_threads"] or tuning["cpuinfer_threads"], reporter)
+    tuning["max_memory"] = given["max_memory"] or tuning.get("max_memory")
+    tuning["verify_inputs"] = given["verify_inputs"] or tuning.get("verify_inputs")
+    tuning["resume_layer"] = 0
+    request = Request(old["command"], old["input"], output, old["settings"], tuning)
+    plan = plan_request(request, None if given["dry_run"] else options.hashing(reporter))
+    if given["dry_run"]:
+        show.show_plan(plan, as_json=given["json_events"])
+        return
+    execute(plan, reporter)

@@ -1,0 +1,16 @@
+"""The table of commands that make an output: name -> how its plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ktconvert.pipeline.convert import plan_cpu
+from ktconvert.pipeline.merge import plan_merge
+from ktconvert.pipeline.plan import Plan, Request
+
+PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {"cpu": plan_cpu, "merge": plan_merge}
+
+
+def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """The plan of any request."""
+    return PLANNERS[request.command](request, hashed)

@@ -1,0 +1,236 @@
+"""From a plan to an output: what lies there already, whether there is room, the run, the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts import manifest, publish
+from ktconvert.layouts.errors import InputError, OutputError, ResourceError, UsageError, VerificationError
+from ktconvert.pipeline import journal, machine
+from ktconvert.pipeline.graph import Status, statuses
+from ktconvert.pipeline.plan import Plan, changed_files, require_same_settings, require_same_source
+from ktconvert.pipeline.report import Reporter, duration, size
+from ktconvert.pipeline.run import StopFlag, run_units
+from ktconvert.pipeline.workdir import INSIDE, Places, WorkDir, done_reason, locate
+
+SLACK = 16 << 20  # bytes of disk for journal, manifest, card and directory entries
+IGNORED = {INSIDE, "lost+found"}
+
+
+def saved_plan(places: Places) -> dict[str, Any] | None:
+    """plan.json of a conversion that was begun, or None. Raises OutputError where it cannot be understood."""
+    try:
+        document = json.loads(places.plan.read_bytes())
+        if document["ktconvert-plan"] != 1:
+            raise OutputError(
+                f"{places.plan}: written by another ktconvert ({document['tool_version']}); finish it with that one."
+            )
+        return dict(document)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputError(f"{places.plan}: not a plan ({error}); remove {places.root} and start again.") from error
+
+
+def begun_with(output: Path) -> dict[str, Any] | None:
+    """The settings with which this output was begun or finished, or None."""
+    old = saved_plan(locate(output)) or manifest.read(output)
+    return dict(old["settings"]) if old else None
+
+
+def unit_states(plan: Plan, places: Places) -> list[Status]:
+    """Which units are done, which will run, and why; reads the work directory, changes nothing."""
+    finished = journal.finished(journal.read(places.journal))
+    stored = [p.name for p in places.store.iterdir()] if places.store.is_dir() else []
+    return statuses(plan.stages, lambda unit: done_reason(places, finished, unit), stored)
+
+
+def already_finished(plan: Plan, overwrite: bool) -> bool:
+    """Whether the output is complete and made by this very plan.
+
+    Raises OutputError, InputError or VerificationError where something else lies there, unless it is to be overwritten.
+    """
+    output = plan.request.output
+    _guard_source(plan)
+    if output.exists() and not output.is_dir():
+        raise OutputError(f"{output} is a file; give a directory for the output.")
+    done = manifest.read(output) if output.is_dir() else None
+    if done is not None and not overwrite:
+        require_same_settings(output, done, plan)
+        require_same_source(output, done["source"], plan)
+        damaged = [f["name"] for f in done["files"] if not _has_size(output / f["name"], f["size"])]
+        if damaged:
+            raise VerificationError(
+                f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with --overwrite."
+            )
+        return True
+    if done is None and not overwrite and output.is_dir() and not plan.facts.get("kept_layers"):
+        own = locate(output)
+        strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
+        if strangers and not (own.inside and own.plan.exists()):
+            raise OutputError(
+                f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); choose another --output, or --overwrite to replace it."
+            )
+    return False
+
+
+def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
+    """Do what the plan says, from wherever it stands. Returns False when there was nothing to do."""
+    places = locate(plan.request.output, adopt=bool(plan.facts.get("kept_layers")))
+    if already_finished(plan, overwrite):
+        if places.plan.exists():
+            with WorkDir(places) as work:
+                work.remove()  # the last run was cut off after the output had appeared
+        reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
+        reporter.say(f"{plan.request.output} is finished: nothing to do")
+        return False
+    with WorkDir(places) as work:
+        _adopt_plan(plan, work, reporter, overwrite)
+        _tell_of_death(work, plan, reporter)
+        threads = _require_room(plan, work, reporter)
+        stop = StopFlag(reporter)
+        with stop.installed():
+            run_units(plan, work, reporter, threads, stop)
+            plan.assemble(work)
+    _summary(plan, reporter)
+    return True
+
+
+def _guard_source(plan: Plan) -> None:
+    source, output = Path(plan.request.input), plan.request.output.resolve()
+    if not source.exists():
+        return
+    source = source.resolve()
+    folder = source if source.is_dir() else source.parent
+    if output == folder or folder.is_relative_to(output):
+        raise UsageError(
+            f"--output {plan.request.output} is or contains the input; the input is never written to: choose another."
+        )
+    if output.is_relative_to(folder) and source.is_dir():
+        raise UsageError(
+            f"--output {plan.request.output} lies inside the input; the input is never written to: choose another."
+        )
+
+
+def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
+    """Agree with what was begun here before, or begin."""
+    old = saved_plan(work.places)
+    document = plan.document()
+    if (
+        old is not None
+        and overwrite
+        and (old["settings"] != document["settings"] or changed_files(old["source"], plan)[0])
+    ):
+        reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
+        publish.remove_tree(work.places.store)
+        work.places.store.mkdir()
+        work.finished.clear()
+        old = None
+    if old is not None:
+        require_same_settings(plan.request.output, old, plan)
+        require_same_source(plan.request.output, old["source"], plan)
+        _, touched = changed_files(old["source"], plan)
+        if touched:
+            _redo_touched(plan, work, reporter, touched)
+    if old != document:
+        work.save_plan(document)
+
+
+def _redo_touched(plan: Plan, work: WorkDir, reporter: Reporter, touched: list[str]) -> None:
+    if not plan.request.tuning.get("verify_inputs"):
+        raise InputError(
+            f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and header); "
+            "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over."
+        )
+    units = [unit for unit in plan.units if plan.reads(unit) & set(touched)]
+    for unit in units:
+        work.forget(unit)
+    reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
+
+
+def _tell_of_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
+    last = journal.death(work.journal.records)
+    done = sum(done_reason(work.places, work.finished, unit) is not None for unit in plan.units)
+    if last is None:
+        if done:
+            reporter.say(f"resuming: {done} of {len(plan.units)} units are finished")
+        return
+    where = f" in {', '.join(last['units'])}" if last["units"] else ""
+    kills, before = machine.oom_kills(), last["oom_kills"]
+    memory = (
+        "; the kernel has killed for memory since then: lower --cpuinfer-threads or set --max-memory"
+        if kills and before is not None and kills > before
+        else ""
+    )
+    reporter.note(
+        f"the last run (process {last['pid']}) died{where}{memory}; {done} of {len(plan.units)} units are finished and kept"
+    )
+
+
+def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
+    """Raise ResourceError where disk or memory cannot do; returns the number of threads that memory allows."""
+    todo = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
+    needed = sum(unit.bytes_out for unit in todo) + plan.extra_bytes + SLACK
+    free = machine.disk_free(work.places.root)
+    if needed > free:
+        raise ResourceError(
+            f"{work.places.root}: {size(needed)} needed, {size(free)} free; free some space or choose another --output."
+        )
+    limit = machine.file_size_limit()
+    largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
+    if limit is not None and largest + SLACK > limit:
+        raise ResourceError(
+            f"{work.places.root}: a shard of {size(largest)} is over the file size limit of {size(limit)} (ulimit -f); raise it or set --max-shard-size."
+        )
+    return fit_threads(plan, reporter)
+
+
+def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
+    """As many threads as asked for, fewer where memory does not hold their buffers. Raises ResourceError when one is too many."""
+    asked = int(plan.request.tuning["cpuinfer_threads"])
+    budget = plan.request.tuning.get("max_memory") or machine.memory_available()
+    threads = asked
+    while threads > 1 and plan.peak_memory(threads) > budget:
+        threads -= 1
+    if plan.peak_memory(threads) > budget:
+        told = "--max-memory" if plan.request.tuning.get("max_memory") else "free memory"
+        raise ResourceError(
+            f"one thread needs {size(plan.peak_memory(1))}, {told} is {size(budget)}; give it more memory."
+        )
+    if threads < asked and reporter is not None:
+        reporter.note(f"{threads} of {asked} threads, so that memory stays below {size(budget)}")
+    return threads
+
+
+def hash_inputs(paths: list[Path], threads: int, tell: Callable[[int], None]) -> list[str]:
+    """sha256 of whole files, several at a time."""
+
+    def one(path: Path) -> str:
+        digest = publish.sha256_file(path)
+        tell(path.stat().st_size)
+        return digest
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(one, paths))
+
+
+def _summary(plan: Plan, reporter: Reporter) -> None:
+    done, seconds = reporter.rate()
+    out = sum(unit.bytes_out for unit in plan.units)
+    reporter.event(
+        "finished", output=str(plan.request.output), bytes=out, seconds=round(seconds, 3), peak_rss=machine.peak_rss()
+    )
+    reporter.say(
+        f"{plan.request.output}: {size(out)} in {duration(seconds)} ({size(done / max(seconds, 1e-9))}/s read, peak RSS {size(machine.peak_rss())})"
+    )
+
+
+def _has_size(path: Path, nbytes: int) -> bool:
+    try:
+        return path.stat().st_size == nbytes
+    except OSError:
+        return False

@@ -1,0 +1,141 @@
+"""What the user sees while work runs: a bar on a terminal, plain lines elsewhere, one JSON event per line with --json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ktconvert.pipeline import machine
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINE_EVERY = 10.0  # seconds between plain progress lines
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    step = 0
+    while abs(nbytes) >= 1024 and step < len(UNITS) - 1:
+        nbytes /= 1024
+        step += 1
+    return f"{nbytes:.0f} B" if step == 0 else f"{nbytes:.1f} {UNITS[step]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 3 min 05 s."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Reporter:
+    """Human words to stderr, events to stdout; quiet leaves warnings only. Safe to call from several threads."""
+
+    def __init__(self, *, json_events: bool = False, verbosity: int = 0) -> None:
+        self.json_events, self.verbosity = json_events, verbosity
+        self._lock = threading.Lock()
+        self._total = self._done = self._counted = 0
+        self._begun = self._last_line = 0.0
+        self._where = ""
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One machine-readable line, with --json."""
+        if self.json_events:
+            with self._lock:
+                sys.stdout.write(json.dumps({"event": kind, **fields}) + "\n")
+                sys.stdout.flush()
+
+    def say(self, text: str, level: int = 0) -> None:
+        """A line for people; level 1 only with -v, level -1 also with -q."""
+        if level <= self.verbosity:
+            with self._lock:
+                if self._bar is not None:
+                    self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                else:
+                    print(text, file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that stops nothing."""
+        self.event("note", text=text)
+        self.say(f"note: {text}")
+
+    def warn(self, text: str) -> None:
+        """Something that the user should act on; also shown with -q."""
+        self.event("warning", text=text)
+        self.say(f"warning: {text}", level=-1)
+
+    def begin(self, total_bytes: int, done_bytes: int) -> None:
+        """Progress starts: bytes of input in all, and those that finished units already account for."""
+        self._total, self._done, self._counted = total_bytes, done_bytes, 0
+        self._begun = self._last_line = time.monotonic()
+        self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
+        if self.json_events or self.verbosity < 0 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("RSS {task.fields[rss]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes, rss="")
+        self._bar.start()
+
+    def at(self, unit: str) -> None:
+        """The unit that was begun last."""
+        self._where = unit
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes of input are done."""
+        with self._lock:
+            self._done += nbytes
+            self._counted += nbytes
+            if self._bar is not None and self._task is not None:
+                self._bar.update(self._task, advance=nbytes, description=self._where, rss=size(machine.rss()))
+                return
+            now = time.monotonic()
+            due = now - self._last_line >= LINE_EVERY
+            if due:
+                self._last_line = now
+        if due:
+            rate = self._counted / max(now - self._begun, 1e-9)
+            eta = (self._total - self._done) / rate if rate else 0.0
+            self.event("progress", done_bytes=self._done, total_bytes=self._total, bytes_per_second=round(rate), eta_seconds=round(eta),
+                       unit=self._where, rss=machine.rss())  # fmt: skip
+            share = 100 * self._done / max(self._total, 1)
+            self.say(
+                f"{share:5.1f} %  {size(self._done)} of {size(self._total)}  {size(rate)}/s  ETA {duration(eta)}  {self._where}  RSS {size(machine.rss())}"
+            )
+
+    def end(self) -> None:
+        """Progress is over, whatever the outcome."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def rate(self) -> tuple[int, float]:
+        """Input bytes done in this run, and the seconds since begin."""
+        return self._counted, time.monotonic() - self._begun

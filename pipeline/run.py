@@ -1,0 +1,143 @@
+"""The loop: skip what is done; run, publish, record what is not; then assemble. Threads, memory and Ctrl-C live here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ktconvert.layouts import publish
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline import machine
+from ktconvert.pipeline.graph import Stage, Unit
+from ktconvert.pipeline.plan import Plan
+from ktconvert.pipeline.report import Reporter
+from ktconvert.pipeline.workdir import WorkDir, done_reason
+
+LANES = 2  # units in flight: while one is hashed in file order, the next is already being packed
+
+
+class Interrupted(Exception):
+    """The user asked to stop; everything finished is recorded. exit_code as the shell expects it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage's run function may use."""
+
+    pool: ThreadPoolExecutor
+    window: int
+    reporter: Reporter
+
+
+class StopFlag:
+    """The first SIGINT or SIGTERM finishes the units in flight, the second ends the process at once. Both can be resumed."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.number = 0
+        self._reporter = reporter
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self.number:
+            os.write(2, b"\nstopped at once; `ktconvert resume` goes on from the last finished layer\n")
+            os._exit(128 + number)
+        self.number = number
+        os.write(2, b"\nfinishing the layer in flight; once more to stop at once\n")
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopFlag]:
+        """Handle signals within; a no-op outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        old = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop: StopFlag) -> None:
+    """Make every unit that is not done. Raises the first failure after the other lanes have finished their unit."""
+    todo: queue.SimpleQueue[tuple[Stage, Unit]] = queue.SimpleQueue()
+    todo_count = done_bytes = 0
+    for stage in plan.stages:
+        for unit in stage.units:
+            if done_reason(work.places, work.finished, unit) is None:
+                todo.put((stage, unit))
+                todo_count += 1
+            else:
+                done_bytes += unit.bytes_in
+    lanes = max(1, min(LANES, threads, todo_count))
+    failures: list[BaseException] = []
+    reporter.begin(sum(u.bytes_in for u in plan.units), done_bytes)
+    work.journal.append({"event": "run", "pid": os.getpid(), "oom_kills": machine.oom_kills()})
+
+    def lane(context: Context) -> None:
+        while not stop.number and not failures:
+            try:
+                stage, unit = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                run_one(plan, work, stage, unit, context)
+            except BaseException as error:
+                failures.append(error)
+
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:
+            context = Context(pool, window=-(-threads // lanes) + 1, reporter=reporter)
+            crew = [threading.Thread(target=lane, args=(context,), name=f"lane-{i}") for i in range(lanes)]
+            for thread in crew:
+                thread.start()
+            for thread in crew:
+                thread.join()
+    finally:
+        reporter.end()
+        work.journal.append({"event": "end"})
+    if failures:
+        raise failures[0]
+    if stop.number:
+        raise Interrupted(stop.number)
+
+
+def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Context) -> None:
+    """Run one unit, publish what it wrote, record it: in this order, each step durable before the next."""
+    name = f"{unit.stage}.{unit.key}"
+    begun = time.monotonic()
+    work.journal.append({"event": "start", "unit": name})
+    context.reporter.at(unit.key)
+    context.reporter.event("start", unit=name)
+    partial = work.places.partial / unit.stored_name
+    result = stage.run(unit, partial, context)
+    changed = plan.source_changed()
+    if changed:
+        raise InputError(
+            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back and resume."
+        )
+    publish.publish(partial, work.places.store / unit.stored_name)
+    seconds = time.monotonic() - begun
+    work.record(unit, result, seconds)
+    context.reporter.event(
+        "done", unit=name, seconds=round(seconds, 3), bytes=sum(w.nbytes for w in result.files), stats=result.stats
+    )
+    context.reporter.say(f"{name}: {seconds:.2f} s", level=1)
+
+
+def records(plan: Plan, work: WorkDir) -> dict[Unit, dict[str, Any]]:
+    """The journal's record of every unit, all of which are done."""
+    return {unit: work.finished[unit.fingerprint] for unit in plan.units}

@@ -1,0 +1,1 @@
+"""The stages: what the units of a plan are, and how one is made."""

@@ -1,0 +1,93 @@
+"""Loose .kt files into safetensors shards, unchanged: ours and kt-kernel's, MOE_INT4/MOE_INT8 too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconvert.layouts import merged, publish
+from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.parts import Part
+from ktconvert.layouts.shards import Entry, plan_shard
+from ktconvert.pipeline.graph import Result, Stage, Unit, Written
+from ktconvert.pipeline.run import Context
+
+NAME = "merge_parts"
+VERSION = 1
+PIECE = 4 << 20  # bytes read at a time
+
+
+@dataclass(frozen=True)
+class LooseFile:
+    """One .kt file: its matrix, "weight" or "scale", where it is, its size in bytes and time of change."""
+
+    part: Part
+    what: str
+    path: Path
+    nbytes: int
+    mtime_ns: int
+
+    @property
+    def entry(self) -> Entry:
+        """The tensor that it becomes."""
+        if self.what == "scale":
+            return Entry(merged.key(self.part, "scale"), "F32", (self.nbytes // 4,), self.nbytes)
+        return Entry(merged.key(self.part, "weight"), "I8", (self.nbytes,), self.nbytes)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The files of one shard."""
+
+    files: tuple[LooseFile, ...]
+    metadata: Mapping[str, str]
+
+
+def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage:
+    """The stage that packs these files, in this order, into shards of at most max_tensors tensors."""
+    units = []
+    for number, start in enumerate(range(0, len(files), max_tensors)):
+        group = tuple(files[start : start + max_tensors])
+        nbytes = sum(f.nbytes for f in group)
+        units.append(
+            Unit(
+                stage=NAME,
+                key=f"{number:04d}",
+                versions=(VERSION,),
+                params=(("metadata", tuple(sorted(metadata.items()))),),
+                inputs=tuple(
+                    (f.path.relative_to(root).as_posix(), f.entry.dtype, f.entry.shape, f.nbytes) for f in group
+                ),
+                final="",
+                bytes_in=nbytes,
+                bytes_out=nbytes,
+                work=Job(group, metadata),
+            )
+        )
+    return Stage(NAME, "loose files into safetensors", ("source",), tuple(units), write_shard)
+
+
+def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
+    """One shard: weights first, each file streamed into its place."""
+    job: Job = unit.work
+    files = sorted(job.files, key=lambda f: f.what != "weight")
+    plan = plan_shard([f.entry for f in files], job.metadata)
+    with publish.DirectFile(partial, plan.size) as out:
+        out.append(plan.header)
+        for loose_file in files:
+            try:
+                with loose_file.path.open("rb") as source:
+                    left = loose_file.nbytes
+                    while left and (piece := source.read(min(PIECE, left))):
+                        out.append(piece)
+                        left -= len(piece)
+            except FileNotFoundError as error:
+                raise InputError(f"{loose_file.path}: is gone; put it back and resume.") from error
+            if left:
+                raise InputError(
+                    f"{loose_file.path}: became shorter while it was read; convert its layer again and resume."
+                )
+            context.reporter.advance(loose_file.nbytes)
+        digest = out.close()
+    return Result((Written("", plan.size, digest),), len(plan.entries))
