@@ -84,7 +84,7 @@ def model_card(
         "",
         f"# {method} expert weights of {name}",
         "",
-        f"Routed experts of {len(layers)} layers ({ranges(layers)}), quantized to {method} and split over {numa} NUMA part{'s' if numa != 1 else ''},",
+        f"Routed experts of {len(layers)} layers ({ranges(layers)}), quantized to {method} in {numa} NUMA part{'s' if numa != 1 else ''},",
         f"in the format that kt-kernel 0.7 loads{' (loose .kt folders)' if loose else ''}. The folder holds {what}.",
         "",
         "| | |",

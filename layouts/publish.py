@@ -1,4 +1,4 @@
-"""The only code that makes a file appear: written aside, synced, renamed, and its folder synced. Whoever looks sees all of it or nothing."""
+"""The only code that makes a file appear: written aside, synced, renamed, its folder synced. All of it is seen or nothing."""
 
 from __future__ import annotations
 
@@ -172,12 +172,12 @@ def write_unsynced(path: Path, data: Bytes) -> str:
     with explained(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, readable_mode())
         try:
-            view = memoryview(data)
+            view = data.data
             while view:
                 view = view[os.write(fd, view) :]
         finally:
             os.close(fd)
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(data.data).hexdigest()
 
 
 def sha256(data: bytes) -> str:

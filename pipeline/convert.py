@@ -146,7 +146,8 @@ def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
     found = sorted(model.dtypes)
     if STATED_DTYPES[stated] not in found:
         raise InputError(
-            f"{model.source.root}: --input-type {stated} was given, but the experts are {', '.join(found)}; leave the option out or correct it."
+            f"{model.source.root}: --input-type {stated} was given, but the experts are {', '.join(found)}; "
+            "leave the option out or correct it."
         )
 
 

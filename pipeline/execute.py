@@ -73,7 +73,8 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
         strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
         if strangers and not (own.inside and own.plan.exists()):
             raise OutputError(
-                f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); choose another --output, or --overwrite to replace it."
+                f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); "
+                "choose another --output, or --overwrite to replace it."
             )
     return False
 
@@ -184,7 +185,8 @@ def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
     largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
     if limit is not None and largest + SLACK > limit:
         raise ResourceError(
-            f"{work.places.root}: a shard of {size(largest)} is over the file size limit of {size(limit)} (ulimit -f); raise it or set --max-shard-size."
+            f"{work.places.root}: a shard of {size(largest)} is over the file size limit of {size(limit)} (ulimit -f); "
+            "raise it or set --max-shard-size."
         )
     return fit_threads(plan, reporter)
 
@@ -225,7 +227,8 @@ def _summary(plan: Plan, reporter: Reporter) -> None:
         "finished", output=str(plan.request.output), bytes=out, seconds=round(seconds, 3), peak_rss=machine.peak_rss()
     )
     reporter.say(
-        f"{plan.request.output}: {size(out)} in {duration(seconds)} ({size(done / max(seconds, 1e-9))}/s read, peak RSS {size(machine.peak_rss())})"
+        f"{plan.request.output}: {size(out)} in {duration(seconds)} "
+        f"({size(done / max(seconds, 1e-9))}/s read, peak RSS {size(machine.peak_rss())})"
     )
 
 

@@ -106,7 +106,8 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
     for e, p, backward, n, what in wanted:
         if (e, p, backward, n, what) not in found:
             raise InputError(
-                f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is missing; convert this layer again."
+                f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is missing; "
+                "convert this layer again."
             )
     return [found[key] for key in wanted]
 
@@ -152,7 +153,8 @@ def _sizes(files: list[LooseFile], layout: Layout | None, numa: int) -> dict[str
         wanted = layout.weight_bytes(n, k) if file.what == "weight" else layout.scale_bytes(n)
         if file.nbytes != wanted:
             raise InputError(
-                f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} in {numa} parts ({wanted} would)."
+                f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} "
+                f"in {numa} parts ({wanted} would)."
             )
     return {"hidden": hidden, "intermediate": width * numa}
 

@@ -127,7 +127,8 @@ class Reporter:
                        unit=self._where, rss=machine.rss())  # fmt: skip
             share = 100 * self._done / max(self._total, 1)
             self.say(
-                f"{share:5.1f} %  {size(self._done)} of {size(self._total)}  {size(rate)}/s  ETA {duration(eta)}  {self._where}  RSS {size(machine.rss())}"
+                f"{share:5.1f} %  {size(self._done)} of {size(self._total)}  {size(rate)}/s  ETA {duration(eta)}  "
+                f"{self._where}  RSS {size(machine.rss())}"
             )
 
     def end(self) -> None:

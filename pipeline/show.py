@@ -48,12 +48,14 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
                 continue
             verb = "skip" if unit["done"] else "run "
             out.append(
-                f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}  {size(unit['bytes_in'])} -> {size(unit['bytes_out'])}  ({unit['reason']})"
+                f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}  "
+                f"{size(unit['bytes_in'])} -> {size(unit['bytes_out'])}  ({unit['reason']})"
             )
     out += [
         "",
         f"read          {size(document['bytes_in'])}",
-        f"write         {size(document['bytes_out'])} in {document['shards']} {'shards' if not document['loose'] else 'folders'}, and {size(plan.extra_bytes)} of companion files",
+        f"write         {size(document['bytes_out'])} in {document['shards']} {'folders' if document['loose'] else 'shards'}, "
+        f"and {size(plan.extra_bytes)} of companion files",
         f"disk          {size(document['disk_needed'])} needed, {size(document['disk_free'])} free",
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
     ]
@@ -111,7 +113,7 @@ def describe(plan: Plan, finished: bool) -> dict[str, Any]:
                 "bytes_out": s.unit.bytes_out,
             }
             for s in states
-        ],  # fmt: skip
+        ],
         "loose": any(unit.folder for unit in plan.units),
         "shards": len(plan.units),
         "bytes_in": sum(u.bytes_in for u in todo),

@@ -1,4 +1,4 @@
-"""How numbers become fewer bits and come back: arrays in, arrays out. These two tables are read by the CLI, the tests and the docs check."""
+"""How numbers become fewer bits and come back: arrays in, arrays out. The CLI, the tests and the docs check read these tables."""
 
 from __future__ import annotations
 

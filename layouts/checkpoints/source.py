@@ -275,13 +275,12 @@ def read_index(path: Path) -> dict[str, str]:
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{path}: has no weight_map; {REMEDY}")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _inside(shard):
-            raise InputError(
-                f"{path}: tensor {name!r} is said to be in {str(shard)[:200]!r}, which is not a file of this directory"
-            )
+    places = {shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()}
+    for shard, name in places.items():
+        if not isinstance(weight_map[name], str) or not _inside(shard):
+            raise InputError(f"{path}: places tensor {name!r} in {shard[:200]!r}, outside this directory; {REMEDY}")
         if not shard.endswith(".safetensors"):
-            raise InputError(f"{path}: tensor {name!r} is said to be in {shard!r}, which is not a .safetensors file")
+            raise InputError(f"{path}: places tensor {name!r} in {shard!r}, not a .safetensors file; {REMEDY}")
     return weight_map
 
 

@@ -80,7 +80,7 @@ def stage(
                         ("backward", backward),
                         ("experts", (start, stop)),
                         ("merged", merge),
-                    ),  # fmt: skip
+                    ),
                     inputs=tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
                     final=loose.layer_folder(layer) if not merge else "",
                     bytes_in=sum(t.nbytes for t in tensors),
