@@ -150,7 +150,9 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS) -> MoeModel:
     _refuse_strays(source, seen, prefix, mtp)
     _refuse_gaps(source, arch, seen, prefix, layers)
     blocks = tuple(cfg.scale_blocks(source.config))
-    found = {n: measure(source.config, arch, seen.layers[prefix, n], prefix, n, blocks) for n in layers}
+    stored = {n: seen.layers[prefix, n] for n in layers}
+    most = 1 + max((expert for layer in stored.values() for _, expert in layer.weights), default=0)
+    found = {n: measure(source.config, arch, layer, prefix, n, blocks, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in _names(seen.layers[prefix, n])}
     if mtp_names:
         which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"

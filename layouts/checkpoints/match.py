@@ -39,8 +39,8 @@ COMPANIONS = {
     "{t}_g_idx": "GPTQ or AWQ 4-bit",
 }
 
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-SLOT = re.compile(r"(?<=\.)(?:\d+|\{layer\}|\{expert\})(?=\.)")
+NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
+SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 ROUTER = re.compile(r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.")
 SHARED = re.compile(r"\.shared?_(?:expert|mlp)")

@@ -32,15 +32,24 @@ class MoeLayer:
 
 
 def measure(
-    config: dict[str, Any], arch: Arch, stored: Layer, prefix: str, n: int, blocks: Sequence[tuple[int, int]]
+    config: dict[str, Any],
+    arch: Arch,
+    stored: Layer,
+    prefix: str,
+    n: int,
+    blocks: Sequence[tuple[int, int]],
+    most: int,
 ) -> MoeLayer:
-    """Layer n's shape. Raises InputError where a tensor is missing, too many, misshapen, or the config disagrees."""
+    """Layer n's shape; `most` is the number of experts where the config names none.
+
+    Raises InputError where a tensor is missing, too many or misshapen, or the config disagrees.
+    """
     style = stored.style
     experts = cfg.number(config, arch.experts, n)
     hidden = cfg.number(config, arch.hidden, n)
     width = cfg.number(config, arch.width, n)
     if isinstance(style, Separate):
-        count = _count(stored, style, prefix, n, experts)
+        count = _count(stored, style, prefix, n, experts, most)
         h, i, turned = _separate(stored, count)
         first = stored.weights["gate", 0]
     else:
@@ -60,13 +69,14 @@ def measure(
     return MoeLayer(stored, count, h, i, turned)
 
 
-def _count(stored: Layer, style: Separate, prefix: str, n: int, said: Said) -> int:
-    """How many experts: as many as the config says, else as many as there are; each with all its parts."""
+def _count(stored: Layer, style: Separate, prefix: str, n: int, said: Said, most: int) -> int:
+    """How many experts: as many as the config says, else as many as any layer has; each with all its parts."""
     seen = {expert for _, expert in stored.weights} | {expert for _, expert in stored.scales}
-    count = said[1] if said is not None else max(seen) + 1
-    if max(seen) >= count and said is not None:
-        part = next(p for p, e in (*stored.weights, *stored.scales) if e == max(seen))
-        name = name_of(style, prefix, part, n, max(seen))
+    last = max(seen, default=0)
+    count = max(1, said[1] if said is not None else most)
+    if last >= count and said is not None:
+        part = next(p for p, e in (*stored.weights, *stored.scales) if e == last)
+        name = name_of(style, prefix, part, n, last)
         raise InputError(f"tensor {name!r} is one expert too many: config.json says {said[0]} = {count}")
     for part in style.parts:
         for expert in range(count):
@@ -129,13 +139,11 @@ def _check_scales(
         if weight.dtype != "F8_E4M3":
             if scale is not None:
                 raise InputError(
-                    f"tensor {scale.name!r} scales {weight.name!r}, which is {weight.dtype} and has no use for it"
+                    f"tensor {scale.name!r} scales {weight.name!r}, which is {weight.dtype} and needs none"
                 )
             continue
         if scale is None:
-            raise InputError(
-                f"tensor {weight.name!r} is FP8 but has no scale ({weight.name}_scale_inv); download it again"
-            )
+            raise InputError(f"tensor {weight.name!r} is FP8 but {weight.name}_scale_inv is missing; download again")
         shapes = (weight.shape, scale.shape, scale.dtype, scale.name.endswith("_inv"))
         if shapes not in fitting:
             scales.grid(weight, scale, blocks, turned)

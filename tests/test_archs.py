@@ -1,0 +1,709 @@
+"""Every row of the architecture table, on tiny checkpoints: recognised, each expert tensor used once, values right way round."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.checkpoints.arch_file import load_arch_file
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, PREFIXES, Arch, Fused, Separate, Style
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+
+ROWS = {arch.name: arch for arch in ARCHS}
+USABLE = [arch for arch in ARCHS if arch.refusal is None]
+MLP = ROWS["Qwen3-MoE, Qwen3-Coder"].stored
+SEPARATE, FUSED = MLP
+STACKED = ROWS["Step-3.5, 3.7"].stored[0]
+E, H, I = 3, 10, 6  # noqa: E741
+Tensors = dict[str, tuple[str, np.ndarray]]
+
+
+def write(path: Path, tensors: Tensors) -> None:
+    """A safetensors file by hand, so that dtypes numpy lacks can be written."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, values) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}
+        at += values.nbytes
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(v.tobytes() for _, v in tensors.values()))
+
+
+class Model:
+    """A tiny checkpoint: what its experts hold by (layer, expert, projection), and the tensors that store them."""
+
+    def __init__(
+        self,
+        arch: Arch,
+        style: Style,
+        prefix: str = "model.",
+        *,
+        shape: tuple[int, int, int] = (E, H, I),
+        layers: tuple[int, ...] = (1, 2),
+        mtp: tuple[int, ...] = (),
+        turned: bool = False,
+        nested: str = "",
+        seed: int = 0,
+    ) -> None:
+        self.arch, self.style, self.prefix, self.shape = arch, style, prefix, shape
+        self.rng = np.random.default_rng(seed)
+        self.truth: dict[tuple[int, int, str], np.ndarray] = {}
+        self.experts: Tensors = {}
+        self.rest: Tensors = {}
+        for layer in (*layers, *mtp):
+            self._layer(layer, turned)
+        base = f"{prefix}layers."
+        for layer in range(max(layers) + 1):
+            self.rest[f"{base}{layer}.self_attn.q_proj.weight"] = self._bits(4, 4)
+        for layer in layers:
+            self.rest[f"{base}{layer}.mlp.shared_experts.gate_proj.weight"] = self._bits(4, 4)
+            self.rest[f"{base}{layer}.mlp.gate.weight"] = self._bits(shape[0], 4)
+        self.rest[f"{base}0.mlp.gate_proj.weight"] = self._bits(4, 4)
+        inner: dict[str, Any] = {"hidden_act": "silu"} if arch.activation == "silu" else {}
+        for key, value in (
+            (arch.layers[0], max(layers) + 1),
+            (arch.experts[0], shape[0]),
+            ("hidden_size", shape[1]),
+            (arch.width[0], shape[2]),
+        ):
+            inner[key] = value
+        self.config: dict[str, Any] = {"model_type": arch.matches[0] if arch.matches else "unheard_of"}
+        self.config.update({nested: inner} if nested else inner)
+
+    def _bits(self, *shape: int) -> tuple[str, np.ndarray]:
+        return "BF16", self.rng.integers(0, 0x7F80, shape, dtype=np.uint16)
+
+    def _layer(self, layer: int, turned: bool) -> None:
+        e, h, i = self.shape
+        made = {"gate": self._bits(e, i, h)[1], "up": self._bits(e, i, h)[1], "down": self._bits(e, h, i)[1]}
+        for projection, values in made.items():
+            for expert in range(e):
+                self.truth[layer, expert, projection] = values[expert]
+        if isinstance(self.style, Fused):
+            if self.style.interleaved:
+                made["gate_up"] = np.stack([made["gate"], made["up"]], axis=2).reshape(e, 2 * i, h)
+            else:
+                made["gate_up"] = np.concatenate([made["gate"], made["up"]], axis=1)
+        for part in self.style.parts:
+            values = made[part].swapaxes(1, 2) if turned else made[part]
+            if isinstance(self.style, Separate):
+                for expert in range(e):
+                    self.experts[self.name(part, layer, expert)] = ("BF16", values[expert])
+            else:
+                self.experts[self.name(part, layer)] = ("BF16", np.ascontiguousarray(values))
+
+    def name(self, part: str, layer: int, expert: int = 0) -> str:
+        template: str = getattr(self.style, part)
+        return template.replace("{prefix}", self.prefix).replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+    def to_fp8(self, part: str, layer: int, block: tuple[int, int], suffix: str = "_scale_inv", expert: int = 0) -> str:
+        """One tensor in FP8, with random scales; returns the scale tensor's name."""
+        name = self.name(part, layer, expert)
+        shape = self.experts[name][1].shape
+        grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+        self.experts[name] = ("F8_E4M3", self.rng.integers(0, 0x7F, shape, dtype=np.uint8))
+        self.experts[name + suffix] = ("F32", self.rng.random(grid, dtype=np.float32) + 0.5)
+        return name + suffix
+
+    def save(self, root: Path) -> Path:
+        """Two shards by turns, so that neighbours (a weight, its scale) lie in different files."""
+        root.mkdir(parents=True, exist_ok=True)
+        tensors = [*self.experts.items(), *self.rest.items()]
+        for half in range(2):
+            write(root / f"model-{half + 1:05d}-of-00002.safetensors", dict(tensors[half::2]))
+        (root / "config.json").write_text(json.dumps(self.config))
+        return root
+
+    def read(self, root: Path, archs: tuple[Arch, ...] = ARCHS) -> MoeModel:
+        return recognise(open_checkpoint(self.save(root)), archs)
+
+
+def check(model: Model, found: MoeModel, layers: tuple[int, ...] = (1, 2)) -> None:
+    """Shapes, values the right way round, and each expert tensor's bytes used exactly once."""
+    assert found.layers == layers
+    used: dict[str, list[tuple[int, int]]] = {}
+    for layer in layers:
+        assert found.shape(layer) == model.shape
+        for expert in range(model.shape[0]):
+            made = found.expert(layer, expert)
+            for projection in ("gate", "up", "down"):
+                values = getattr(made, projection).values
+                np.testing.assert_array_equal(values, model.truth[layer, expert, projection])
+                assert not values.flags.writeable
+            for info in found.expert_tensors(layer, expert):
+                used.setdefault(info.name, []).append((info.start, info.nbytes))
+    whole = {t.name: (t.start, t.nbytes) for layer in layers for t in found.layer_tensors(layer)}
+    assert used.keys() == whole.keys() == found.expert_tensor_names()
+    assert found.expert_tensor_names() | found.mtp_tensors == model.experts.keys()
+    for name, runs in used.items():
+        start, total = whole[name]
+        for begin, size in sorted(runs):
+            assert begin == start
+            start, total = start + size, total - size
+        assert total == 0
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("arch", USABLE, ids=lambda a: a.name)
+def test_every_row_in_every_style(arch: Arch, prefix: str, tmp_path: Path) -> None:
+    nested = "text_config" if "language" in prefix else ""
+    for number, style in enumerate(arch.stored):
+        for turned in (False, True) if not isinstance(style, Separate) else (False,):
+            model = Model(arch, style, prefix, turned=turned, nested=nested)
+            found = model.read(tmp_path / f"{number}{turned}")
+            assert found.arch == arch
+            assert found.dtypes == ("BF16",)
+            assert found.has_shared_experts
+            check(model, found)
+            assert found.plain == (not found.notes)
+
+
+def test_rows_name_each_family_once_and_refusals_say_why() -> None:
+    names = [m for arch in ARCHS for m in arch.matches]
+    assert len(names) == len(set(names))
+    assert len(ROWS) == len(ARCHS)
+    for arch in ARCHS:
+        assert arch.activation in ACTIVATIONS
+        assert arch.weights_on in ("output", "input")
+        assert bool(arch.stored) != bool(arch.refusal)
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a.refusal], ids=lambda a: a.name)
+def test_refused_rows(arch: Arch, tmp_path: Path) -> None:
+    model = Model(replace(ROWS["Mixtral"], matches=arch.matches), SEPARATE)
+    with pytest.raises(UnsupportedError, match=r"serve it without|text-only"):
+        model.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V4", "MiniMax-M3", "Llama-4", "Step-3.5, 3.7", "Gemma-4 26B-A4B"])
+def test_other_activations_are_said_aloud(name: str, tmp_path: Path) -> None:
+    arch = ROWS[name]
+    found = Model(arch, arch.stored[0]).read(tmp_path)
+    assert not found.plain
+    (note,) = found.notes
+    assert "AMXINT4" in note and arch.instead in note
+
+
+@pytest.mark.parametrize(
+    "said, activation",
+    [({"hidden_act": "gelu"}, "gelu"), ({"swiglu_limit": 7.0}, "swiglu_limit"), ({"hidden_act": "SiLU"}, "silu")],
+)
+def test_the_config_may_name_another_activation(said: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    model = Model(ROWS["Mixtral"], SEPARATE)
+    model.config.update(said)
+    found = model.read(tmp_path)
+    assert (found.activation, found.plain) == (activation, activation == "silu")
+
+
+def test_clip_limits_that_are_all_zero_are_none(tmp_path: Path) -> None:
+    model = Model(ROWS["Step-3.5, 3.7"], STACKED)
+    model.config["swiglu_limits"] = [0, 0, 0]
+    assert model.read(tmp_path).plain
+
+
+# Fused and stacked: which way round
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("h, i", [(8, 4), (6, 6), (4, 8), (10, 6)], ids=["H=2I", "H=I", "2H=I", "other"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_fused_orientation_is_told_by_both_shapes(
+    h: int, i: int, turned: bool, with_config: bool, tmp_path: Path
+) -> None:
+    model = Model(ROWS["Qwen3-VL-MoE"], FUSED, shape=(E, h, i), turned=turned)
+    if not with_config:
+        model.config = {"model_type": "qwen3_vl_moe"}
+    check(model, model.read(tmp_path))
+
+
+def test_fused_shapes_that_fit_neither_way(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-VL-MoE"], FUSED)
+    model.experts[model.name("down", 2)] = ("BF16", np.zeros((E, H, I + 1), np.uint16))
+    with pytest.raises(InputError, match=r"neither.*\[E, 2I, H\]"):
+        model.read(tmp_path)
+
+
+def test_fused_transposed_against_the_config(tmp_path: Path) -> None:
+    """gate_up [E, 2I, H] with the config's H and I exchanged is another model, not another orientation."""
+    model = Model(ROWS["Qwen3-VL-MoE"], FUSED)
+    model.config.update({"hidden_size": I, "moe_intermediate_size": H})
+    with pytest.raises(InputError, match=r"hidden size of layer 1 must be 10, config\.json says hidden_size = 6"):
+        model.read(tmp_path)
+
+
+def test_interleaved_rows(tmp_path: Path) -> None:
+    style = replace(FUSED, interleaved=True)
+    arch = Arch("Mixed rows", ("mixed",), (style,))
+    for turned in (False, True):
+        model = Model(arch, style, turned=turned)
+        check(model, model.read(tmp_path / str(turned), (arch,)))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_stacked_where_only_the_row_can_tell(turned: bool, tmp_path: Path) -> None:
+    style = replace(STACKED, output_major=not turned)
+    arch = replace(ROWS["Step-3.5, 3.7"], stored=(style,))
+    model = Model(arch, style, shape=(E, 8, 8), turned=turned)
+    check(model, model.read(tmp_path, (arch,)))
+
+
+def test_a_known_family_stored_as_another_is(tmp_path: Path) -> None:
+    """The same model_type may ship per expert or fused, and re-saves may use another family's names."""
+    model = Model(ROWS["LFM2-MoE"], SEPARATE)
+    found = model.read(tmp_path)
+    check(model, found)
+    assert found.arch.name == "LFM2-MoE"
+
+
+# Layers, MTP, config
+
+
+def test_mtp_layers_are_left_out_and_named(tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE, mtp=(3,))
+    found = model.read(tmp_path)
+    check(model, found)
+    assert found.mtp_layers == (3,)
+    assert len(found.mtp_tensors) == 3 * E
+    assert "layer 3" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "base", ["mtp.layers.0.mlp.", "model.mtp.layers.0.mlp.", "mtp.0.ffn.", "model.mtp_block.0.mlp."]
+)
+def test_mtp_blocks_with_names_of_their_own(base: str, tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-Next, Coder-Next"], SEPARATE)
+    extra = {f"{base}experts.{e}.{p}_proj.weight": model._bits(2, 2) for e in range(E) for p in ("gate", "up", "down")}
+    model.experts.update(extra)
+    found = model.read(tmp_path)
+    check(model, found)
+    assert found.mtp_tensors == extra.keys()
+    assert "mtp" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "key", ["n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts"]
+)
+@pytest.mark.parametrize("nested", ["", "text_config", "llm_config", "language_config"])
+def test_config_aliases(key: str, nested: str, tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE, nested=nested)
+    scope = model.config[nested] if nested else model.config
+    del scope["n_routed_experts"]
+    scope.update({key: E} if "." not in key else {"moe": {"num_experts": E}})
+    check(model, model.read(tmp_path / "right"))
+    scope.update({key: E + 1} if "." not in key else {"moe": {"num_experts": E + 1}})
+    with pytest.raises(InputError, match=rf"experts\.{E}\.gate_proj.weight' is missing"):
+        model.read(tmp_path / "wrong")
+
+
+def test_lists_per_layer(tmp_path: Path) -> None:
+    model = Model(ROWS["Hunyuan-A13B"], SEPARATE)
+    model.config.update({"n_routed_experts": [9, E, E], "moe_intermediate_size": [9, I, I]})
+    check(model, model.read(tmp_path / "right"))
+    model.config["moe_intermediate_size"] = [9, I, I + 1]
+    with pytest.raises(InputError, match=r"moe_intermediate_size\[2\] = 7"):
+        model.read(tmp_path / "wrong")
+
+
+def test_routed_expert_hidden_size_wins(tmp_path: Path) -> None:
+    model = Model(ROWS["Kimi-K3"], SEPARATE)
+    model.config.update({"hidden_size": 2 * H, "routed_expert_hidden_size": H})
+    check(model, model.read(tmp_path))
+
+
+@pytest.mark.parametrize("key, value", [("hidden_size", 12), ("moe_intermediate_size", 12)])
+@pytest.mark.parametrize("style", [SEPARATE, FUSED], ids=["separate", "fused"])
+def test_config_and_tensors_disagree(key: str, value: int, style: Style, tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], style)
+    model.config[key] = value
+    with pytest.raises(InputError, match=rf"must be (10|6), config.json says {key} = 12"):
+        model.read(tmp_path)
+
+
+def test_stacked_disagrees(tmp_path: Path) -> None:
+    model = Model(ROWS["Step-3.5, 3.7"], STACKED)
+    model.config["hidden_size"] = 12
+    with pytest.raises(InputError, match="hidden_size = 12"):
+        model.read(tmp_path)
+
+
+def test_no_config_at_all(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.config = {}
+    found = model.read(tmp_path)
+    check(model, found)
+    assert "without a config" in found.notes[0]
+
+
+# What is missing, too much, or out of place
+
+
+def test_missing_projection(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    del model.experts[model.name("up", 2, 1)]
+    with pytest.raises(InputError, match=r"layers\.2\.mlp\.experts\.1\.up_proj\.weight' is missing"):
+        model.read(tmp_path)
+
+
+def test_missing_last_expert_without_a_config(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.config = {}
+    for part in SEPARATE.parts:
+        del model.experts[model.name(part, 2, E - 1)]
+    with pytest.raises(InputError, match=r"layers\.2\.mlp\.experts\.2\.gate_proj\.weight' is missing"):
+        model.read(tmp_path)
+
+
+def test_extra_expert(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.config["n_routed_experts"] = E - 1
+    with pytest.raises(InputError, match=r"experts\.2\.\w+_proj\.weight' is one expert too many.*n_routed_experts = 2"):
+        model.read(tmp_path)
+
+
+def test_stray_tensor_among_experts(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.rest["model.layers.2.mlp.experts.1.side_proj.weight"] = model._bits(2, 2)
+    with pytest.raises(InputError, match=r"side_proj\.weight' stands among the experts"):
+        model.read(tmp_path)
+
+
+def test_misshapen_expert(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.experts[model.name("down", 2, 1)] = model._bits(I, H)
+    with pytest.raises(
+        InputError, match=r"2\.mlp\.experts\.1\.down_proj\.weight' has shape \[6, 10\], but must be \[10, 6\]"
+    ):
+        model.read(tmp_path)
+
+
+def test_layer_with_a_router_but_no_experts(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    for name in [n for n in model.experts if ".layers.2." in n]:
+        del model.experts[name]
+    with pytest.raises(InputError, match="layer 2 has a router but no experts"):
+        model.read(tmp_path)
+
+
+def test_layer_that_is_not_there(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.config["num_hidden_layers"] = 4
+    with pytest.raises(InputError, match="layer 3 is missing"):
+        model.read(tmp_path)
+
+
+def test_layer_stored_in_two_ways(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.experts.update(Model(ROWS["Qwen3-MoE, Qwen3-Coder"], FUSED).experts)
+    with pytest.raises(InputError, match="stored in two ways"):
+        model.read(tmp_path)
+
+
+def test_two_prefixes(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.experts.update(Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE, "").experts)
+    with pytest.raises(UnsupportedError, match="several prefixes"):
+        model.read(tmp_path)
+
+
+def test_biases(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.experts[model.name("up", 2, 1).replace(".weight", ".bias")] = model._bits(I)
+    with pytest.raises(UnsupportedError, match=r"up_proj\.bias'.*bias"):
+        model.read(tmp_path)
+
+
+def test_unknown_family_in_a_known_form(tmp_path: Path) -> None:
+    for number, style in enumerate({s for arch in USABLE for s in arch.stored}):
+        model = Model(Arch("?", ("unheard_of",)), style)
+        found = model.read(tmp_path / str(number))
+        check(model, found)
+        assert "unheard_of is not in the table" in found.notes[0]
+
+
+def test_unknown_family_in_two_known_forms(tmp_path: Path) -> None:
+    arch = Arch("?", ("unheard_of",))
+    model = Model(arch, SEPARATE, layers=(1,))
+    model.experts.update(Model(arch, FUSED, layers=(2,)).experts)
+    with pytest.raises(UnsupportedError, match="several forms"):
+        model.read(tmp_path)
+
+
+def test_unknown_family_in_an_unknown_form(tmp_path: Path) -> None:
+    model = Model(Arch("?", ("unheard_of",)), Separate(*(f"blocks.{{layer}}.experts.{{expert}}.{p}" for p in "abc")))
+    with pytest.raises(UnsupportedError, match="--arch-file"):
+        model.read(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_dense_model(family: str, tmp_path: Path) -> None:
+    model = Model(Arch("?", (family,)), SEPARATE)
+    model.experts = {}
+    model.rest = {"model.layers.0.mlp.gate_proj.weight": model._bits(2, 2)}
+    with pytest.raises(UnsupportedError, match="dense model"):
+        model.read(tmp_path)
+
+
+# FP8
+
+
+def decoded(matrix: Any) -> np.ndarray:
+    """(bits, scale of each element), stacked: what the decoder would be given."""
+    rows = (np.arange(matrix.shape[0]) + matrix.origin[0]) // matrix.block[0]
+    columns = (np.arange(matrix.shape[1]) + matrix.origin[1]) // matrix.block[1]
+    return np.stack([matrix.values.astype(np.float64), matrix.scales[rows][:, columns].astype(np.float64)])
+
+
+def spread(model: Model, name: str, scale: str, block: tuple[int, int]) -> np.ndarray:
+    """The same for a whole stored tensor, worked out the long way."""
+    values, scales = model.experts[name][1], model.experts[scale][1]
+    full = np.repeat(np.repeat(scales, block[0], axis=-2), block[1], axis=-1)[
+        ..., : values.shape[-2], : values.shape[-1]
+    ]
+    return np.stack([values.astype(np.float64), full.astype(np.float64)])
+
+
+@pytest.mark.parametrize("block", [(4, 4), (4, 3), (128, 128), (1, 5)])
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_fp8_blocks_per_expert(block: tuple[int, int], suffix: str, tmp_path: Path) -> None:
+    """Any block size that the config names; the last block is partial; weight and scale lie in different files."""
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE, layers=(1,))
+    model.config["quantization_config"] = {"weight_block_size": list(block)}
+    model.rest = {"model.layers.0.mlp.gate_proj.weight": model._bits(2, 2)}
+    scales = {(e, p): model.to_fp8(p, 1, block, suffix, e) for e in range(E) for p in SEPARATE.parts}
+    found = model.read(tmp_path)
+    assert found.dtypes == ("F8_E4M3",)
+    assert found.expert_tensor_names() == model.experts.keys()
+    for (e, p), scale in scales.items():
+        matrix = getattr(found.expert(1, e), p)
+        assert matrix.kind == "fp8_e4m3"
+        np.testing.assert_array_equal(decoded(matrix), spread(model, model.name(p, 1, e), scale, block))
+
+
+@pytest.mark.parametrize("block", [(4, 4), (4, 3), (5, 128)])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fp8_blocks_fused(block: tuple[int, int], turned: bool, interleaved: bool, tmp_path: Path) -> None:
+    """The middle of gate_up lies inside a block, so up's scales begin in the middle of one."""
+    style = replace(FUSED, interleaved=interleaved)
+    arch = Arch("Fused", ("fused",), (style,))
+    model = Model(arch, style, layers=(1,), turned=turned)
+    model.config["quantization_config"] = {"weight_block_size": list(block)}
+    names = {p: (model.name(p, 1), model.to_fp8(p, 1, block)) for p in ("gate_up", "down")}
+    found = model.read(tmp_path, (arch,))
+    for e in range(E):
+        whole = {p: spread(model, *n, block)[:, e] for p, n in names.items()}
+        if turned:
+            whole = {p: v.swapaxes(1, 2) for p, v in whole.items()}
+        made = found.expert(1, e)
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, I), slice(I, None))
+        np.testing.assert_array_equal(decoded(made.gate), whole["gate_up"][:, gate])
+        np.testing.assert_array_equal(decoded(made.up), whole["gate_up"][:, up])
+        np.testing.assert_array_equal(decoded(made.down), whole["down"])
+
+
+@pytest.mark.parametrize("shape", [(I,), (I, 1), (1, 1), (1,), ()])
+def test_fp8_per_channel_and_per_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
+    model = Model(ROWS["GLM-4.5, 4.6, 4.7"], SEPARATE, layers=(1,))
+    scale = model.to_fp8("gate", 1, (1, H), "_scale", 1)
+    values = model.rng.random(shape, dtype=np.float32)
+    model.experts[scale] = ("F32", np.asarray(values))
+    matrix = model.read(tmp_path).expert(1, 1).gate
+    want = np.broadcast_to(values.reshape(-1, 1) if values.ndim == 1 else values, (I, H))
+    np.testing.assert_array_equal(decoded(matrix)[1], want)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "channel"])
+def test_fp8_fused_without_blocks(turned: bool, kind: str, tmp_path: Path) -> None:
+    model = Model(ROWS["Mistral-Large-3, Mistral 4"], FUSED, layers=(1,), turned=turned)
+    scale = model.to_fp8("gate_up", 1, (1, 1), "_scale")
+    values = model.rng.random((E,) if kind == "tensor" else (E, 2 * I), dtype=np.float32)
+    model.experts[scale] = ("F32", values)
+    found = model.read(tmp_path)
+    for e in range(E):
+        want = np.broadcast_to(values[e].reshape(-1, 1), (2 * I, H))
+        np.testing.assert_array_equal(decoded(found.expert(1, e).up)[1], want[I:])
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_scale_dtypes(dtype: str, tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE, layers=(1,))
+    scale = model.to_fp8("gate", 1, (128, 128))
+    bits = {"F32": np.float32(0.375), "BF16": np.uint16(0x3EC0), "F16": np.float16(0.375)}[dtype]
+    model.experts[scale] = (dtype, np.full((1, 1), bits))
+    scales = model.read(tmp_path).expert(1, 0).gate.scales
+    assert scales is not None and scales.dtype == np.float32 and scales.tolist() == [[0.375]]
+
+
+def test_fp8_without_a_scale(tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    del model.experts[model.to_fp8("gate", 2, (128, 128), expert=1)]
+    with pytest.raises(InputError, match=r"2\.mlp\.experts\.1\.gate_proj\.weight' is FP8 but .*scale_inv is missing"):
+        model.read(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (I, 1), (I,)])
+def test_fp8_scale_that_does_not_fit(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """6 x 10 in blocks of 4 x 4 is 2 x 3."""
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model.config["quantization_config"] = {"weight_block_size": [4, 4]}
+    model.experts[model.to_fp8("gate", 2, (4, 4))] = ("F32", np.ones(shape, np.float32))
+    with pytest.raises(InputError, match=r"gate_proj\.weight_scale_inv' of shape .* does not fit .* in blocks of 4x4"):
+        model.read(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_fp8_scale_that_is_not_finite(bad: float, tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model.config["quantization_config"] = {"weight_block_size": [4, 4]}
+    scale = model.to_fp8("gate", 2, (4, 4))
+    model.experts[scale][1][1, 2] = bad
+    found = model.read(tmp_path)
+    with pytest.raises(InputError, match=rf"{scale}': scale \[1, 2\] is {bad}"):
+        found.expert(2, 0)
+
+
+def test_scale_of_a_weight_that_is_not_fp8(tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model.experts[model.name("up", 2) + "_scale_inv"] = ("F32", np.ones((1, 1), np.float32))
+    with pytest.raises(InputError, match="which is BF16 and needs none"):
+        model.read(tmp_path)
+
+
+def test_two_scales_for_one_weight(tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    scale = model.to_fp8("gate", 2, (128, 128))
+    model.experts[scale.removesuffix("_inv")] = model.experts[scale]
+    with pytest.raises(InputError, match="both claim to be the scale"):
+        model.read(tmp_path)
+
+
+def test_activation_scales_are_set_aside(tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    name = model.name("gate", 2).replace(".weight", ".input_scale")
+    model.experts[name] = ("F32", np.ones((), np.float32))
+    found = model.read(tmp_path)
+    assert name in found.expert_tensor_names()
+    assert name not in {t.name for t in found.layer_tensors(2)}
+
+
+U8, I32 = np.uint8, np.int32
+
+
+@pytest.mark.parametrize(
+    "suffix, dtype, scale, said",
+    [
+        ("", ("I8", U8), (".scale", "F8_E8M0"), "MXFP4"),
+        ("", ("U8", U8), ("_scale", "F8_E4M3"), "NVFP4"),
+        ("", ("F8_E4M3", U8), ("_scale_inv", "U8"), "MXFP8"),
+        ("", ("F8_E5M2", U8), ("_scale_inv", "U8"), "E5M2"),
+        ("", ("F64", np.float64), None, "float64"),
+        ("", ("I8", U8), None, "integer"),
+        ("_packed", ("I32", I32), ("_scale", "U8"), "compressed-tensors"),
+        (".qweight", ("I32", I32), (".scales", "U8"), "GPTQ or AWQ"),
+        ("_blocks", ("U8", U8), ("_scales", "U8"), "MXFP4"),
+    ],
+)
+def test_formats_that_are_no_input_yet(
+    suffix: str, dtype: tuple[str, Any], scale: tuple[str, str] | None, said: str, tmp_path: Path
+) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    made: Tensors = {}
+    for name, (_, values) in model.experts.items():
+        stem = name.removesuffix(".weight")
+        made[(stem if suffix.startswith(".q") else name) + suffix] = (dtype[0], np.zeros(values.shape, dtype[1]))
+        if scale is not None:
+            made[(stem if scale[0].startswith(".") else name) + scale[0]] = (scale[1], np.zeros((1, 1), U8))
+    model.experts = made
+    with pytest.raises(UnsupportedError, match=f"{said}.*BF16"):
+        model.read(tmp_path)
+
+
+# Rows from a file
+
+ROW = """
+name = "My MoE"
+matches = ["my_moe"]
+experts = ["how_many"]
+activation = "gelu"
+
+[[stored]]
+style = "separate"
+gate = "blocks.{layer}.moe.{expert}.a.weight"
+up = "blocks.{layer}.moe.{expert}.b.weight"
+down = "blocks.{layer}.moe.{expert}.c.weight"
+"""
+
+
+def test_row_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "row.toml"
+    file.write_text(ROW)
+    arch = load_arch_file(file)
+    model = Model(arch, arch.stored[0], "")
+    found = model.read(tmp_path / "model", (arch, *ARCHS))
+    assert found.arch is arch and found.activation == "gelu"
+    check(model, found)
+
+
+def test_row_from_a_file_for_any_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "row.toml"
+    file.write_text(ROW.replace('matches = ["my_moe"]', "").replace('"gelu"', '"silu"'))
+    arch = load_arch_file(file)
+    model = Model(replace(arch, matches=("qwen3_moe",)), arch.stored[0], "")
+    check(model, model.read(tmp_path / "model", (arch, *ARCHS)))
+
+
+@pytest.mark.parametrize("style", [*FUSED.parts, "flag"])
+def test_row_from_a_file_with_fused_experts(style: str, tmp_path: Path) -> None:
+    file = tmp_path / "row.toml"
+    file.write_text(
+        f'name = "F"\n[[stored]]\nstyle = "fused"\ninterleaved = true\ngate_up = "{FUSED.gate_up}"\ndown = "{FUSED.down}"'
+    )
+    assert load_arch_file(file).stored == (replace(FUSED, interleaved=True),)
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('name = "My MoE"', "", "name must be given"),
+        ('name = "My MoE"', "name = 3", "name must be given"),
+        ("[[stored]]", "[[stowed]]", "unknown key stowed"),
+        ("[[stored]]", "[other]", "unknown key other"),
+        ('style = "separate"', 'style = "loose"', "stored.style must be one of separate, fused, stacked"),
+        ('style = "separate"', 'style = "fused"', "unknown key stored.gate"),
+        ('"gelu"', '"magic"', "activation must be one of silu"),
+        ('["how_many"]', '"how_many"', "experts must be a list"),
+        (".{expert}.a", ".a", "stored.gate must be a tensor name with {layer} and {expert}"),
+        ("blocks.{layer}.moe.{expert}.a", "{expert}.{layer}.a", "stored.gate"),
+        ("blocks.{layer}.moe.{expert}.a", "blocks{layer}.moe.{expert}.a", "stored.gate"),
+        ("blocks.{layer}.moe.{expert}.a", "x.{prefix}.{layer}.{expert}.a", "stored.gate"),
+        ("{layer}.moe.{expert}.a", "{layer.moe", "stored.gate"),
+        ('gate = "blocks.{layer}.moe.{expert}.a.weight"', "", "stored.gate"),
+        ("name =", "name", "not valid TOML"),
+    ],
+)
+def test_row_files_with_faults(old: str, new: str, said: str, tmp_path: Path) -> None:
+    assert old in ROW
+    file = tmp_path / "row.toml"
+    file.write_text(ROW.replace(old, new))
+    with pytest.raises(InputError) as failure:
+        load_arch_file(file)
+    assert said in str(failure.value) and str(file) in str(failure.value)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b""])
+def test_row_files_that_are_none(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "row.toml"
+    file.write_bytes(data)
+    with pytest.raises(InputError):
+        load_arch_file(file)
+    with pytest.raises(KtconvertError):
+        load_arch_file(tmp_path / "none.toml")
