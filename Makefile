@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(wildcard native_quant/csrc/*)
 
-.PHONY: setup demo test test-fast test-long lint types asan golden bench clean
+.PHONY: setup demo test test-fast lint types asan golden bench peer clean
+.DEFAULT_GOAL := setup
 
 setup: $(STAMP)
 
@@ -35,6 +36,35 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+demo: setup
+	@rm -rf build/demo && mkdir -p build/demo
+	$(BIN)/ktconvert inspect examples/qwen3-moe-small
+	$(BIN)/ktconvert cpu --input-path examples/qwen3-moe-small --output build/demo/qwen3-moe-small-int4 --quant-method int4 --threadpool-count 2
+	$(BIN)/ktconvert verify build/demo/qwen3-moe-small-int4 --against examples/qwen3-moe-small --full
+	@ls -l build/demo/qwen3-moe-small-int4
+
+# Our own golden vectors, from the NumPy reference; kt-kernel's are never made again.
+golden: setup
+	$(BIN)/python tests/golden/make.py
+
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+asan: setup
+	sh tests/asan.sh $(BIN)/python
+
+bench: setup
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/convert.py
+	$(BIN)/python benchmarks/plan.py
+
+# The real kt-kernel, in a venv of its own, for tests/test_peer.py and the benchmarks.
+peer: build/peer/.ready
+
+build/peer/.ready:
+	$(PYTHON) -m venv build/peer
+	build/peer/bin/pip install --quiet -c .ci/constraints.txt torch numpy safetensors gguf typer rich pyyaml httpx packaging
+	build/peer/bin/pip install --quiet --no-deps kt-kernel==0.7.2
+	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info $(VENV)

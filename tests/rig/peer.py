@@ -1,0 +1,58 @@
+"""Runs inside a venv that has kt-kernel: `peer.py JOB.json` lets the real KTMoEWrapper write and load expert weights on a CPU.
+
+Each job is {"do": "write" | "forward", ...}; results go to files that the job names. kt-kernel 0.7.2 asks for pinned memory and a CUDA
+stream, which a CPU has not: the first is dropped here, the second it leaves alone when KT_FORCE_SYNC_SUBMIT is set.
+"""
+
+import json
+import os
+import sys
+
+os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
+
+import torch
+
+for _name in ("zeros", "empty", "full"):
+
+    def _unpinned(*args, _real=getattr(torch, _name), **options):
+        options.pop("pin_memory", None)
+        return _real(*args, **options)
+
+    setattr(torch, _name, _unpinned)
+
+from kt_kernel import KTMoEWrapper
+from safetensors.torch import load_file, save_file
+
+
+def wrapper(job, folder, save):
+    return KTMoEWrapper(
+        layer_idx=job["layer"],
+        num_experts=job["experts"],
+        num_experts_per_tok=job["topk"],
+        hidden_size=job["hidden"],
+        moe_intermediate_size=job["intermediate"],
+        gpu_experts_mask=torch.zeros(job["experts"], dtype=torch.bool),
+        cpuinfer_threads=2,
+        threadpool_count=job["numa"],
+        weight_path=folder,
+        chunked_prefill_size=512,
+        cpu_save=save,
+        method=job["method"],
+    )
+
+
+def main(job):
+    experts = torch.arange(job["experts"], dtype=torch.int64)
+    if job["do"] == "write":
+        tensors = load_file(job["weights"])
+        wrapper(job, job["folder"], True).load_weights_from_tensors(tensors["gate"], tensors["up"], tensors["down"], experts)
+        return
+    inputs = load_file(job["inputs"])
+    moe = wrapper(job, job["folder"], False)
+    moe.load_weights(experts)
+    out = moe.forward(inputs["hidden"], inputs["ids"], inputs["weights"], None)
+    save_file({"out": out.clone().contiguous()}, job["result"])
+
+
+with open(sys.argv[1]) as file:
+    main(json.load(file))

@@ -1,0 +1,58 @@
+"""Imports run one way; this is the only place where the direction is written."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("pipeline", "layouts", "quantizers", "native_quant")
+
+# Whoever stands on a floor sees only what lies below.
+BELOW = {
+    "native_quant": {"native_quant"},
+    "quantizers": {"quantizers", "native_quant"},
+    "layouts": {"layouts", "quantizers", "native_quant"},
+    "pipeline": {"pipeline", "layouts", "quantizers", "native_quant"},
+}
+HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf"}
+FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> list[tuple[str, int]]:
+    """Every imported module with its line."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, node.lineno))
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_direction(path: Path) -> None:
+    floor = path.relative_to(ROOT).parts[0]
+    tree = ast.parse(path.read_text())
+    for module, line in imports(tree):
+        top = module.split(".")[0]
+        assert top not in FOLDERS, f"{path}:{line}: imports {module} by its bare name; say ktconvert.{module}"
+        if top == "ktconvert" and "." in module:
+            assert module.split(".")[1] in BELOW[floor], f"{path}:{line}: {floor} must not import {module}"
+        if top == "torch":
+            assert floor in ("pipeline",), f"{path}:{line}: {floor} must not know torch"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    typing_only = {n for block in ast.walk(tree) if isinstance(block, ast.If) for n in ast.walk(block)}
+    for node in tree.body:
+        for inner in ast.walk(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if inner in typing_only:
+                continue
+            for module, line in imports(inner):
+                assert module.split(".")[0] not in HEAVY, f"{path}:{line}: import {module} inside the function that uses it"

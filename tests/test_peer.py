@@ -1,0 +1,106 @@
+"""The real kt-kernel 0.7.2, where it is installed: it writes the bytes that we write, and computes with ours what it computes with its own.
+
+KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer` makes one in build/peer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "examples" / "qwen3-moe-small"
+EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
+
+
+@pytest.fixture(scope="module")
+def peer_python() -> str:
+    """The Python that has kt-kernel."""
+    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
+    if not Path(python).exists():
+        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
+    return python
+
+
+def run_peer(python: str, scratch: Path, **job: object) -> None:
+    """Let the peer do one job, in a process of its own: its thread pool is a singleton that keeps the first T."""
+    path = scratch / "job.json"
+    path.write_text(json.dumps({"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK} | job))
+    done = subprocess.run(
+        [python, str(ROOT / "tests" / "rig" / "peer.py"), str(path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def convert(out: Path, method: str, numa: int, *more: str) -> None:
+    """Our own conversion, as a user runs it."""
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(MODEL), "-o", str(out)]
+    subprocess.run([*command, "--quant-method", method, "--threadpool-count", str(numa), "-q", *more], check=True, timeout=120)
+
+
+def kt_files(folder: Path) -> dict[str, bytes]:
+    """Every .kt file by its path."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.kt"))}
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
+    source = load_file(MODEL / "model.safetensors")
+    theirs, loose, merged = tmp_path / "theirs", tmp_path / "loose", tmp_path / "merged"
+    theirs.mkdir()
+    for layer in (0, 1):
+        experts = f"model.layers.{layer}.mlp.experts"
+        stacked = {
+            p: torch.stack([source[f"{experts}.{e}.{p}_proj.weight"] for e in range(EXPERTS)]).contiguous()
+            for p in ("gate", "up", "down")
+        }
+        save_file(stacked, tmp_path / "weights.safetensors")
+        run_peer(
+            peer_python,
+            tmp_path,
+            do="write",
+            layer=layer,
+            numa=numa,
+            method=f"AMX{method.upper()}",
+            weights=str(tmp_path / "weights.safetensors"),
+            folder=str(theirs),
+        )
+    convert(loose, method, numa, "--no-merge-safetensor")
+    convert(merged, method, numa)
+    ours, want = kt_files(loose), kt_files(theirs)
+    assert len(want) == 2 * EXPERTS * 3 * numa * 2
+    assert ours.keys() == want.keys()
+    assert [name for name in want if ours[name] != want[name]] == []
+
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(6, HIDDEN, generator=generator).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(6)])
+    save_file({"hidden": hidden, "ids": ids, "weights": torch.rand(6, TOPK, generator=generator)}, tmp_path / "inputs.safetensors")
+    for layer in (0, 1):
+        outs = []
+        for folder in (merged, loose, theirs):
+            result = tmp_path / "out.safetensors"
+            run_peer(
+                peer_python,
+                tmp_path,
+                do="forward",
+                layer=layer,
+                numa=numa,
+                method=f"AMX{method.upper()}",
+                folder=str(folder),
+                inputs=str(tmp_path / "inputs.safetensors"),
+                result=str(result),
+            )
+            outs.append(load_file(result)["out"].view(torch.int16).numpy())
+        assert np.any(outs[0])
+        assert np.array_equal(outs[0], outs[2])
+        assert np.array_equal(outs[1], outs[2])
