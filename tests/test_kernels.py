@@ -1,4 +1,4 @@
-"""Every kernel of every instruction set equals the scalar one bit for bit; the scalar one equals the NumPy definition."""
+"""Every kernel equals the scalar one of its family bit for bit; the scalar one equals the NumPy definition."""
 
 from __future__ import annotations
 

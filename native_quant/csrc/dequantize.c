@@ -79,16 +79,13 @@ int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uin
     int error = kt_check_shape(bits, n, k);
     if (!error) error = source && weight && scale && sums ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;
-    int plain = kt_is_plain_bf16(source);
-    if (!plain && !scratch) return KTQ_EINVAL;
+    if (!scratch) return KTQ_EINVAL;
 
     const kt_kernels *kernels = kt_current();
     unsigned state = kt_enter();
     for (int i = 0; i < 4; i++) sums[i] = 0.0;
     for (int64_t r = 0; r < n; r++) {
-        int64_t in_strip = r % KT_STRIP_ROWS;
-        if (!plain && !in_strip) kt_decode_strip(kernels, source, r, KT_STRIP_ROWS, k, scratch);
-        const uint8_t *row = plain ? (const uint8_t *)source->values + r * source->row_stride : (const uint8_t *)(scratch + in_strip * k);
+        const uint8_t *row = kt_bf16_row(kernels, source, r, k, scratch);
         double row_sum[4] = {0};
         row_sums(bits, k, row, weight, r, scale[r], row_sum);
         for (int i = 0; i < 4; i++) sums[i] += row_sum[i];

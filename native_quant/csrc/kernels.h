@@ -8,22 +8,27 @@
 #include "ktq.h"
 
 enum {
-    KT_STRIP_ROWS = 32,  /* rows of a tile: what is decoded at a time */
-    KT_HALF_ROWS = 16,   /* rows of a half tile: what is quantized at a time */
+    KT_STRIP_ROWS = 32, /* rows of a tile: what is transposed at a time */
+    KT_HALF_ROWS = 16,  /* rows of a half tile: what is quantized and packed at a time */
     KT_HALF_BYTES = 1024,
     KT_TILE_BYTES = 2048,
-    KT_K_BLOCK = 3584,   /* columns of a column block */
+    KT_K_BLOCK = 3584, /* columns of a column block */
 };
 
 /* The largest |x| of k BF16 values as BF16 bits without the sign; >= 0x7f80 if one of them is not finite. row: any alignment. */
 typedef uint16_t kt_amax_fn(const uint8_t *row, int64_t k);
 
+/* Rows that will be read next and may be brought nearer meanwhile: item_bytes for each column; 0: none. */
+typedef struct {
+    const uint8_t *first;
+    int64_t row_stride, item_bytes;
+} kt_ahead;
+
 /* Quantizes 16 rows of `columns` BF16 values and writes their half of each tile: tile t at tiles + t * KT_TILE_BYTES.
    rows, row_stride (bytes): any alignment. columns: whole tiles, at most KT_K_BLOCK. reciprocal: 1/scale, or 0, of each row.
-   ahead, ahead_stride: 16 rows that will be read next and may be brought nearer (NULL: none).
    Vector kernels multiply subnormal x as they are: quantize.c gives rows for which that matters to the scalar kernel. */
 typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
-                        const uint8_t *ahead, int64_t ahead_stride);
+                        const kt_ahead *ahead);
 typedef kt_pack_fn kt_pack_int8_fn, kt_pack_int4_fn;
 
 /* count values of `kind` (not BF16), one after the other, to BF16; FP8 is multiplied by scale. in: any alignment. */
@@ -48,12 +53,15 @@ typedef struct {
 /* The kernels in use (dispatch.c). */
 const kt_kernels *kt_current(void);
 
-/* source.c: rows first..first+rows-1 of the source as BF16, rows <= 32; out[rows][k], contiguous. */
-void kt_decode_strip(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out);
 /* source.c: KTQ_OK, or what is wrong with a source of n rows and k columns. */
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
-/* source.c: the rows need no decoding and no copy. */
-int kt_is_plain_bf16(const ktq_source *source);
+/* source.c: bytes of one value. */
+int kt_item_bytes(int kind);
+/* source.c: the values of a row lie one after the other. */
+int kt_is_row_contiguous(const ktq_source *source);
+/* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1, 2 ...;
+   the rows of a half tile stay valid together. */
+const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k, uint16_t *scratch);
 /* quantize.c: columns of a tile for this number of bits; n and k must be multiples (KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE). */
 int kt_check_shape(int bits, int64_t n, int64_t k);
 

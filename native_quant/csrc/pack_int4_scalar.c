@@ -9,8 +9,8 @@ static unsigned to_nibble(int q8) {
 }
 
 void kt_pack_int4_scalar(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
-                         const uint8_t *ahead, int64_t ahead_stride) {
-    (void)ahead, (void)ahead_stride;
+                         const kt_ahead *ahead) {
+    (void)ahead;
     for (int64_t r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = rows + r * row_stride;
         for (int64_t first = 0; first < columns; first += 128) {

@@ -3,8 +3,8 @@
 #include "quantize_scalar.h"
 
 void kt_pack_int8_scalar(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
-                         const uint8_t *ahead, int64_t ahead_stride) {
-    (void)ahead, (void)ahead_stride;
+                         const kt_ahead *ahead) {
+    (void)ahead;
     for (int64_t r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = rows + r * row_stride;
         for (int64_t c = 0; c < columns; c++) {

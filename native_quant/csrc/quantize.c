@@ -1,4 +1,4 @@
-/* The strip loop: 32 rows at a time are decoded (if they need it), measured, quantized and packed while they lie in L2.
+/* The loop: 16 rows at a time are decoded (if they need it), measured, quantized and packed while they lie in L2.
  * Knows the order of the tiles and the formula of the scales; knows no instruction set. */
 #include <stddef.h>
 
@@ -24,30 +24,19 @@ static float scale_of(int bits, uint16_t amax_bits) {
     return scale < SMALLEST_NORMAL ? 0.0f : scale;
 }
 
-/* 16 rows: scales, then all their half tiles. strip: 32-row strip's place in a column block = strip_bytes * (first column).
-   Returns the first row that is not finite, or 16. */
-static int quantize_half(const kt_kernels *kernels, int bits, int64_t k, const uint8_t *rows, int64_t row_stride, float *scale,
-                         uint8_t *row_block, int64_t row_block_rows, int64_t row_in_block, const uint8_t *ahead) {
-    float reciprocal[KT_HALF_ROWS];
-    int careful = 0;
-    for (int r = 0; r < KT_HALF_ROWS; r++) {
-        uint16_t amax = kernels->amax(rows + r * row_stride, k);
-        if (amax >= KT_BF16_INFINITY) return r;
-        scale[r] = scale_of(bits, amax);
-        reciprocal[r] = scale[r] != 0.0f ? 1.0f / scale[r] : 0.0f;
-        careful |= scale[r] != 0.0f && scale[r] < SUBNORMALS_MATTER;
+/* 16 rows to their half tiles. FORMAT.md: row blocks, then column blocks, then strips of 32 rows, then tiles, then halves. */
+static void pack_half(kt_pack_fn *pack, int bits, int64_t k, int64_t first_row, const uint8_t *rows, int64_t row_stride,
+                      const float *reciprocal, uint8_t *weight, const kt_ahead *ahead) {
+    int64_t block_rows = bits == 8 ? 64 : 128;
+    int64_t row_block = first_row / block_rows * block_rows;
+    int64_t strip = (first_row - row_block) / KT_STRIP_ROWS * KT_STRIP_ROWS;
+    int64_t half = first_row % KT_STRIP_ROWS / KT_HALF_ROWS;
+    for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
+        int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
+        int64_t element = row_block * k + c * block_rows + strip * columns;
+        kt_ahead here = {ahead->first + c * ahead->item_bytes, ahead->row_stride, ahead->item_bytes};
+        pack(rows + 2 * c, row_stride, columns, reciprocal, weight + element * bits / 8 + half * KT_HALF_BYTES, &here);
     }
-    kt_pack_fn *pack = bits == 8 ? kernels->pack_int8 : kernels->pack_int4;
-    if (careful) pack = bits == 8 ? kt_pack_int8_scalar : kt_pack_int4_scalar;
-
-    int64_t strip = row_in_block / KT_STRIP_ROWS * KT_STRIP_ROWS, half = row_in_block % KT_STRIP_ROWS / KT_HALF_ROWS;
-    for (int64_t first = 0; first < k; first += KT_K_BLOCK) {
-        int64_t columns = k - first < KT_K_BLOCK ? k - first : KT_K_BLOCK;
-        int64_t element = first * row_block_rows + strip * columns; /* of the row block: column blocks, then strips */
-        pack(rows + first * 2, row_stride, columns, reciprocal, row_block + element * bits / 8 + half * KT_HALF_BYTES,
-             ahead ? ahead + first * 2 : NULL, row_stride);
-    }
-    return KT_HALF_ROWS;
 }
 
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
@@ -55,24 +44,40 @@ int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, 
     int error = kt_check_shape(bits, n, k);
     if (!error) error = source && weight && scale && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;
-    int plain = kt_is_plain_bf16(source);
-    if (!plain && !scratch) return KTQ_EINVAL;
+    if (!scratch) return KTQ_EINVAL;
 
     const kt_kernels *kernels = kt_current();
     unsigned state = kt_enter();
-    int64_t block_rows = bits == 8 ? 64 : 128;
+    kt_pack_fn *best = bits == 8 ? kernels->pack_int8 : kernels->pack_int4;
+    kt_pack_fn *careful = bits == 8 ? kt_pack_int8_scalar : kt_pack_int4_scalar;
     *bad_row = -1;
     for (int64_t first = 0; first < n && *bad_row < 0; first += KT_HALF_ROWS) {
-        int in_scratch = (int)(first % KT_STRIP_ROWS);
-        if (!plain && !in_scratch) kt_decode_strip(kernels, source, first, KT_STRIP_ROWS, k, scratch);
-        int64_t stride = plain ? source->row_stride : k * 2;
-        const uint8_t *rows = plain ? (const uint8_t *)source->values + first * stride : (const uint8_t *)(scratch + in_scratch * k);
-        const uint8_t *ahead = plain && first + KT_HALF_ROWS < n ? rows + KT_HALF_ROWS * stride : NULL;
-        int good = quantize_half(kernels, bits, k, rows, stride, scale + first, weight + first / block_rows * block_rows * k * bits / 8,
-                                 block_rows, first % block_rows, ahead);
-        if (good < KT_HALF_ROWS) *bad_row = first + good;
+        const uint8_t *rows = NULL;
+        int64_t row_stride = 0;
+        float reciprocal[KT_HALF_ROWS];
+        kt_pack_fn *pack = best;
+        for (int r = 0; r < KT_HALF_ROWS; r++) {
+            const uint8_t *row = kt_bf16_row(kernels, source, first + r, k, scratch);
+            if (r == 0) rows = row;
+            if (r == 1) row_stride = row - rows;
+            uint16_t amax = kernels->amax(row, k);
+            if (amax >= KT_BF16_INFINITY) {
+                *bad_row = first + r;
+                break;
+            }
+            float d = scale[first + r] = scale_of(bits, amax);
+            reciprocal[r] = d != 0.0f ? 1.0f / d : 0.0f;
+            if (d != 0.0f && d < SUBNORMALS_MATTER) pack = careful;
+        }
+        if (*bad_row >= 0) break;
+        kt_ahead ahead = {rows, 0, 0};
+        if (kt_is_row_contiguous(source) && first + KT_HALF_ROWS < n) {
+            ahead.first = (const uint8_t *)source->values + (first + KT_HALF_ROWS) * source->row_stride;
+            ahead.row_stride = source->row_stride;
+            ahead.item_bytes = kt_item_bytes(source->kind);
+        }
+        pack_half(pack, bits, k, first, rows, row_stride, reciprocal, weight, &ahead);
     }
-    __builtin_ia32_sfence(); /* the kernels' non-temporal stores, before another thread reads them */
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;
 }

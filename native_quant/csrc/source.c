@@ -7,7 +7,7 @@
 /* Columns that are transposed and decoded at a time: 32 rows of 128 float32 are 16 KiB of stack, and stay in L1. */
 enum { STAGE_COLUMNS = 128 };
 
-static int item_bytes(int kind) {
+int kt_item_bytes(int kind) {
     switch (kind) {
     case KTQ_BF16:
     case KTQ_FP16: return 2;
@@ -17,16 +17,12 @@ static int item_bytes(int kind) {
     return 0;
 }
 
-static int is_row_contiguous(const ktq_source *source) {
-    return source->column_stride == item_bytes(source->kind);
-}
-
-int kt_is_plain_bf16(const ktq_source *source) {
-    return source->kind == KTQ_BF16 && is_row_contiguous(source);
+int kt_is_row_contiguous(const ktq_source *source) {
+    return source->column_stride == kt_item_bytes(source->kind);
 }
 
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
-    int bytes = item_bytes(source->kind);
+    int bytes = kt_item_bytes(source->kind);
     if (!bytes || !source->values || n <= 0 || k <= 0) return KTQ_EINVAL;
     if (source->column_stride != bytes && source->row_stride != bytes) return KTQ_EINVAL;
     if (source->kind != KTQ_FP8_E4M3) return KTQ_OK;
@@ -58,7 +54,7 @@ static void decode_row(const kt_kernels *kernels, const ktq_source *source, cons
 
 static void decode_transposed(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                               uint16_t *out) {
-    int bytes = item_bytes(source->kind);
+    int bytes = kt_item_bytes(source->kind);
     const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
     if (source->kind == KTQ_BF16) {
         kernels->transpose(bytes, in, source->column_stride, rows, k, (uint8_t *)out, k * 2);
@@ -74,8 +70,9 @@ static void decode_transposed(const kt_kernels *kernels, const ktq_source *sourc
     }
 }
 
-void kt_decode_strip(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out) {
-    if (!is_row_contiguous(source)) {
+/* Rows first..first+rows-1: out[rows][k]. At most 32 if the columns are contiguous. */
+static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out) {
+    if (!kt_is_row_contiguous(source)) {
         decode_transposed(kernels, source, first, rows, k, out);
         return;
     }
@@ -85,13 +82,22 @@ void kt_decode_strip(const kt_kernels *kernels, const ktq_source *source, int64_
     }
 }
 
+const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k, uint16_t *scratch) {
+    if (source->kind == KTQ_BF16 && kt_is_row_contiguous(source)) return (const uint8_t *)source->values + r * source->row_stride;
+    /* Columns that are contiguous: a strip at once, so that whole cache lines are read. */
+    int64_t rows = kt_is_row_contiguous(source) ? 1 : KT_STRIP_ROWS;
+    uint16_t *row = scratch + r % KT_STRIP_ROWS * k;
+    if (r % rows == 0) decode_rows(kernels, source, r, rows, k, row);
+    return (const uint8_t *)row;
+}
+
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out) {
     int error = source && out ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;
     const kt_kernels *kernels = kt_current();
     unsigned state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
-        kt_decode_strip(kernels, source, first, n - first < KT_STRIP_ROWS ? n - first : KT_STRIP_ROWS, k, out + first * k);
+        decode_rows(kernels, source, first, n - first < KT_STRIP_ROWS ? n - first : KT_STRIP_ROWS, k, out + first * k);
     kt_leave(state);
     return KTQ_OK;
 }
