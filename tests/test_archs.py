@@ -151,8 +151,11 @@ def check(model: Model, found: MoeModel, layers: tuple[int, ...] = (1, 2)) -> No
         assert total == 0
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("arch", USABLE, ids=lambda a: a.name)
+# Each row with two prefixes, each prefix with many rows; all pairs would only take longer.
+PAIRS = [(arch, p) for n, arch in enumerate(USABLE) for p in dict.fromkeys(("model.", PREFIXES[n % len(PREFIXES)]))]
+
+
+@pytest.mark.parametrize("arch, prefix", PAIRS, ids=lambda v: v.name if isinstance(v, Arch) else v)
 def test_every_row_in_every_style(arch: Arch, prefix: str, tmp_path: Path) -> None:
     nested = "text_config" if "language" in prefix else ""
     for number, style in enumerate(arch.stored):

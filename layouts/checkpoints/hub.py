@@ -23,7 +23,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     HF_HUB_OFFLINE is set. Raises InputError where neither is possible, UsageError for a revision of a local path.
     """
     text = str(name)
-    path = Path(name).expanduser()
+    path = Path(name)
     try:
         exists = path.exists()
     except (OSError, ValueError):

@@ -14,6 +14,7 @@ from ktconvert.layouts.errors import InputError
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
 MAX_RANK = 64
+MAX_NAME = 1000  # no real one comes near, and messages quote names whole
 LFS_MAGIC = b"version https://git-lfs"
 REMEDY = "download that file again"
 LFS_REMEDY = "run `git lfs pull` in its directory, or `hf download`"
@@ -122,7 +123,9 @@ def _entry(name: str, value: Any, data_start: int, where: str) -> Entry:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise InputError(f"{where}: tensor name {name!r} is not valid text; {REMEDY}") from None
+        raise InputError(f"{where}: tensor name {name[:200]!r} is not valid text; {REMEDY}") from None
+    if len(name) > MAX_NAME:
+        raise InputError(f"{where}: a tensor's name has {len(name)} characters ({name[:80]!r}…); {REMEDY}")
 
     def fail(what: str) -> InputError:
         return InputError(f"{where}: tensor {name!r}: {what}; {REMEDY}")
@@ -142,8 +145,13 @@ def _entry(name: str, value: Any, data_start: int, where: str) -> Entry:
     for n in shape:
         total *= n
     if stop < start or total != (stop - start) * 8:
-        raise fail(f"{dtype} of shape {shape} needs {total / 8:g} bytes, data_offsets give {stop - start}")
+        raise fail(f"{dtype} of shape {str(shape)[:100]} needs {_bytes(total)}, data_offsets give {stop - start}")
     return Entry(name, dtype, tuple(shape), data_start + start, stop - start)
+
+
+def _bytes(bits: int) -> str:
+    whole, rest = divmod(bits, 8)
+    return f"{whole} bytes" + (f" and {rest} bits" if rest else "") if bits < 1 << 66 else "2^63 bytes or more"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

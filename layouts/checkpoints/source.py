@@ -148,13 +148,9 @@ class TensorSource:
         return out
 
     def close(self) -> None:
-        """Unmaps the files; views still in use keep theirs until they go."""
+        """Lets go of the mapped files; each is unmapped when the last view of it goes."""
+        # Not mmap.close(): numpy's views do not count as exports, and would be left pointing at nothing.
         with self._lock:
-            for mapped in self._maps.values():
-                try:
-                    mapped.close()
-                except BufferError:
-                    continue
             self._maps.clear()
 
     def __enter__(self) -> TensorSource:

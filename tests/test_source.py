@@ -1,0 +1,667 @@
+"""Opening a checkpoint: what is read is right, and whatever is damaged or hostile is refused in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.safetensors import DTYPE_BITS, parse_header, read_header
+from ktconvert.layouts.checkpoints.source import INDEX, TensorInfo, TensorSource, open_checkpoint
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+
+Header = dict[str, Any]
+
+
+def raw(header: Header | bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def tensor(shape: list[int], start: int, stop: int, dtype: str = "U8") -> Header:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two shards with an index, and a config."""
+    root = tmp_path / "sharded"
+    root.mkdir()
+    weight_map = {}
+    for number, names in enumerate((("a", "b"), ("c",)), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        safetensors.numpy.save_file({n: np.full((2, 3), ord(n), np.float32) for n in names}, root / file)
+        weight_map.update(dict.fromkeys(names, file))
+    (root / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (root / "config.json").write_text('{"hidden_size": 3}')
+    return root
+
+
+def edit_index(root: Path, **changed: str | None) -> None:
+    tree = json.loads((root / INDEX).read_text())
+    tree["weight_map"].update(changed)
+    tree["weight_map"] = {k: v for k, v in tree["weight_map"].items() if v is not None}
+    (root / INDEX).write_text(json.dumps(tree))
+
+
+# What is there
+
+
+def test_sharded_directory(sharded: Path) -> None:
+    source = open_checkpoint(sharded)
+    assert sorted(source.tensors) == ["a", "b", "c"]
+    assert [s.name for s in source.shards] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert source.config == {"hidden_size": 3}
+    info = source.tensors["c"]
+    assert (info.dtype, info.shape, info.shard, info.nbytes) == ("F32", (2, 3), 1, 24)
+    assert source.shards[1].path.read_bytes()[info.start : info.start + 24] == np.full(6, ord("c"), "<f4").tobytes()
+    np.testing.assert_array_equal(source.array("c"), np.full((2, 3), ord("c"), np.float32))
+    assert source.shards[0].blob is None and source.ignored == ()
+
+
+def test_single_file_and_directory_without_index(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    assert sorted(open_checkpoint(sharded).tensors) == ["a", "b", "c"]
+    alone = open_checkpoint(str(sharded / "model-00001-of-00002.safetensors"))
+    assert sorted(alone.tensors) == ["a", "b"]
+    assert alone.companions() == ["config.json"]
+    (sharded / "config.json").unlink()
+    (sharded / "private.txt").write_text("not the model's")
+    assert alone.companions() == []
+
+
+def test_every_dtype_is_seen_as_it_should_be(tmp_path: Path) -> None:
+    header, at = {}, 0
+    for dtype, bits in DTYPE_BITS.items():
+        header[dtype] = tensor([4, 2], at, at + bits, dtype)
+        at += bits
+    data = np.random.default_rng(1).integers(0, 2, at, dtype=np.uint8).tobytes()
+    (tmp_path / "model.safetensors").write_bytes(raw(header, data))
+    source = open_checkpoint(tmp_path)
+    seen = {
+        "BF16": np.uint16,
+        "F16": np.uint16,
+        "F32": np.float32,
+        "F8_E4M3": np.uint8,
+        "I8": np.uint8,
+        "I32": np.int32,
+    }
+    for dtype, kind in seen.items():
+        values = source.array(dtype)
+        assert values.dtype == kind and values.shape == (4, 2) and not values.flags.writeable
+        start = header[dtype]["data_offsets"][0]
+        assert values.tobytes() == data[start : start + values.nbytes]
+    with pytest.raises(UnsupportedError, match="F6_E2M3"):
+        source.array("F6_E2M3")
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+    header = {"scalar": tensor([], 0, 4, "F32"), "none": tensor([0, 3], 4, 4, "F32")}
+    (tmp_path / "model.safetensors").write_bytes(raw(header, struct.pack("<f", 1.5)))
+    source = open_checkpoint(tmp_path)
+    assert source.array("scalar") == 1.5
+    assert source.array("none").shape == (0, 3)
+    source.release(source.tensors["none"])
+
+
+def test_header_identity_is_the_header_alone(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / n for n in ("one", "two", "three"))
+    one.write_bytes(raw({"a": tensor([2], 0, 2)}, b"xy"))
+    two.write_bytes(raw({"a": tensor([2], 0, 2)}, b"zz"))
+    three.write_bytes(raw({"a": tensor([2], 0, 2, "I8")}, b"xy"))
+    assert read_header(one).sha256 == read_header(two).sha256 != read_header(three).sha256
+
+
+def test_a_weight_file_is_not_read_when_opened(tmp_path: Path) -> None:
+    """Headers only: a shard of 1 TB of holes opens at once and maps nothing."""
+    size = 1 << 40
+    with (tmp_path / "model.safetensors").open("wb") as f:
+        text = raw({"a": tensor([size], 0, size)})
+        f.write(text)
+        f.truncate(len(text) + size)
+    source = open_checkpoint(tmp_path)
+    assert source.tensors["a"].nbytes == size
+    assert source.array("a")[-1] == 0
+
+
+def resident(file: Path) -> int:
+    """KiB of this file that are mapped into memory now."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    return sum(int(next(x for x in lines if x.startswith("Rss:")).split()[1]) for line in lines if str(file) in line)
+
+
+def test_release_gives_pages_back(tmp_path: Path) -> None:
+    size = 8 << 20
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(raw({"a": tensor([size], 0, size), "b": tensor([size], size, 2 * size)}, b"ab" * size))
+    source = open_checkpoint(tmp_path)
+    assert resident(file) == 0
+    source.release(source.tensors["a"])  # not mapped yet: nothing to do
+    source.prefetch(source.tensors["a"])
+    total = int(source.array("a").sum()) + int(source.array("b").sum())
+    assert resident(file) >= 2 * size // 1024
+    source.release(source.tensors["a"])
+    assert resident(file) <= size // 1024 + 8
+    assert int(source.array("a").sum()) + int(source.array("b").sum()) == total
+    source.close()
+    assert resident(file) == 0
+
+
+def test_closing_leaves_views_alive(sharded: Path) -> None:
+    with open_checkpoint(sharded) as source:
+        view = source.array("a")
+    assert view[0, 0] == ord("a")
+
+
+def test_changed(sharded: Path) -> None:
+    source = open_checkpoint(sharded)
+    first, second = (s.path for s in source.shards)
+    assert source.changed() == []
+    os.utime(first, ns=(0, 0))
+    second.unlink()
+    assert source.changed() == [first.name, second.name]
+
+
+def test_a_file_cut_after_opening_is_not_mapped(sharded: Path) -> None:
+    source = open_checkpoint(sharded)
+    os.truncate(source.shards[0].path, 10)
+    with pytest.raises(InputError, match="changed"):
+        source.array("a")
+
+
+def test_companions(sharded: Path) -> None:
+    wanted = [
+        *(
+            "LICENSE",
+            "chat_template.jinja",
+            "generation_config.json",
+            "merges.txt",
+            "modeling_x.py",
+            "sub/deep/vocab.txt",
+        ),
+        *("tiktoken.model", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
+    ]
+    left = [
+        *(
+            ".gitattributes",
+            ".cache/x.json",
+            "pytorch_model.bin",
+            "pytorch_model.bin.index.json",
+            "x.gguf",
+            "onnx/m.onnx",
+        ),
+        *(
+            "original/consolidated.00.pth",
+            "model.safetensors.index.fp16.json",
+            "sub/w.safetensors",
+            "a.PT",
+            "sub/.secret",
+        ),
+    ]
+    for name in wanted + left:
+        (sharded / name).parent.mkdir(parents=True, exist_ok=True)
+        (sharded / name).write_text("{}")
+    (sharded / "dangling.json").symlink_to("nowhere")
+    assert open_checkpoint(sharded).companions() == sorted([*wanted, "config.json"])
+
+
+# Which files count
+
+
+def test_consolidated_beside_model_is_ignored(sharded: Path) -> None:
+    safetensors.numpy.save_file({"other": np.zeros(1)}, sharded / "consolidated.safetensors")
+    assert open_checkpoint(sharded).ignored == ("consolidated.safetensors",)
+    (sharded / INDEX).unlink()
+    source = open_checkpoint(sharded)
+    assert source.ignored == ("consolidated.safetensors",) and "other" not in source.tensors
+
+
+def test_consolidated_alone(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.zeros(1)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "params.json").write_text('{"dim": 8}')
+    source = open_checkpoint(tmp_path)
+    assert list(source.tensors) == ["a"] and source.config == {"dim": 8}
+
+
+def test_sub_folders_are_not_walked(sharded: Path) -> None:
+    (sharded / "original").mkdir()
+    safetensors.numpy.save_file({"a": np.zeros(1)}, sharded / "original" / "model-00001-of-00002.safetensors")
+    assert len(open_checkpoint(sharded).shards) == 2
+
+
+def test_shard_missing(sharded: Path) -> None:
+    missing = sharded / "model-00002-of-00002.safetensors"
+    missing.unlink()
+    with pytest.raises(InputError, match=r"model-00002-of-00002.*missing"):
+        open_checkpoint(sharded)
+    (sharded / INDEX).unlink()
+    with pytest.raises(InputError, match=r"model-00002-of-00002.*missing"):
+        open_checkpoint(sharded)
+
+
+def test_shards_of_two_checkpoints(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    safetensors.numpy.save_file({"z": np.zeros(1)}, sharded / "model-00001-of-00001.safetensors")
+    with pytest.raises(InputError, match="several checkpoints"):
+        open_checkpoint(sharded)
+
+
+def test_a_file_name_that_claims_a_billion_shards(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"z": np.zeros(1)}, tmp_path / "model-00001-of-999999999.safetensors")
+    with pytest.raises(InputError, match=r"model-00002-of-999999999.* is missing"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"d": "model-00002-of-00002.safetensors"}, "tensor 'd' should be here by the index, but no file has it"),
+        ({"a": "model-00002-of-00002.safetensors"}, "tensor 'a' should be here by the index, but model-00001"),
+        ({"b": None}, "tensor 'b' is missing from the index"),
+        ({"a": "/etc/passwd.safetensors"}, "outside this directory"),
+        ({"a": "../model.safetensors"}, "outside this directory"),
+        ({"a": "sub/../../model.safetensors"}, "outside this directory"),
+        ({"a": "./model-00001-of-00002.safetensors"}, "outside this directory"),
+        ({"a": ""}, "outside this directory"),
+        ({"a": "x\0y.safetensors"}, "outside this directory"),
+        ({"a": "a\\b.safetensors"}, "outside this directory"),
+        ({"a": 7}, "outside this directory"),
+        ({"a": ["x"]}, "outside this directory"),
+        ({"a": "config.json"}, "not a .safetensors file"),
+    ],
+)
+def test_index_and_files_disagree(sharded: Path, changed: dict[str, Any], said: str) -> None:
+    edit_index(sharded, **changed)
+    with pytest.raises(InputError) as failure:
+        open_checkpoint(sharded)
+    assert said in str(failure.value) and str(sharded) in str(failure.value)
+
+
+def test_tensor_in_two_shards(sharded: Path) -> None:
+    safetensors.numpy.save_file({"c": np.zeros(1), "a": np.zeros(1)}, sharded / "model-00002-of-00002.safetensors")
+    with pytest.raises(InputError, match="tensor 'a' is also in model-00001"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", "\xff", "[" * 100_000]
+)
+def test_index_that_is_none(sharded: Path, text: str) -> None:
+    (sharded / INDEX).write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match="index"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100_000])
+def test_config_that_is_none(sharded: Path, text: str) -> None:
+    (sharded / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=r"config\.json"):
+        open_checkpoint(sharded)
+
+
+def test_git_lfs_pointers(sharded: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (sharded / "model-00001-of-00002.safetensors").write_text(pointer)
+    with pytest.raises(InputError, match="Git LFS pointer"):
+        open_checkpoint(sharded)
+    (sharded / INDEX).write_text(pointer)
+    with pytest.raises(InputError, match="Git LFS pointer, not the index"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("name, what", [("m.gguf", "GGUF"), ("pytorch_model.bin", r"PyTorch \.bin")])
+def test_other_formats(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedError, match=what):
+        open_checkpoint(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"not a \.safetensors file"):
+        open_checkpoint(tmp_path / name)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no \.safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="no such file"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(InputError, match="no such file"):
+        open_checkpoint("x\0y")
+
+
+def test_not_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="not a regular file"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(InputError, match=r"not a regular file|cannot be"):
+        open_checkpoint(tmp_path)
+
+
+# Damaged and hostile headers
+
+DEEP = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+LONG = b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}'
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (b"", "too short"),
+        (b"\x08\0\0", "too short"),
+        (raw({}, length=1 << 63), "limit"),
+        (raw({}, length=100_000_001), "limit"),
+        (raw({}, length=1000), "does not fit"),
+        (raw(b""), "not valid JSON"),
+        (raw(b"null"), "not valid JSON"),
+        (raw(b"[]"), "not valid JSON"),
+        (raw(b" {}"), "not valid JSON"),
+        (raw(b"{]"), "not valid JSON"),
+        (raw(b'{"a":NaN}'), "NaN is not JSON"),
+        (raw(b'{"\xff":1}'), "not UTF-8"),
+        (raw("{}".encode("utf-16")), "not valid JSON"),
+        (raw(DEEP), "nested too deeply"),
+        (raw(LONG), "not valid JSON"),
+        (raw(b'{"a":1,"a":1}'), "'a' appears twice"),
+        (raw(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"x"), "'dtype' appears twice"),
+        (raw(b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"), "not valid text"),
+        (raw({"a" * 1001: tensor([1], 0, 1)}, b"x"), "1001 characters"),
+        (raw({"a": 1}), "exactly dtype, shape and data_offsets"),
+        (raw({"a": {"dtype": "U8", "shape": [1]}}, b"x"), "exactly dtype, shape and data_offsets"),
+        (raw({"a": tensor([1], 0, 1) | {"more": 1}}, b"x"), "exactly dtype, shape and data_offsets"),
+        (raw({"a": tensor([1], 0, 1, "Q3")}, b"x"), "unknown dtype 'Q3'"),
+        (raw({"a": tensor([1], 0, 1) | {"dtype": ["U8"]}}, b"x"), "unknown dtype"),
+        (raw({"a": tensor([-1], 0, 1)}, b"x"), "shape must be"),
+        (raw({"a": tensor([1.0], 0, 1)}, b"x"), "shape must be"),
+        (raw({"a": tensor([True], 0, 1)}, b"x"), "shape must be"),
+        (raw({"a": tensor([1] * 65, 0, 1)}, b"x"), "shape must be"),
+        (raw({"a": tensor([1 << 63], 0, 1)}, b"x"), "shape must be"),
+        (raw({"a": tensor([1 << 62] * 60, 0, 1)}, b"x"), "data_offsets give 1"),
+        (raw({"a": tensor([1], 0, 1) | {"shape": {}}}, b"x"), "shape must be"),
+        (raw({"a": tensor([1], -1, 0)}, b"x"), "data_offsets must be"),
+        (raw({"a": tensor([1], 0, 1) | {"data_offsets": [0]}}, b"x"), "data_offsets must be"),
+        (raw({"a": tensor([1], 1, 0)}, b"x"), "data_offsets give"),
+        (raw({"a": tensor([2], 0, 1)}, b"x"), "needs 2 bytes"),
+        (raw({"a": tensor([1], 0, 1, "F4")}, b"x"), "needs 0 bytes and 4 bits"),
+        (raw({"a": tensor([2], 0, 2), "b": tensor([2], 1, 3)}, b"xyz"), "'b' at byte 1 overlaps"),
+        (raw({"a": tensor([2], 0, 2), "b": tensor([2], 0, 2)}, b"xy"), "overlaps"),
+        (raw({"a": tensor([1], 0, 1), "b": tensor([1], 2, 3)}, b"xyz"), "'b' at byte 2 leaves a gap"),
+        (raw({"a": tensor([1], 1, 2)}, b"xy"), "leaves a gap"),
+        (raw({"a": tensor([4], 0, 4)}, b"xyz"), "cut short"),
+        (raw({"a": tensor([2], 0, 2)}, b"xyz"), "longer than its header says"),
+        (raw({}, b"x"), "longer than its header says"),
+        (raw({"__metadata__": {"a": 1}}), "__metadata__"),
+        (raw({"__metadata__": []}), "__metadata__"),
+    ],
+)
+def test_headers_that_lie(tmp_path: Path, data: bytes, said: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+    with pytest.raises(InputError) as failure:
+        read_header(file)
+    message = str(failure.value)
+    assert said in message and str(file) in message and "download" in message
+    assert "\n" not in message and len(message) < 1000
+
+
+def test_unpadded_header_with_odd_offset(tmp_path: Path) -> None:
+    """The format asks for no alignment: a view of an unaligned tensor still has the right values."""
+    text = json.dumps({"a": tensor([3], 0, 6, "BF16")}).encode()
+    text += b" " * (1 - len(text) % 2)
+    (tmp_path / "model.safetensors").write_bytes(raw(text, struct.pack("<3H", 1, 2, 3)))
+    assert open_checkpoint(tmp_path).array("a").tolist() == [1, 2, 3]
+
+
+@given(st.binary(max_size=200), st.integers(0, 64))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_give_tensors_or_an_input_error(text: bytes, size: int) -> None:
+    with contextlib.suppress(InputError):
+        parse_header(text, size, 8 + len(text), "x")
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 1 << 70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["U8", "F4"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["U8", "BF16", "F4", "C64"]) | json_values,
+        "shape": st.lists(st.integers(0, 4), max_size=3) | json_values,
+        "data_offsets": st.lists(st.integers(0, 16), min_size=2, max_size=2) | json_values,
+    }
+)
+
+
+@given(
+    st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4),
+    st.integers(0, 16),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_header_gives_sound_tensors_or_an_input_error(header: Header, size: int) -> None:
+    try:
+        found, _ = parse_header(json.dumps(header).encode(), size, 0, "x")
+    except InputError:
+        return
+    assert sum(e.nbytes for e in found) == size
+    at = 0
+    for e in found:
+        assert e.start == at
+        at += e.nbytes
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "num_experts",
+                "hidden_size",
+                "num_hidden_layers",
+                "moe",
+                "quantization_config",
+                "text_config",
+                "model_type",
+                "architectures",
+                "hidden_act",
+                "swiglu_limit",
+                "moe_intermediate_size",
+            ]
+        ),
+        json_values,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_any_config_gives_a_model_or_an_error_of_ours(config: dict[str, Any]) -> None:
+    header: Header = {}
+    for e in range(2):
+        for p in ("gate", "up", "down"):
+            header[f"model.layers.0.mlp.experts.{e}.{p}_proj.weight"] = tensor(
+                [4, 4], 32 * len(header), 32 * len(header) + 32, "BF16"
+            )
+    found, _ = parse_header(json.dumps(header).encode(), 192, 0, "x")
+    infos = {e.name: TensorInfo(e.name, e.dtype, e.shape, 0, e.start, e.nbytes) for e in found}
+    try:
+        model = recognise(TensorSource(Path(), config, (), infos))
+    except KtconvertError as e:
+        assert "\n" not in str(e)
+    else:
+        assert model.shape(0) == (2, 4, 4)
+
+
+# The Hugging Face hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache as huggingface_hub lays it out: blobs, a snapshot of links, a ref."""
+    root = tmp_path / "hub"
+    model = root / "models--org--name"
+    snapshot = model / "snapshots" / COMMIT
+    for folder in (snapshot, model / "blobs", model / "refs"):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        blob = f"{number:064x}"
+        file.rename(model / "blobs" / blob)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob)
+    (model / "refs" / "main").write_text(COMMIT)
+    for name in ("HF_HUB_OFFLINE", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(root))
+    monkeypatch.setattr("socket.socket", None)  # whoever reaches for the network fails at once
+    return root
+
+
+def test_cached_snapshot_of_links(cache: Path) -> None:
+    source = open_checkpoint("org/name")
+    assert sorted(source.tensors) == ["a", "b", "c"] and source.config == {"hidden_size": 3}
+    assert source.shards[0].blob == f"{1:064x}"
+    assert source.array("b")[0, 0] == ord("b")
+    assert source.companions() == ["config.json"]
+    for revision in ("main", COMMIT):
+        assert open_checkpoint("org/name", revision).root == source.root
+
+
+@pytest.mark.parametrize(
+    "variables, where",
+    [
+        ({"HF_HUB_CACHE": "{t}/a"}, "a"),
+        ({"HF_HOME": "{t}/b"}, "b/hub"),
+        ({"XDG_CACHE_HOME": "{t}/c"}, "c/huggingface/hub"),
+        ({"HOME": "{t}/d"}, "d/.cache/huggingface/hub"),
+        ({"HF_HUB_CACHE": "{t}/a", "HF_HOME": "{t}/b"}, "a"),
+    ],
+)
+def test_where_the_cache_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], where: str
+) -> None:
+    for name in ("HF_HUB_CACHE", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(t=tmp_path))
+    assert hub.cache_root() == tmp_path / where
+
+
+def test_an_existing_path_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    safetensors.numpy.save_file({"mine": np.zeros(1)}, tmp_path / "org" / "name" / "model.safetensors")
+    assert list(open_checkpoint("org/name").tensors) == ["mine"]
+    with pytest.raises(UsageError, match="--revision main"):
+        open_checkpoint("org/name", "main")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
+def test_offline(cache: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    assert open_checkpoint("org/name").root.name == COMMIT
+    with pytest.raises(InputError, match=r"org/other: is not in the local cache .*hf download org/other`"):
+        open_checkpoint("org/other")
+    with pytest.raises(InputError, match="hf download org/name --revision v2`"):
+        open_checkpoint("org/name", "v2")
+    (cache / "models--org--name" / "blobs" / f"{2:064x}").unlink()
+    with pytest.raises(InputError, match="org/name: is incomplete in the local cache"):
+        open_checkpoint("org/name")
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/etc", ".."])
+def test_revisions_that_are_paths(cache: Path, revision: str) -> None:
+    with pytest.raises(UsageError, match="--revision"):
+        open_checkpoint("org/name", revision)
+
+
+@pytest.mark.parametrize("name", ["org/name/more", "/org/name", "~org/name", "org", "./org/name", "../org/name"])
+def test_what_is_no_hub_id(cache: Path, name: str) -> None:
+    with pytest.raises(InputError, match="no such file or directory"):
+        open_checkpoint(name)
+
+
+@pytest.mark.parametrize(
+    "raised, error, said",
+    [
+        ("ConnectionError", InputError, "hf download org/other"),
+        ("GatedRepoError", InputError, "hf auth login"),
+        ("RepositoryNotFoundError", InputError, "neither a local path nor a public model"),
+        ("RevisionNotFoundError", InputError, "has no revision v9"),
+        ("ENOSPC", ResourceError, "is full"),
+    ],
+)
+def test_failed_downloads_are_explained(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, raised: str, error: type[KtconvertError], said: str
+) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+
+    def fail(*args: object, **more: object) -> str:
+        raise OSError(28, "full") if raised == "ENOSPC" else type(raised, (Exception,), {})("long\nstory")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(error) as failure:
+        open_checkpoint("org/other", "v9")
+    assert said in str(failure.value) and "\n" not in str(failure.value)
+
+
+def test_downloading_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match=r"pip install 'ktconvert\[hub\]'"):
+        open_checkpoint("org/other")
+
+
+# A large checkpoint
+
+
+def test_many_shards_are_opened_by_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """160 shards and about 100 000 tensors: what is read are the headers, once each, and nothing stays mapped or open."""
+    shape, per, header_bytes = [256, 128], 625, 0
+    weight_map = {}
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{p}_proj.weight"
+        for layer in range(65)
+        for expert in range(512)
+        for p in ("gate", "up", "down")
+    ]
+    for number in range(160):
+        header, at, file = {}, 0, f"model-{number + 1:05d}-of-00160.safetensors"
+        for name in names[number * per : (number + 1) * per]:
+            size = 2 * 256 * 128
+            header[name] = tensor(shape[::-1] if "down" in name else shape, at, at + size, "BF16")
+            at += size
+            weight_map[name] = file
+        text = raw(header)
+        header_bytes += len(text)
+        with (tmp_path / file).open("wb") as f:
+            f.write(text)
+            f.truncate(len(text) + at)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 512, "num_hidden_layers": 65}')
+    read: list[int] = []
+    real = os.read
+
+    def counting(fd: int, count: int) -> bytes:
+        data = real(fd, count)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(os, "read", counting)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    source = open_checkpoint(tmp_path)
+    assert len(source.tensors) == 99_840 and len(source.shards) == 160
+    model = recognise(source)
+    assert model.shape(64) == (512, 128, 256) and len(model.layers) == 65
+    assert sum(read) == header_bytes + 160 * 64  # 64: the look at a file's first bytes
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
