@@ -1,0 +1,214 @@
+"""`ktconvert verify`: an output by itself (structure, counts, hashes), against its source, or against another output."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktconvert.layouts import Layout
+from ktconvert.layouts.checkpoints.archs import ARCHS
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, VerificationError
+from ktconvert.layouts.output import Measure, Output, is_output, measure, open_output
+from ktconvert.pipeline.report import Reporter
+from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.verify_other import compare_outputs
+from ktconvert.pipeline.verify_source import LayerError, compare_source, source_bytes
+from ktconvert.pipeline.verify_structure import (
+    Check,
+    check_options,
+    check_structure,
+    files_told,
+    unreadable,
+    weights_whole,
+)
+from ktconvert.pipeline.workdir import locate
+
+PIECE = 4 << 20  # bytes hashed between two signs of progress
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to verify. against: a checkpoint (path or hub id) or another output; numa, layout: what the user means to load."""
+
+    output: Path
+    against: str | None = None
+    revision: str | None = None
+    numa: int | None = None
+    layout: Layout | None = None
+    full: bool = False
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found. checks are in the order in which they were made."""
+
+    output: Output
+    measure: Measure
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...] = ()
+    errors: tuple[LayerError, ...] = ()
+    against: str | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """All of them, one sentence each."""
+        return [problem for check in self.checks for problem in check.problems]
+
+    @property
+    def sentence(self) -> str | None:
+        """The first problem, how many more, and what to do; None where all is well."""
+        problems = self.problems
+        if not problems:
+            return None
+        remedy = next(check.remedy for check in self.checks if check.problems)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return f"{self.output.root}: {problems[0]}{more}; {remedy}."
+
+
+def verify(wish: Wish, reporter: Reporter) -> Report:
+    """Look at everything that was asked for; what is wrong with the output is in the report.
+
+    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged source.
+    """
+    require_finished(wish.output)
+    output = open_output(wish.output)
+    found = measure(output)
+    other: Output | None = None
+    model: MoeModel | None = None
+    if wish.against is not None:
+        path = Path(wish.against).expanduser()
+        if is_output(path) or locate(path).plan.exists():
+            other = _open_other(path)
+        else:
+            model = _open_source(wish, output)
+    checks = check_structure(output, found)
+    asked = check_options(found, wish.numa, wish.layout) if output.tensors else None
+    checks += [asked] if asked else []
+    whole, bad = weights_whole(output), unreadable(output)
+    hashed = [file for file in files_told(output) if file["name"] not in bad]
+    total = sum(file["size"] for file in hashed)
+    total += sum(s.nbytes for s in output.tensors.values()) if other is not None else 0
+    total += source_bytes(output, found, model) if model is not None else 0
+    notes: list[str] = []
+    errors: list[LayerError] = []
+    reporter.begin(total, 0)
+    try:
+        if whole:
+            checks.append(check_scales(output))
+        if output.manifest is not None:
+            checks.append(check_hashes(output, hashed, wish.threads, reporter))
+        if other is not None:
+            checks.append(compare_outputs(output, found, other, threads=wish.threads, reporter=reporter))
+        elif model is not None and whole:
+            notes += _other_source(output, model)
+            check, errors = compare_source(
+                output, found, model, full=wish.full, threads=wish.threads, reporter=reporter
+            )
+            checks.append(check)
+        elif model is not None:
+            notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
+    finally:
+        reporter.end()
+        if model is not None:
+            model.source.close()
+    notes = [note for check in checks for note in check.notes] + notes
+    return Report(output, found, tuple(checks), tuple(notes), tuple(errors), wish.against)
+
+
+def require_finished(path: Path) -> None:
+    """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at all."""
+    places = locate(path)
+    if places.plan.exists() and (places.inside or not path.exists()):
+        raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
+    if (path / "plan.json").exists() and path.name.endswith(".work"):
+        finished = path.with_name(path.name.removesuffix(".work"))
+        raise VerificationError(
+            f"{path}: is the work directory of a conversion that is not finished; run `ktconvert resume {finished}`."
+        )
+    if not path.exists():
+        raise InputError(f"{path}: no such directory; give the directory of an output.")
+
+
+def check_hashes(output: Output, files: list[dict[str, Any]], threads: int, reporter: Reporter) -> Check:
+    """Every byte of every file of the manifest, by its sha256."""
+
+    def one(file: dict[str, Any], _slot: int) -> str | None:
+        digest = hashlib.sha256()
+        try:
+            with (output.root / file["name"]).open("rb") as data:
+                while piece := data.read(PIECE):
+                    digest.update(piece)
+                    reporter.advance(len(piece))
+        except OSError as error:
+            return f"{file['name']} cannot be read ({error.strerror})"
+        found, told = digest.hexdigest(), file["sha256"]
+        if found != told:
+            return f"{file['name']} is not what was written: its sha256 is {found[:12]}, the manifest says {told[:12]}"
+        return None
+
+    # The largest first: the last one alone would leave the other threads idle.
+    ordered = sorted(files, key=lambda file: -file["size"])
+    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+        made = list(in_order(pool, ordered, list(range(4 * threads)), one))
+    wrong = {file["name"]: problem for file, _, problem in made if problem is not None}
+    problems = tuple(wrong[name] for name in sorted(wrong))
+    return Check("hashes", f"{len(files)} files, every byte as it was written", problems)
+
+
+def check_scales(output: Output) -> Check:
+    """Every scale is finite and not negative, as no finite weight can make it otherwise."""
+
+    def wrong() -> Iterator[str]:
+        for (place, what), stored in output.tensors.items():
+            if what == "scale" and stored.nbytes % 4 == 0:
+                values = output.read(stored).view(np.float32)
+                bad = ~(np.isfinite(values) & (values >= 0))
+                if bad.any():
+                    row = int(np.argmax(bad))
+                    yield f"{stored.name} in {stored.file}: scale of row {row} is {values[row]} ({place.told(what)})"
+
+    try:
+        problems = tuple(wrong())
+    except VerificationError as error:
+        problems = (str(error),)
+    return Check("scales", "finite, none negative", problems)
+
+
+def _open_other(path: Path) -> Output:
+    """The output to compare with; what is wrong with it is bad input."""
+    require_finished(path)
+    try:
+        other = open_output(path)
+    except VerificationError as error:
+        raise InputError(str(error)) from error
+    if other.damaged:
+        raise InputError(f"{path}: {next(iter(other.damaged.values()))}; compare with an undamaged output.")
+    return other
+
+
+def _open_source(wish: Wish, output: Output) -> MoeModel:
+    from ktconvert.layouts.checkpoints.arch_file import parse_arch
+
+    assert wish.against is not None
+    row = (output.manifest or {"settings": {}})["settings"].get("arch_file")
+    source = open_checkpoint(wish.against, wish.revision)
+    return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
+
+
+def _other_source(output: Output, model: MoeModel) -> list[str]:
+    """A note where the files of the source are not those that the manifest names; equal bytes may come of it all the same."""
+    if output.manifest is None or output.manifest["command"] != "cpu":
+        return []
+    made_of = {(f.get("header_sha256"), f["size"]) for f in output.manifest["source"] if f.get("header_sha256")}
+    if made_of == {(shard.header_sha256, shard.size) for shard in model.source.shards}:
+        return []
+    return [f"{model.source.root}: its files are not those that the manifest says this output was made from"]

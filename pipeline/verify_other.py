@@ -1,0 +1,79 @@
+"""An output against another, merged or loose, ours or kt-kernel's: which tensors differ, which are on one side only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+from ktconvert.layouts.output import Measure, Output, Place, Stored
+from ktconvert.layouts.output import measure as measure_of
+from ktconvert.pipeline.report import Reporter
+from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.verify_source import PIECE, first_difference
+from ktconvert.pipeline.verify_structure import Check, said
+
+Key = tuple[Place, str]
+
+
+def compare_outputs(output: Output, measure: Measure, other: Output, *, threads: int, reporter: Reporter) -> Check:
+    """Require the same expert tensors with the same bytes on both sides; what is copied beside them counts where both have it."""
+    problems = [
+        f"{name} is {value} here, {there} in {other.root}"
+        for (name, value), there in zip(said(measure).items(), said(measure_of(other)).values(), strict=True)
+        if value != there
+    ]
+    problems += [*_one_sided(output, other), *_one_sided(other, output)]
+    pairs = [
+        (place.key(what), stored, other.tensors[place, what])
+        for (place, what), stored in sorted(output.tensors.items())
+        if (place, what) in other.tensors
+    ]
+    shared = output.others.keys() & other.others.keys()
+    pairs += [(name, output.others[name], other.others[name]) for name in sorted(shared)]
+    notes = []
+    lone = len(output.others.keys() ^ other.others.keys())
+    if lone:
+        notes.append(f"{lone} tensors that are no routed experts are on one side only")
+
+    def one(pair: tuple[str, Stored, Stored], _slot: int) -> str | None:
+        return _difference(output, other, *pair)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        for (_, stored, _), _, problem in in_order(pool, pairs, list(range(4 * threads)), one):
+            reporter.advance(stored.nbytes)
+            if problem is not None:
+                problems.append(problem)
+    return Check(
+        "other",
+        f"{len(pairs)} tensors, the same bytes in {other.root}",
+        tuple(problems),
+        tuple(notes),
+        "convert the wrong one again",
+    )
+
+
+def _one_sided(output: Output, other: Output) -> list[str]:
+    """What `other` lacks; a layer that it lacks altogether counts as one."""
+    lone = sorted(output.tensors.keys() - other.tensors.keys())
+    layers = {place.layer for place, _ in other.tensors}
+    whole = Counter(place.layer for place, _ in lone if place.layer not in layers)
+    said = [f"layer {layer} ({count} tensors) is missing in {other.root}" for layer, count in whole.items()]
+    return said + [
+        f"{place.key(what)} is missing in {other.root} ({place.told(what)})"
+        for place, what in lone
+        if place.layer in layers
+    ]
+
+
+def _difference(output: Output, other: Output, name: str, a: Stored, b: Stored) -> str | None:
+    if a.nbytes != b.nbytes:
+        return f"{name} has {a.nbytes} bytes, {b.nbytes} in {other.root}"
+    for start in range(0, a.nbytes, PIECE):
+        stop = min(start + PIECE, a.nbytes)
+        found = first_difference(output.read(a, start, stop), other.read(b, start, stop))
+        if found is not None:
+            at, mine, theirs, _ = found
+            return f"{name} differs: byte {start + at} is {mine:#04x}, {theirs:#04x} in {other.root}"
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{name} is {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)} in {other.root}"
+    return None

@@ -1,0 +1,140 @@
+"""What verify found, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ktconvert.layouts.card import ranges
+from ktconvert.layouts.output import Measure, Output
+from ktconvert.pipeline.report import size
+from ktconvert.pipeline.verify import Report
+from ktconvert.pipeline.verify_source import worst
+from ktconvert.pipeline.verify_structure import said
+
+SHOWN = 10  # problems printed per check; --json has them all
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """Rows of a table, each column as wide as its widest cell; the last one runs on."""
+    widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(max(map(len, rows)))]
+    return [indent + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def facts(output: Output, measure: Measure) -> dict[str, Any]:
+    """What an output is, by its bytes; who made it, by its manifest."""
+    told = output.manifest
+    return {
+        "output": str(output.root),
+        "made_by": f"ktconvert {told['tool']['version']}" if told else None,
+        "command": told["command"] if told else None,
+        "form": "loose" if output.loose else "merged",
+        **said(measure),
+        "layers": list(measure.shapes),
+        "tensors": len(output.tensors),
+        "expert_bytes": sum(s.nbytes for s in output.tensors.values()),
+        "other_tensors": len(output.others),
+        "other_bytes": sum(s.nbytes for s in output.others.values()),
+        "shards": 0 if output.loose else len(output.shards),
+    }
+
+
+def facts_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same as (label, text)."""
+    rows = [
+        ("output", found["output"]),
+        ("made by", f"{found['made_by']} {found['command']}" if found["made_by"] else "not ktconvert (no manifest)"),
+        ("form", f"{found['shards']} safetensors shards" if found["form"] == "merged" else "loose .kt folders"),
+        ("method", found["method"]),
+        ("NUMA parts", _told(found["numa"])),
+        ("layers", f"{len(found['layers'])} ({ranges(found['layers'])})"),
+        ("experts", _told(found["experts"])),
+        ("hidden size", _told(found["hidden"])),
+        ("expert width", _told(found["intermediate"])),
+        ("weights", f"{size(found['expert_bytes'])} in {found['tensors']} tensors"),
+    ]
+    if found["backward"]:
+        rows.append(("backward", "yes"))
+    if found["other_tensors"]:
+        rows.append(("other", f"{found['other_tensors']} tensors, {size(found['other_bytes'])}"))
+    return rows
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The report as one JSON object."""
+    return {
+        "event": "verified",
+        **facts(report.output, report.measure),
+        "ok": not report.problems,
+        "message": report.sentence,
+        "against": report.against,
+        "checks": [
+            {"name": c.name, "ok": not c.problems, "told": c.told, "problems": list(c.problems)} for c in report.checks
+        ],
+        "notes": list(report.notes),
+        "errors": [
+            {
+                "layer": e.layer,
+                "projection": e.projection,
+                "experts": len(e.experts),
+                **_finite(e.figures),
+                "worst_expert": e.worst.expert,
+                "worst_relative_error": _finite(e.worst._asdict())["relative_error"],
+            }
+            for e in report.errors
+        ],
+        "worst": [_finite(e._asdict()) for e in worst(report.errors)],
+    }
+
+
+def lines(report: Report) -> list[str]:
+    """The report for people."""
+    out = aligned(facts_rows(facts(report.output, report.measure)))
+    out += ["", *aligned([("check", "result"), *((c.name, _result(c.problems, c.told)) for c in report.checks)])]
+    for check in report.checks:
+        if check.problems:
+            out += ["", f"{check.name}:", *(f"  {problem}" for problem in check.problems[:SHOWN])]
+            if len(check.problems) > SHOWN:
+                out.append(f"  ... and {len(check.problems) - SHOWN} more (--json lists them all)")
+    if report.errors:
+        rows = [("layer", "projection", "relative error", "cosine", "worst expert")]
+        for e in report.errors:
+            told = e.figures
+            rows.append(
+                (
+                    str(e.layer),
+                    e.projection,
+                    f"{told['relative_error']:.4f}",
+                    f"{told['cosine']:.5f}",
+                    f"{e.worst.expert} ({e.worst.relative_error:.4f})",
+                )
+            )
+        measured = len(report.errors[0].experts)
+        out += ["", f"error against the source in BF16, {measured} experts per layer", *aligned(rows)]
+        out += ["", "worst experts"]
+        out += aligned(
+            [
+                (
+                    f"layer {w.layer}, expert {w.expert}, {w.projection}_proj",
+                    f"{w.relative_error:.4f}",
+                    f"cosine {w.cosine:.5f}",
+                )
+                for w in worst(report.errors)
+            ],
+            "  ",
+        )
+    return [*out, "", "verified" if not report.problems else "NOT verified"]
+
+
+def _result(problems: Sequence[str], told: str) -> str:
+    return f"ok: {told}" if not problems else f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}

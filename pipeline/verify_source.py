@@ -1,0 +1,239 @@
+"""An output against its source: every expert quantized again, bytes compared, errors measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts import PROJECTIONS, Layout, merged
+from ktconvert.layouts.card import ranges
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.source import TensorInfo
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.numa import illegal_reason
+from ktconvert.layouts.output import Measure, Output, Place, Stored, place_of
+from ktconvert.layouts.parts import ExpertGrid, Part
+from ktconvert.native_quant import kernels
+from ktconvert.pipeline.report import Reporter
+from ktconvert.pipeline.stages.cpu_experts import error_figures
+from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.verify_structure import Check
+
+SAMPLED = 8  # experts per layer whose error is measured, unless all are
+PIECE = 4 << 20  # bytes of a copied tensor compared at a time
+
+
+class Error(NamedTuple):
+    """How far one projection of one expert lies from its source in BF16: ||x-y||/||x||, and x.y/(||x|| ||y||)."""
+
+    layer: int
+    expert: int
+    projection: str
+    relative_error: float
+    cosine: float
+
+
+@dataclass
+class LayerError:
+    """The same over the measured experts of a layer: sums of x*x, y*y, x*y, (x-y)^2, and each expert's own figures."""
+
+    layer: int
+    projection: str
+    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
+    experts: list[Error] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Relative error and cosine of all measured experts together."""
+        return error_figures(self.sums)
+
+    @property
+    def worst(self) -> Error:
+        """The expert with the largest relative error."""
+        return max(self.experts, key=lambda e: e.relative_error)
+
+
+@dataclass
+class Found:
+    """What comparing one expert gave."""
+
+    problems: list[str] = field(default_factory=list)
+    equal: int = 0
+    sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+
+def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
+    """How many bytes of the source compare_source will read."""
+    return sum(t.nbytes for n in measure.shapes if n in model.found for t in model.layer_tensors(n))
+
+
+def compare_source(
+    output: Output, measure: Measure, model: MoeModel, *, full: bool, threads: int, reporter: Reporter
+) -> tuple[Check, list[LayerError]]:
+    """Quantize every expert again and require equal bytes; measure the error of some experts of each layer, or of all.
+
+    Raises UnsupportedError where we cannot make these bytes, InputError for a source that holds NaN or Inf or cannot be read.
+    """
+    layout = measure.layout
+    if layout is None:
+        raise UnsupportedError(
+            f"{output.root}: {measure.method} weights cannot be made again here; verify them without --against SOURCE."
+        )
+    problems, notes = _same_shapes(output, measure, model)
+    layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.found and (h, i) == model.shape(n)[1:]]
+    layers = [n for n in layers if illegal_reason(layout, *measure.shapes[n][1:], measure.numa) is None]
+    work = [(n, expert) for n in layers for expert in range(model.shape(n)[0])]
+    errors: dict[tuple[int, str], LayerError] = {}
+    equal = 0
+
+    def one(item: tuple[int, int], _slot: int) -> Found:
+        layer, expert = item
+        count, hidden, intermediate = model.shape(layer)
+        grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward)
+        measured = full or expert in _sample(count)
+        return _compare_expert(output, model, layout, grid, expert, measured)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        for (layer, expert), _, found in in_order(pool, work, list(range(2 * threads)), one):
+            problems += found.problems
+            equal += found.equal
+            for projection, sums in found.sums.items():
+                total = errors.setdefault((layer, projection), LayerError(layer, projection))
+                total.sums += sums
+                total.experts.append(Error(layer, expert, projection, **error_figures(sums)))
+            reporter.at(f"layer {layer}")
+            reporter.advance(sum(t.nbytes for t in model.expert_tensors(layer, expert)))
+    copied, differing = _compare_copied(output, model)
+    problems += differing
+    told = f"{equal} tensors quantized again: the same bytes" + (f"; {copied} copied tensors too" if copied else "")
+    return Check("source", told, tuple(problems), tuple(notes)), list(errors.values())
+
+
+def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[list[str], list[str]]:
+    problems: list[str] = []
+    for layer, shape in measure.shapes.items():
+        if layer not in model.found:
+            problems.append(f"layer {layer} is here, but has no experts in {model.source.root}")
+        elif shape != model.shape(layer):
+            e, h, i = model.shape(layer)
+            problems.append(
+                f"layer {layer} has {shape[0]} experts of {shape[1]} x {shape[2]}, {model.source.root} has {e} of {h} x {i}"
+            )
+    absent = [n for n in model.layers if n not in measure.shapes]
+    if not absent:
+        return problems, []
+    asked = output.manifest is not None and output.manifest["settings"].get("layers", "all") != "all"
+    if asked:
+        return problems, [f"layers {ranges(absent)} of the source were left out, as asked"]
+    return [*problems, f"layers {ranges(absent)} of {model.source.root} are missing here"], []
+
+
+def _sample(count: int) -> frozenset[int]:
+    """Experts spread evenly."""
+    return frozenset(i * count // SAMPLED for i in range(SAMPLED)) if count > SAMPLED else frozenset(range(count))
+
+
+def _compare_expert(
+    output: Output, model: MoeModel, layout: Layout, grid: ExpertGrid, expert: int, measured: bool
+) -> Found:
+    found = Found()
+    for projection in PROJECTIONS:
+        linear = model.linear(grid.layer, expert, projection)
+        for part in grid.parts(expert, projection):
+            piece = part.of(linear, grid.numa)
+            weight, scale = np.empty(layout.weight_bytes(part.n, part.k), np.uint8), np.empty(part.n, np.float32)
+            try:
+                layout.pack(piece, weight, scale)
+            except kernels.NonFinite as error:
+                raise InputError(_non_finite(model, part, error, piece.origin)) from error
+            stored = {}
+            for what, wanted in (("weight", weight), ("scale", scale.view(np.uint8))):
+                there = output.tensors.get((place_of(part), what))
+                if there is None or there.nbytes != wanted.size:
+                    found.problems.append(_absent(place_of(part), what, there, wanted.size))
+                    continue
+                stored[what] = output.read(there)
+                difference = first_difference(stored[what], wanted)
+                if difference is None:
+                    found.equal += 1
+                else:
+                    found.problems.append(_differs(place_of(part), what, there, difference))
+            if measured and not part.backward and len(stored) == 2:
+                sums = layout.error_sums(piece, stored["weight"], stored["scale"].view(np.float32))
+                found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
+    for info in model.expert_tensors(grid.layer, expert):
+        model.source.release(info)
+    return found
+
+
+def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
+    """(position of the first differing byte, its value in a and in b, how many bytes differ); None for equal bytes."""
+    if np.array_equal(a, b):
+        return None
+    at = np.flatnonzero(a != b)
+    return int(at[0]), int(a[at[0]]), int(b[at[0]]), at.size
+
+
+def _differs(place: Place, what: str, stored: Stored, difference: tuple[int, int, int, int]) -> str:
+    at, is_, should, count = difference
+    return (
+        f"{place.told(what)}: byte {at} is {is_:#04x}, quantizing the source gives {should:#04x} "
+        f"({count} byte{'s' if count != 1 else ''} differ{'s' if count == 1 else ''}; {stored.name} in {stored.file})"
+    )
+
+
+def _absent(place: Place, what: str, stored: Stored | None, wanted: int) -> str:
+    if stored is None:
+        return f"{place.told(what)} is missing ({place.key(what)})"
+    return f"{place.told(what)} has {stored.nbytes} bytes, quantizing the source gives {wanted} ({stored.name} in {stored.file})"
+
+
+def _non_finite(model: MoeModel, part: Part, error: kernels.NonFinite, origin: tuple[int, int]) -> str:
+    info = model.weight(part.layer, part.expert, part.projection)
+    row, column = origin[0] + error.row, origin[1] + error.column
+    if part.backward:
+        row, column = column, row
+    return (
+        f"{model.source.shards[info.shard].path}: tensor {info.name} (layer {part.layer}, expert {part.expert}, "
+        f"{part.projection}_proj) holds a value that is not finite at row {row}, column {column}; download the file again."
+    )
+
+
+def _compare_copied(output: Output, model: MoeModel) -> tuple[int, list[str]]:
+    """Tensors that are no routed experts, copied under kt-kernel's names: the same dtype, shape and bytes."""
+    if not output.others:
+        return 0, []
+    by_name = {merged.rename_non_expert(name): info for name, info in model.source.tensors.items()}
+    problems, count = [], 0
+    for name, stored in output.others.items():
+        info = by_name.get(name)
+        if info is None:
+            problems.append(f"{name} in {stored.file} is not in {model.source.root}")
+        elif (info.dtype, info.shape) != (stored.dtype, stored.shape):
+            here, there = f"{stored.dtype} {list(stored.shape)}", f"{info.dtype} {list(info.shape)}"
+            problems.append(f"{name} in {stored.file} is {here}, {info.name} is {there}")
+        else:
+            count += 1
+            problems += _copied_bytes(output, model, stored, info)
+            model.source.release(info)
+    return count, problems
+
+
+def _copied_bytes(output: Output, model: MoeModel, stored: Stored, info: TensorInfo) -> Iterator[str]:
+    raw = model.source.view(replace(info, dtype="U8", shape=(info.nbytes,)))
+    for start in range(0, info.nbytes, PIECE):
+        stop = min(start + PIECE, info.nbytes)
+        difference = first_difference(output.read(stored, start, stop), raw[start:stop])
+        if difference is not None:
+            yield f"{stored.name} in {stored.file} differs from {info.name} at byte {start + difference[0]}"
+            return
+
+
+def worst(errors: Iterable[LayerError], count: int = 5) -> list[Error]:
+    """The experts with the largest relative errors, of all that were measured."""
+    return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]

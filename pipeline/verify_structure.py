@@ -1,0 +1,311 @@
+"""What an output must be by itself: every file, name, count and size, against its index, metadata, config and manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktconvert.layouts import LAYOUTS, Layout, manifest, numa
+from ktconvert.layouts.card import ranges
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.archs import ARCHS, HIDDEN, NUM_EXPERTS, NUM_LAYERS, Arch
+from ktconvert.layouts.checkpoints.source import INDEX, PART
+from ktconvert.layouts.output import METHODS, Measure, Output, Place, files_of, place_of
+from ktconvert.layouts.parts import ExpertGrid
+
+AGAIN = "convert it again with --overwrite"
+DTYPES = {"weight": "I8", "scale": "F32"}
+LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: what holds if there are no problems, else the problems, one sentence each, and what to do."""
+
+    name: str
+    told: str
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    remedy: str = AGAIN
+
+
+def check_structure(output: Output, measure: Measure) -> list[Check]:
+    """Everything that names, sizes and headers can tell; no weight is read."""
+    checks = [check_files(output), check_index(output)]
+    if weights_whole(output):
+        checks += [check_tensors(output, measure), check_metadata(output, measure), check_config(output, measure)]
+    return [check for check in checks if check is not None]
+
+
+def check_files(output: Output) -> Check:
+    """Every file of the manifest with its size, every file readable, and none that does not belong."""
+    notes = []
+    listed = {file["name"] for file in files_told(output)}
+    problems = list(unreadable(output).values())
+    present = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
+    if output.manifest is not None:
+        strange = [name for name in present if LEFT_BEHIND.search(name)]
+        rest = [name for name in present if name not in strange]
+        if rest:
+            notes.append(f"not of the manifest: {_some(rest)}")
+    else:
+        notes.append(
+            "there is no manifest, as in kt-kernel's own outputs: contents can be checked with --against SOURCE only"
+        )
+        strange = _strange_without_manifest(output)
+    problems += [f"{name} does not belong here, and kt-kernel may load it: remove it" for name in strange]
+    number = f"{len(listed)} files of the manifest" if listed else f"{len(output.shards) or len(output.tensors)} files"
+    return Check("files", f"{number}, none too many", tuple(problems), tuple(notes))
+
+
+def files_told(output: Output) -> list[dict[str, Any]]:
+    """The files of the manifest, none without one: {"name", "size", "sha256"}."""
+    return [] if output.manifest is None else list(output.manifest["files"])
+
+
+def unreadable(output: Output) -> dict[str, str]:
+    """Files that are missing, cut off or damaged -> what is wrong with them."""
+    found = {}
+    for file in files_told(output):
+        path = output.root / file["name"]
+        if not path.is_file():
+            found[file["name"]] = f"{file['name']} is missing"
+        elif path.stat().st_size != file["size"]:
+            found[file["name"]] = f"{file['name']} has {path.stat().st_size} bytes, the manifest says {file['size']}"
+    return output.damaged | found
+
+
+def weights_whole(output: Output) -> bool:
+    """Whether every weight file is there and can be read, so that what is in them can be judged."""
+    return not any(name.endswith((".safetensors", ".kt")) for name in unreadable(output))
+
+
+def _strange_without_manifest(output: Output) -> list[str]:
+    if output.loose:
+        return []
+    if output.weight_map is not None:
+        named = set(output.weight_map.values())
+        return [shard for shard in output.shards if shard not in named]
+    totals = {match[3] for shard in output.shards if (match := PART.fullmatch(shard))}
+    unfinished = [shard for shard in output.shards if "PLACEHOLDER" in shard]
+    return unfinished or [s for s in output.shards if len(totals) > 1 and (m := PART.fullmatch(s)) and m[3] != max(totals)]  # fmt: skip
+
+
+def check_index(output: Output) -> Check | None:
+    """The index names every tensor of every shard, no other, and the true total size."""
+    if output.loose or INDEX in output.damaged:
+        return None
+    if output.weight_map is None:
+        if output.manifest is not None:
+            return None  # its absence is told by check_files
+        absent = "there is no index, as after merge_cpu_weights.py; kt-kernel needs none"
+        return Check("index", "none", notes=(absent,))
+    problems: list[str] = []
+    notes: list[str] = []
+    stored = {s.name: s for s in (*output.tensors.values(), *output.others.values())}
+    for name, shard in output.weight_map.items():
+        if shard in output.damaged:
+            continue
+        if shard not in output.shards:
+            if not any(shard in problem for problem in problems):
+                problems.append(f"{INDEX} names {shard}, which is missing")
+        elif name not in stored:
+            problems.append(f"{INDEX} names {name} in {shard}, which does not hold it")
+        elif stored[name].file != shard:
+            problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} holds it")
+    problems += [
+        f"{s.file} holds {name}, which {INDEX} does not name"
+        for name, s in stored.items()
+        if name not in output.weight_map
+    ]
+    total = sum(s.nbytes for s in stored.values())
+    if output.total_size == 0 and output.manifest is None:
+        notes.append("the index gives no total size, as kt-kernel writes it")
+    elif output.total_size != total and not output.damaged and not problems:
+        problems.append(f"{INDEX} says total_size {output.total_size}, the shards hold {total} bytes")
+    return Check("index", f"{len(stored)} tensors, {total} bytes, as in the shards", tuple(problems), tuple(notes))
+
+
+def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int]]:
+    """Every layer that must be there, and its number of experts: by manifest and bytes, whichever says more."""
+    facts = (output.manifest or {"model": {}})["model"]
+    parts = max(measure.numa, facts.get("numa", 0))
+    backward = bool(facts.get("backward", measure.backward))
+    usual = _usual(measure)
+    most = max([e for e, _, _ in measure.shapes.values()] + [e for e in [facts.get("experts")] if isinstance(e, int)])
+    for layer in sorted({*measure.shapes, *facts.get("layers", []), *facts.get("kept_layers", [])}):
+        own = measure.shapes.get(layer, usual)
+        experts = own[0] if _by_layer(output, "experts") else most
+        width = own[2] if _by_layer(output, "intermediate") else usual[2]
+        yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward), experts
+
+
+def check_tensors(output: Output, measure: Measure) -> Check:
+    """Every layer, expert, projection, NUMA part, weight and scale exactly once, with the sizes of one method, T, E, H and I."""
+    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
+    problems += [f"{name} in {file}: not a name that kt-kernel reads" for name, file in output.strays]
+    if measure.method == "unknown":
+        _, hidden, intermediate = _usual(measure)
+        problems.append(
+            f"weights fit neither {' nor '.join(x.name for x in LAYOUTS.values())} with hidden size {hidden} and width {intermediate}"
+        )
+    used: set[tuple[Place, str]] = set()
+    for grid, experts in expected(output, measure):
+        for part in grid.all_parts(range(experts)):
+            place = place_of(part)
+            for what in ("weight", "scale"):
+                used.add((place, what))
+                stored = output.tensors.get((place, what))
+                if stored is None:
+                    problems.append(f"{place.key(what)} is missing ({place.told(what)})")
+                    continue
+                wanted = _wanted_bytes(measure.layout, part.n, part.k, what)
+                elements = stored.nbytes // (1 if what == "weight" else 4)
+                if wanted is not None and stored.nbytes != wanted:
+                    problems.append(
+                        f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {measure.method} of {part.n} x {part.k} has {wanted}"
+                    )
+                elif stored.dtype != DTYPES[what] or stored.shape != (elements,):
+                    here = f"{stored.dtype} of shape {list(stored.shape)}"
+                    problems.append(f"{stored.name} in {stored.file} is {here}, must be {DTYPES[what]} [{elements}]")
+    problems += [f"{s.name} in {s.file} is one too many" for key, s in output.tensors.items() if key not in used]
+    problems += list(_sizes(output, measure))
+    told = f"{len(used)} tensors of {len(measure.shapes)} layers, each once"
+    return Check("tensors", told, tuple(problems))
+
+
+def _wanted_bytes(layout: Layout | None, n: int, k: int, what: str) -> int | None:
+    if layout is None:
+        return None
+    return layout.weight_bytes(n, k) if what == "weight" else layout.scale_bytes(n)
+
+
+def _sizes(output: Output, measure: Measure) -> Iterator[str]:
+    """What the bytes say against the names of loose files, what the layout can hold, and what the manifest says."""
+    for prefix in sorted(output.prefixes):
+        if METHODS.get(prefix) != measure.method:
+            yield f"the files are called {prefix}, their sizes are those of {measure.method}"
+    _, hidden, intermediate = _usual(measure)
+    if measure.layout is not None and (hidden or intermediate):
+        reason = numa.illegal_reason(measure.layout, hidden, intermediate, measure.numa)
+        if reason is not None:
+            yield f"{measure.method} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
+    facts = (output.manifest or {"model": {}})["model"]
+    for name, found in said(measure).items():
+        told = facts.get(name)
+        if (isinstance(told, (int, str)) and told != "not recorded" and told != found) or (
+            isinstance(told, list) and told != (found if isinstance(found, list) else [found])
+        ):
+            yield f"the manifest says {name} {told}, the tensors have {found}"
+
+
+def said(measure: Measure) -> dict[str, Any]:
+    """What the bytes say, under the names of the manifest's facts."""
+
+    def only(position: int) -> int | list[int]:
+        values = sorted({shape[position] for shape in measure.shapes.values()})
+        return values[0] if len(values) == 1 else values
+
+    return {
+        "method": measure.method,
+        "numa": measure.numa,
+        "experts": only(0),
+        "hidden": only(1),
+        "intermediate": only(2),
+        "backward": measure.backward,
+    }
+
+
+def check_metadata(output: Output, measure: Measure) -> Check | None:
+    """What our shards say of themselves is what they hold."""
+    told = {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
+    if not told:
+        return None
+    problems = []
+    by_shard: dict[str, set[int]] = {}
+    for (place, _), stored in output.tensors.items():
+        by_shard.setdefault(stored.file, set()).add(place.layer)
+    for shard, about in told.items():
+        wanted = {"method": measure.method, "numa": str(measure.numa)}
+        if "layer" in about and by_shard.get(shard):
+            layer = min(by_shard[shard])
+            experts, hidden, intermediate = measure.shapes[layer]
+            wanted |= {"layer": str(layer), "num_experts": str(experts), "hidden_size": str(hidden)}
+            wanted["moe_intermediate_size"] = str(intermediate)
+        for name, value in wanted.items():
+            if about.get(name) != value:
+                problems.append(f"{shard}: its metadata says {name} {about.get(name)}, its tensors have {value}")
+    sources = {about.get("source") for about in told.values()}
+    if len(sources) > 1:
+        problems.append(f"the shards come from {len(sources)} different sources, says their metadata")
+    return Check("metadata", f"{len(told)} shards say what they hold", tuple(problems))
+
+
+def check_config(output: Output, measure: Measure) -> Check | None:
+    """Experts and sizes are those of config.json beside the weights."""
+    config = output.config
+    if not config:
+        return None
+    row = _row(output)
+    keys = {"experts": row.experts if row else NUM_EXPERTS, "hidden size": row.hidden if row else HIDDEN}
+    if row:
+        keys["expert width"] = row.width
+    problems, notes = [], []
+    for layer, shape in measure.shapes.items():
+        for what, size in zip(("experts", "hidden size", "expert width"), shape, strict=True):
+            told = cfg.number(config, keys[what], layer) if what in keys else None
+            if told is not None and told[1] != size:
+                problems.append(f"config.json says {told[0]} = {told[1]}, layer {layer} has {what} {size}")
+    limit = cfg.number(config, row.layers if row else NUM_LAYERS)
+    if limit is not None and measure.shapes and output.manifest is None:
+        absent = [n for n in range(limit[1]) if n not in measure.shapes]
+        if absent:
+            notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
+    about = config.get("quantization_config")
+    if isinstance(about, dict) and about.get("quant_method") == "kt_amx":
+        for name, value in (("method", measure.method), ("num_numa_nodes", measure.numa)):
+            if about.get(name) != value:
+                problems.append(f"config.json says {name} {about.get(name)}, the tensors have {value}")
+    return Check("config", "experts and sizes as in config.json", tuple(problems), tuple(notes))
+
+
+def check_options(measure: Measure, parts: int | None, layout: Layout | None) -> Check | None:
+    """The NUMA count and method that the user means to load are those of the bytes: kt-kernel itself would not notice."""
+    if parts is None and layout is None:
+        return None
+    problems = []
+    if parts is not None and parts != measure.numa:
+        problems.append(
+            f"--numa {parts} was given, the weights are for {measure.numa} NUMA part{'s' if measure.numa != 1 else ''}"
+        )
+    if layout is not None and layout.name != measure.method:
+        problems.append(
+            f"--quant-method {layout.quantizer.name} was given, the weights have the sizes of {measure.method}"
+        )
+    serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or convert again"
+    return Check("options", f"{measure.method}, {measure.numa} NUMA parts, as asked", tuple(problems), remedy=serve)
+
+
+def _usual(measure: Measure) -> tuple[int, int, int]:
+    shapes = list(measure.shapes.values())
+    return max(shapes, key=shapes.count, default=(0, 0, 0))
+
+
+def _row(output: Output) -> Arch | None:
+    names = cfg.families(output.config)
+    return next((arch for name in names for arch in ARCHS if name in arch.matches), None)
+
+
+def _by_layer(output: Output, fact: str) -> bool:
+    """Whether manifest or config allow the layers to differ in "experts" or "intermediate"."""
+    if output.manifest is not None and isinstance(output.manifest["model"].get(fact), list):
+        return True
+    row = _row(output)
+    found = cfg.find(output.config, row.experts if fact == "experts" else row.width) if row else None
+    return found is not None and isinstance(found[1], list)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
