@@ -270,7 +270,7 @@ def test_a_known_family_stored_as_another_is(tmp_path: Path) -> None:
 
 
 def test_mtp_layers_are_left_out_and_named(tmp_path: Path) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE, mtp=(3,))
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE, mtp=(3,))
     found = model.read(tmp_path)
     check(model, found)
     assert found.mtp_layers == (3,)
@@ -477,7 +477,7 @@ def spread(model: Model, name: str, scale: str, block: tuple[int, int]) -> np.nd
 @pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
 def test_fp8_blocks_per_expert(block: tuple[int, int], suffix: str, tmp_path: Path) -> None:
     """Any block size that the config names; the last block is partial; weight and scale lie in different files."""
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE, layers=(1,))
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE, layers=(1,))
     model.config["quantization_config"] = {"weight_block_size": list(block)}
     model.rest = {"model.layers.0.mlp.gate_proj.weight": model._bits(2, 2)}
     scales = {(e, p): model.to_fp8(p, 1, block, suffix, e) for e in range(E) for p in SEPARATE.parts}
@@ -536,9 +536,32 @@ def test_fp8_fused_without_blocks(turned: bool, kind: str, tmp_path: Path) -> No
         np.testing.assert_array_equal(decoded(found.expert(1, e).up)[1], want[I:])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_fp8_blocks_stacked(turned: bool, tmp_path: Path) -> None:
+    model = Model(ROWS["Step-3.5, 3.7"], STACKED, layers=(1,), turned=turned)
+    model.config["quantization_config"] = {"weight_block_size": [4, 4]}
+    names = {p: (model.name(p, 1), model.to_fp8(p, 1, (4, 4))) for p in STACKED.parts}
+    found = model.read(tmp_path)
+    for p, n in names.items():
+        whole = spread(model, *n, (4, 4))
+        for e in range(E):
+            want = whole[:, e].swapaxes(1, 2) if turned else whole[:, e]
+            np.testing.assert_array_equal(decoded(getattr(found.expert(1, e), p)), want)
+
+
+@pytest.mark.parametrize("old, new", [(".weight", ".scale"), (".weight", ".qscale_weight")])
+def test_other_names_of_scales(old: str, new: str, tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V4"], ROWS["DeepSeek-V4"].stored[0], "", layers=(1,))
+    scale = model.to_fp8("gate", 1, (128, 128))
+    model.experts[model.name("gate", 1).replace(old, new)] = model.experts.pop(scale)
+    found = model.read(tmp_path)
+    assert found.expert(1, 0).gate.scales is not None
+    assert found.expert_tensor_names() == model.experts.keys()
+
+
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_scale_dtypes(dtype: str, tmp_path: Path) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE, layers=(1,))
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE, layers=(1,))
     scale = model.to_fp8("gate", 1, (128, 128))
     bits = {"F32": np.float32(0.375), "BF16": np.uint16(0x3EC0), "F16": np.float16(0.375)}[dtype]
     model.experts[scale] = (dtype, np.full((1, 1), bits))
@@ -547,7 +570,7 @@ def test_scale_dtypes(dtype: str, tmp_path: Path) -> None:
 
 
 def test_fp8_without_a_scale(tmp_path: Path) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     del model.experts[model.to_fp8("gate", 2, (128, 128), expert=1)]
     with pytest.raises(InputError, match=r"2\.mlp\.experts\.1\.gate_proj\.weight' is FP8 but .*scale_inv is missing"):
         model.read(tmp_path)
@@ -556,7 +579,7 @@ def test_fp8_without_a_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (I, 1), (I,)])
 def test_fp8_scale_that_does_not_fit(shape: tuple[int, ...], tmp_path: Path) -> None:
     """6 x 10 in blocks of 4 x 4 is 2 x 3."""
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     model.config["quantization_config"] = {"weight_block_size": [4, 4]}
     model.experts[model.to_fp8("gate", 2, (4, 4))] = ("F32", np.ones(shape, np.float32))
     with pytest.raises(InputError, match=r"gate_proj\.weight_scale_inv' of shape .* does not fit .* in blocks of 4x4"):
@@ -565,7 +588,7 @@ def test_fp8_scale_that_does_not_fit(shape: tuple[int, ...], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_fp8_scale_that_is_not_finite(bad: float, tmp_path: Path) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     model.config["quantization_config"] = {"weight_block_size": [4, 4]}
     scale = model.to_fp8("gate", 2, (4, 4))
     model.experts[scale][1][1, 2] = bad
@@ -575,14 +598,14 @@ def test_fp8_scale_that_is_not_finite(bad: float, tmp_path: Path) -> None:
 
 
 def test_scale_of_a_weight_that_is_not_fp8(tmp_path: Path) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     model.experts[model.name("up", 2) + "_scale_inv"] = ("F32", np.ones((1, 1), np.float32))
     with pytest.raises(InputError, match="which is BF16 and needs none"):
         model.read(tmp_path)
 
 
 def test_two_scales_for_one_weight(tmp_path: Path) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     scale = model.to_fp8("gate", 2, (128, 128))
     model.experts[scale.removesuffix("_inv")] = model.experts[scale]
     with pytest.raises(InputError, match="both claim to be the scale"):
@@ -590,7 +613,7 @@ def test_two_scales_for_one_weight(tmp_path: Path) -> None:
 
 
 def test_activation_scales_are_set_aside(tmp_path: Path) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     name = model.name("gate", 2).replace(".weight", ".input_scale")
     model.experts[name] = ("F32", np.ones((), np.float32))
     found = model.read(tmp_path)
@@ -618,7 +641,7 @@ U8, I32 = np.uint8, np.int32
 def test_formats_that_are_no_input_yet(
     suffix: str, dtype: tuple[str, Any], scale: tuple[str, str] | None, said: str, tmp_path: Path
 ) -> None:
-    model = Model(ROWS["DeepSeek-V3, R1, V3.1"], SEPARATE)
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     made: Tensors = {}
     for name, (_, values) in model.experts.items():
         stem = name.removesuffix(".weight")
@@ -628,6 +651,44 @@ def test_formats_that_are_no_input_yet(
     model.experts = made
     with pytest.raises(UnsupportedError, match=f"{said}.*BF16"):
         model.read(tmp_path)
+
+
+def test_mtp_experts_of_another_format_do_not_matter(tmp_path: Path) -> None:
+    model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE, mtp=(3,))
+    model.experts[model.name("gate", 3)] = ("I8", np.zeros((2, 2), U8))
+    model.experts[model.name("up", 3) + "_packed"] = ("I32", np.zeros((2, 2), I32))
+    found = model.read(tmp_path)
+    assert found.layers == (1, 2) and found.mtp_layers == (3,)
+
+
+def test_experts_of_another_part_of_the_model_are_mentioned(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-Omni (thinker)"], SEPARATE, "thinker.model.", nested="thinker_config")
+    model.rest["talker.model.layers.0.mlp.experts.0.up_proj.weight"] = model._bits(2, 2)
+    found = model.read(tmp_path)
+    check(model, found)
+    assert "1 tensors of other experts, such as talker.model" in found.notes[0]
+
+
+def test_errors_name_the_file_that_has_the_tensor(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    name = model.name("down", 2, 1)
+    model.experts[name] = model._bits(I, H)
+    with pytest.raises(InputError) as failure:
+        model.read(tmp_path)
+    source = open_checkpoint(tmp_path)
+    assert str(failure.value).startswith(f"{source.shards[source.tensors[name].shard].path}: tensor {name!r}")
+
+
+def test_unaligned_experts_are_copied(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE, layers=(1,))
+    model.rest = {"model.layers.0.odd": ("U8", np.zeros(1, U8))}
+    write(tmp_path / "model.safetensors", {**model.rest, **model.experts})
+    found = recognise(open_checkpoint(tmp_path))
+    for expert in range(E):
+        assert not found.source.array(model.name("gate", 1, expert)).flags.aligned
+        gate = found.expert(1, expert).gate.values
+        assert gate.flags.aligned
+        np.testing.assert_array_equal(gate, model.truth[1, expert, "gate"])
 
 
 # Rows from a file

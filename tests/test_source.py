@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.safetensors import DTYPE_BITS, parse_header, read_header
-from ktconvert.layouts.checkpoints.source import INDEX, TensorInfo, TensorSource, open_checkpoint
+from ktconvert.layouts.checkpoints.source import INDEX, Shard, TensorInfo, TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 
 Header = dict[str, Any]
@@ -496,7 +496,7 @@ def test_any_config_gives_a_model_or_an_error_of_ours(config: dict[str, Any]) ->
     found, _ = parse_header(json.dumps(header).encode(), 192, 0, "x")
     infos = {e.name: TensorInfo(e.name, e.dtype, e.shape, 0, e.start, e.nbytes) for e in found}
     try:
-        model = recognise(TensorSource(Path(), config, (), infos))
+        model = recognise(TensorSource(Path(), config, (Shard(Path("x"), "x", 192, "", 0),), infos))
     except KtconvertError as e:
         assert "\n" not in str(e)
     else:

@@ -131,7 +131,7 @@ NATIVE_FP8 = "serve an FP8 release with kt-kernel's FP8 method, which can clamp,
 ELSEWHERE = "no method of kt-kernel has it; keep these experts on the GPU, or use llama.cpp"
 
 ARCHS = (
-    Arch("DeepSeek-V3, R1, V3.1", ("deepseek_v3", "DeepseekV3ForCausalLM"), MLP),
+    Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM"), MLP),
     Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM"), MLP),
     Arch(
         "DeepSeek-V4",
@@ -141,7 +141,6 @@ ARCHS = (
         instead=NATIVE_MXFP4,
     ),
     Arch("DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP),
-    Arch("Moonlight", ("moonlight", "MoonlightForCausalLM"), MLP),
     Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP),
     Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP),
     Arch("Kimi-K3", ("kimi_k3", "KimiK3ForConditionalGeneration"), SPARSE),

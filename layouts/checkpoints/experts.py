@@ -5,6 +5,7 @@ The tensors decide; the config is compared with them, and where the two disagree
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,14 +14,19 @@ import numpy as np
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import scales
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Fused, Separate, Style
-from ktconvert.layouts.checkpoints.match import BIAS, Layer, Scan, name_of, scan
+from ktconvert.layouts.checkpoints.match import Layer, Scan, scan
+from ktconvert.layouts.checkpoints.refusals import (
+    KINDS,
+    refuse_dtypes,
+    refuse_formats,
+    refuse_gaps,
+    refuse_strays,
+)
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.quantizers.spec import Matrix
 
-# safetensors dtype of a weight -> Matrix.kind
-KINDS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F8_E4M3": "fp8_e4m3"}
 PLAIN_ACTIVATIONS = ("silu", "swish")
 PROJECTIONS = ("gate", "up", "down")
 
@@ -135,28 +141,41 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS) -> MoeModel:
     """Finds the experts of a checkpoint, by headers alone.
 
     Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or whose
-    tensors and config disagree; both name the tensor.
+    tensors and config disagree; both name the file and the tensor.
     """
+    try:
+        return _recognise(source, archs)
+    except (InputError, UnsupportedError) as e:
+        named = re.search(r"tensors? '([^']+)'", str(e))
+        info = source.tensors.get(named[1]) if named else None
+        raise type(e)(f"{source.shards[info.shard].path if info else source.root}: {e}") from None
+
+
+def _recognise(source: TensorSource, archs: Sequence[Arch]) -> MoeModel:
     arch = _row(source, archs)
     notes: list[str] = []
     if arch is not None and arch.refusal is not None:
-        raise UnsupportedError(f"{source.root}: {arch.name}: {arch.refusal}")
+        raise UnsupportedError(f"{arch.name}: {arch.refusal}")
     seen = scan(source.tensors, arch.stored if arch else ())
     if not seen.layers and not seen.foreign:
         arch, seen = _generic(source, archs, arch, notes)
     assert arch is not None
-    _refuse_foreign(source, seen)
-    prefix, layers, mtp = _converted(source, arch, seen)
-    _refuse_strays(source, seen, prefix, mtp)
-    _refuse_gaps(source, arch, seen, prefix, layers)
-    blocks = tuple(cfg.scale_blocks(source.config))
+    limit = cfg.number(source.config, arch.layers)
+    refuse_formats((kind, name) for (kind, n), name in seen.foreign.items() if limit is None or n < limit[1])
+    prefix, layers, mtp = _converted(seen, limit)
     stored = {n: seen.layers[prefix, n] for n in layers}
+    refuse_dtypes(stored.values())
+    refuse_strays(seen, prefix, mtp)
+    refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
+    blocks = tuple(cfg.scale_blocks(source.config))
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.weights), default=0)
     found = {n: measure(source.config, arch, layer, prefix, n, blocks, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in _names(seen.layers[prefix, n])}
     if mtp_names:
         which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
         notes.append(f"The experts of the MTP part ({which}) are left out: kt-kernel does not load them.")
+    if seen.others:
+        notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
     activation, weights_on = _activation(source, arch), arch.weights_on
     if activation != "silu" or weights_on != "output":
         where = "" if weights_on == "output" else ", with routing weights on their input"
@@ -200,13 +219,13 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
     called = ", ".join(cfg.families(source.config)) or "a model without a config"
     if len(hits) > 1:
         ways = "; ".join(" + ".join(getattr(style, p) for p in style.parts) for style in hits)
-        raise UnsupportedError(f"{source.root}: {called}: experts of several forms ({ways}); choose with --arch-file")
+        raise UnsupportedError(f"{called}: experts of several forms ({ways}); choose with --arch-file")
     if not hits and not seen.foreign:
         if not any("expert" in name for name in source.tensors):
-            raise UnsupportedError(f"{source.root}: {called}: a dense model, it has no experts to convert")
+            raise UnsupportedError(f"{called}: a dense model, it has no experts to convert")
         rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
         raise UnsupportedError(
-            f"{source.root}: {called}: its experts are not stored as any known family's; known are: {rows}. "
+            f"{called}: its experts are not stored as any known family's; known are: {rows}. "
             "If they are gate, up and down matrices, describe them with --arch-file"
         )
     if known is not None or not hits:
@@ -218,46 +237,13 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
     return Arch(called, (), (hits[0],)), seen
 
 
-def _refuse_foreign(source: TensorSource, seen: Scan) -> None:
-    for role, name in seen.foreign.items():
-        if role == BIAS:
-            raise UnsupportedError(
-                f"tensor {name!r}: experts with biases cannot be represented in kt-kernel's AMX formats"
-            )
-        raise _no_input(name, role)
-    for layer in seen.layers.values():
-        for key, weight in layer.weights.items():
-            if weight.dtype in KINDS:
-                continue
-            scale = layer.scales.get(key)
-            what = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}.get(weight.dtype)
-            if what is None:
-                micro = scale is not None and scale.dtype in ("U8", "F8_E8M0")
-                fp4 = (
-                    "MXFP4"
-                    if micro
-                    else "NVFP4"
-                    if scale is not None and scale.dtype == "F8_E4M3"
-                    else "packed or integer"
-                )
-                what = f"{fp4} ({weight.dtype})"
-            raise _no_input(weight.name, what)
-
-
-def _no_input(name: str, what: str) -> UnsupportedError:
-    return UnsupportedError(f"tensor {name!r}: {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
-
-
-def _converted(source: TensorSource, arch: Arch, seen: Scan) -> tuple[str, list[int], list[int]]:
+def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int], list[int]]:
     """The prefix of the language model, the layers to convert, and the MTP layers."""
     prefixes = sorted({prefix for prefix, _ in seen.layers})
     if len(prefixes) != 1:
         shown = ", ".join(repr(p) for p in prefixes)
-        raise UnsupportedError(
-            f"{source.root}: has experts under several prefixes ({shown}); choose one with --arch-file"
-        )
+        raise UnsupportedError(f"has experts under several prefixes ({shown}); choose one with --arch-file")
     numbers = sorted(n for _, n in seen.layers)
-    limit = cfg.number(source.config, arch.layers)
     if limit is None:
         return prefixes[0], numbers, []
     layers = [n for n in numbers if n < limit[1]]
@@ -267,32 +253,6 @@ def _converted(source: TensorSource, arch: Arch, seen: Scan) -> tuple[str, list[
             f"tensor {first!r}: config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
         )
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
-
-
-def _refuse_strays(source: TensorSource, seen: Scan, prefix: str, mtp: list[int]) -> None:
-    outside = tuple(f"{prefix}layers.{n}." for n in mtp)
-    for name in seen.strays:
-        if name.startswith(prefix) and not name.startswith(outside or ("\0",)):
-            raise InputError(
-                f"tensor {name!r} stands among the experts but is none of their parts; "
-                "remove it, or describe this model with --arch-file"
-            )
-
-
-def _refuse_gaps(source: TensorSource, arch: Arch, seen: Scan, prefix: str, layers: list[int]) -> None:
-    """A layer that has a router but no experts, or that is not there at all, was lost."""
-    limit = cfg.number(source.config, arch.layers)
-    style = seen.layers[prefix, layers[0]].style
-    for n in range(limit[1] if limit and "{prefix}" in getattr(style, style.parts[0]) else 0):
-        if n in layers:
-            continue
-        part = name_of(style, prefix, style.parts[0], n, 0)
-        if (prefix, n) in seen.routers:
-            raise InputError(
-                f"{source.root}: layer {n} has a router but no experts ({part!r} is missing); download it again"
-            )
-        if n > min(layers) and (prefix, n) not in seen.present:
-            raise InputError(f"{source.root}: layer {n} is missing ({part!r} and all else); download the model again")
 
 
 def _names(layer: Layer) -> Iterable[str]:

@@ -43,6 +43,7 @@ NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 ROUTER = re.compile(r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.")
+ROUTED = re.compile(r"(?:^|\.)experts\.")
 SHARED = re.compile(r"\.shared?_(?:expert|mlp)")
 
 
@@ -62,16 +63,18 @@ class Scan:
 
     layers   expert tensors by prefix and layer number.
     mtp      expert tensors of multi-token-prediction blocks that have names of their own.
-    foreign  the first tensor of each kind that no input can be made of: kind, name.
+    foreign  a tensor of each kind that no input can be made of, by kind and layer.
     strays   names that stand among experts but match nothing.
+    others   names that look like routed experts of another part of the model.
     routers  (prefix, layer) that have a router.
     present  (prefix, layer) that have any tensor.
     """
 
     layers: dict[tuple[str, int], Layer] = field(default_factory=dict)
     mtp: list[str] = field(default_factory=list)
-    foreign: dict[str, str] = field(default_factory=dict)
+    foreign: dict[tuple[str, int], str] = field(default_factory=dict)
     strays: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
     routers: set[tuple[str, int]] = field(default_factory=set)
     present: set[tuple[str, int]] = field(default_factory=set)
     shared: bool = False
@@ -113,6 +116,8 @@ def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
             out.mtp.append(name)
         elif inside is not None:
             out.strays.append(name)
+        elif ROUTED.search(shape):
+            out.others.append(name)
         if base is not None:
             key = base, int(NUMBER.findall(name)[0])
             out.present.add(key)
@@ -123,7 +128,7 @@ def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
 
 def _sort(out: Scan, rule: _Rule, layer: int, expert: int, name: str, info: TensorInfo) -> None:
     if rule.role not in ("weight", SCALE, ASIDE):
-        out.foreign.setdefault(rule.role, name)
+        out.foreign.setdefault((rule.role, layer), name)
         return
     found = out.layers.setdefault((rule.prefix, layer), Layer(rule.style))
     if found.style != rule.style:

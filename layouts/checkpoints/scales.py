@@ -69,7 +69,9 @@ def read(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> npt
     values = values.reshape(shape)
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
-        raise InputError(f"tensor {scale.name!r}: scale [{row}, {column}] is {values[row, column]}; download it again")
+        raise InputError(
+            f"{source.shards[scale.shard].path}: tensor {scale.name!r}: scale [{row}, {column}] is {values[row, column]}; download it again"
+        )
     return values
 
 

@@ -77,7 +77,7 @@ def _count(stored: Layer, style: Separate, prefix: str, n: int, said: Said, most
     if last >= count and said is not None:
         part = next(p for p, e in (*stored.weights, *stored.scales) if e == last)
         name = name_of(style, prefix, part, n, last)
-        raise InputError(f"tensor {name!r} is one expert too many: config.json says {said[0]} = {count}")
+        raise InputError(f"tensor {name!r} is one expert too many: config.json says {said[0]} = {said[1]}")
     for part in style.parts:
         for expert in range(count):
             if (part, expert) not in stored.weights:
