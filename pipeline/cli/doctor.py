@@ -250,7 +250,14 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
     ]
 
 
-@click.command()
+EPILOG = """\b
+Examples:
+  ktconvert doctor
+  ktconvert doctor --disk /models --json
+"""
+
+
+@click.command("doctor", epilog=EPILOG)
 @click.option(
     "--disk",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -22,6 +22,7 @@ from ktconvert.pipeline.stages.ordered import in_order
 
 NAME = "cpu_experts"
 VERSION = 1
+READ_AHEAD = 64 << 20  # bytes of input that the disk is asked for before they are needed
 Array = npt.NDArray[np.uint8]
 
 
@@ -124,7 +125,7 @@ def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
             file.write_at(offsets[item], weights)
             return weights, item_scales
 
-        for item, _, (weights, item_scales) in in_order(context.pool, _items(job), _slots(job, context), make):
+        for item, _, (weights, item_scales) in in_order(context.pool, _read_ahead(job), _slots(job, context), make):
             file.skip(weights)
             scales.append(item_scales.copy())
             _advance(job, item, context)
@@ -150,7 +151,7 @@ def write_folder(unit: Unit, partial: Path, context: Context) -> Result:
         return written
 
     files: list[Written] = []
-    for item, _, written in in_order(context.pool, _items(job), _slots(job, context), make):
+    for item, _, written in in_order(context.pool, _read_ahead(job), _slots(job, context), make):
         files += written
         _advance(job, item, context)
     publish.sync_tree(partial)
@@ -161,6 +162,20 @@ def _items(job: Job) -> Iterator[tuple[int, str]]:
     for expert in range(job.start, job.stop):
         for projection in PROJECTIONS:
             yield expert, projection
+
+
+def _read_ahead(job: Job) -> Iterator[tuple[int, str]]:
+    """The items, while the system is told which experts come soon: on a cold cache the disk then works all the time."""
+    layer, source = job.grid.layer, job.model.source
+    each = sum(t.nbytes for t in job.model.expert_tensors(layer, job.start))
+    ahead = max(1, READ_AHEAD // each)
+    told = job.start
+    for expert, projection in _items(job):
+        while told < min(expert + ahead + 1, job.stop):
+            for info in job.model.expert_tensors(layer, told):
+                source.prefetch(info)
+            told += 1
+        yield expert, projection
 
 
 def _slots(job: Job, context: Context) -> list[Buffers]:
@@ -188,7 +203,7 @@ def _split(
 def _pack(job: Job, item: tuple[int, str], buffers: Buffers) -> tuple[Array, npt.NDArray[np.float32]]:
     """Quantize one projection of one expert into the buffers; returns the parts of them that are used."""
     expert, projection = item
-    linear = getattr(job.model.expert(job.grid.layer, expert), projection)
+    linear = job.model.linear(job.grid.layer, expert, projection)
     w = s = 0
     for part, weight, scale in _split(job, item, buffers.weights, buffers.scales):
         piece = part.of(linear, job.grid.numa)
@@ -234,7 +249,7 @@ def _sampled_error(job: Job) -> dict[str, Any]:
 
 def measure_error(model: MoeModel, layout: Layout, grid: ExpertGrid, expert: int, projection: str) -> dict[str, float]:
     """Quantize one projection again and compare with the source: {"relative_error": ||x-y||/||x||, "cosine": x.y/(||x|| ||y||)}."""
-    linear = getattr(model.expert(grid.layer, expert), projection)
+    linear = model.linear(grid.layer, expert, projection)
     sums = np.zeros(4)
     for part in grid.parts(expert, projection)[: grid.numa]:
         piece = part.of(linear, grid.numa)

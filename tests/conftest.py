@@ -1,0 +1,132 @@
+"""Shared fixtures: small checkpoints of any encoding and way of storage, and the real command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
+DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def example() -> Path:
+    """The bundled trained model: 2 layers, 8 experts, H = I = 256, BF16."""
+    return EXAMPLE
+
+
+@pytest.fixture(scope="session")
+def cli() -> Cli:
+    """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
+
+    def run(
+        *arguments: object, code: int | None = 0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, **(env or {})},
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        if code is not None:
+            assert done.returncode == code, f"exit code {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def write_safetensors() -> Write:
+    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks come as unsigned bits."""
+
+    def write(path: Path, tensors: dict[str, tuple[str, npt.NDArray[Any]]]) -> Path:
+        table: dict[str, Any] = {}
+        offset = 0
+        for name, (dtype, array) in tensors.items():
+            table[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+            offset += array.nbytes
+        text = json.dumps(table).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, array in tensors.values():
+                file.write(np.ascontiguousarray(array).tobytes())
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def write_qwen(write_safetensors: Write) -> Write:
+    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}}, dtype="BF16")."""
+
+    def write(folder: Path, layers: dict[int, dict[str, npt.NDArray[Any]]], dtype: str = "BF16", **config: Any) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        first = next(iter(layers.values()))
+        experts, width, hidden = first["gate"].shape
+        document = {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_hidden_layers": max(layers) + 1,
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "hidden_size": hidden,
+            "moe_intermediate_size": width,
+            "mlp_only_layers": [n for n in range(max(layers)) if n not in layers],
+            "hidden_act": "silu",
+        }
+        (folder / "config.json").write_text(json.dumps(document | config))
+        tensors: dict[str, tuple[str, npt.NDArray[Any]]] = {}
+        for layer, stacked in layers.items():
+            for expert in range(experts):
+                for projection, array in stacked.items():
+                    base, _, suffix = projection.partition(".")
+                    name = f"model.layers.{layer}.mlp.experts.{expert}.{base}_proj.{suffix or 'weight'}"
+                    tensors[name] = (dtype if not suffix else "F32", array[expert])
+            tensors[f"model.layers.{layer}.input_layernorm.weight"] = ("BF16", np.full(hidden, 0x3F80, np.uint16))
+        tensors["model.embed_tokens.weight"] = ("BF16", np.zeros((16, hidden), np.uint16))
+        write_safetensors(folder / "model.safetensors", tensors)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def random_experts() -> Callable[..., dict[str, npt.NDArray[Any]]]:
+    """Random BF16 bits of one layer: random_experts(E, H, I, seed) -> {"gate", "up", "down"}."""
+
+    def make(experts: int, hidden: int, width: int, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
+        rng = np.random.default_rng(seed)
+        shapes = {"gate": (experts, width, hidden), "up": (experts, width, hidden), "down": (experts, hidden, width)}
+        normal = {
+            name: rng.standard_normal(shape).astype(np.float32) * np.float32(0.02) for name, shape in shapes.items()
+        }
+        return {name: (x.view(np.uint32) >> 16).astype(np.uint16) for name, x in normal.items()}
+
+    return make
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its relative path."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="session")
+def read_tree() -> Callable[[Path], dict[str, bytes]]:
+    """All files below a folder with their bytes."""
+    return tree

@@ -1,0 +1,255 @@
+"""The command line as a user of kt-kernel's scripts meets it: their examples, their spellings, what is said and where."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.quantizers import reference
+
+# kt-kernel's scripts README, every example of convert_cpu_weights.py (0.7.2), and merge_cpu_weights.py as its --help describes it:
+# only the program's name and the paths differ. {bf16}, {fp16}, {fp8} are checkpoints, {out} the output, {loose} an earlier loose output.
+EXAMPLES = {
+    "bf16 to int4": "cpu --input-path {bf16} --input-type bf16 --output {out} --quant-method int4",
+    "fp16 to int8": "cpu --input-path {fp16} --input-type fp16 --output {out} --quant-method int8",
+    "fp8 to int4": "cpu --input-path {fp8} --input-type fp8 --output {out} --quant-method int4",
+    "low memory": "cpu --input-path {bf16} --input-type bf16 --output {out} --quant-method int4 --no-merge-safetensor",
+    "resume layer": "cpu --input-path {bf16} --input-type bf16 --output {out} --quant-method int4 --no-merge-safetensor --resume-layer 1",
+    "DeepSeek-V3.1": "cpu --input-path {fp8} --input-type fp8 --output {out} --quant-method int4 "
+    "--cpuinfer-threads 60 --threadpool-count 2",
+    "Qwen3-Next-80B": "cpu --input-path {bf16} --input-type bf16 --output {out} --quant-method int4 "
+    "--cpuinfer-threads 60 --threadpool-count 2 --no-merge-safetensor",
+    "merge": "merge --input-path {loose} --output {out}",
+    "merge with original": "merge -i {loose} -o {out} --original-path {bf16} --max-tensors 3000",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path, write_qwen: Any) -> dict[str, Path]:
+    """A checkpoint of each input type, and a loose output."""
+    root = tmp_path_factory.mktemp("models")
+    rng = np.random.default_rng(1)
+    plain = {p: rng.standard_normal((2, 256, 256)).astype(np.float16) for p in ("gate", "up", "down")}
+    fp8: dict[str, Any] = {}
+    for projection in plain:
+        fp8[projection] = rng.integers(0, 0x7F, (2, 256, 256), dtype=np.uint8)
+        fp8[f"{projection}.weight_scale_inv"] = rng.uniform(1e-3, 1e-2, (2, 2, 2)).astype(np.float32)
+    found = {
+        "bf16": example,
+        "fp16": write_qwen(root / "fp16", {0: {p: x.view(np.uint16) for p, x in plain.items()}}, "F16"),
+        "fp8": write_qwen(root / "fp8", {0: fp8}, "F8_E4M3", quantization_config={"weight_block_size": [128, 128]}),
+        "loose": root / "loose",
+    }
+    cli("cpu", "-i", example, "-o", found["loose"], "--no-merge-safetensor")
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_kt_kernels_readme(name: str, places: dict[str, Path], tmp_path: Path, cli: Any) -> None:
+    line = EXAMPLES[name].format(out=tmp_path / "out", **places)
+    cli(*shlex.split(line))
+    loose = "--no-merge" in line
+    assert bool(list((tmp_path / "out").glob("*.safetensors"))) != loose
+    assert ((tmp_path / "out" / "_layer_1").is_dir()) == loose
+    if name == "resume layer":
+        assert not (tmp_path / "out" / "_layer_0").exists()
+
+
+def test_other_spellings(places: dict[str, Path], tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
+    cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", "int8", "--threadpool-count", 1)
+    cli(
+        "cpu",
+        "--input_path",
+        example,
+        "--output",
+        tmp_path / "b",
+        "--QUANT_METHOD",
+        "INT8",
+        "--threadpool_count",
+        1,
+        "--input-type",
+        "BF16",
+    )
+    assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
+
+
+def test_flags_that_mean_nothing_here_are_noted(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli(
+        "cpu",
+        "-i",
+        example,
+        "-o",
+        tmp_path / "a",
+        "--gpu",
+        "--fp8-expert-batch",
+        4,
+        "--profile",
+        "--cpuinfer-threads",
+        4096,
+    )
+    for flag in ("--gpu", "--fp8-expert-batch", "--profile", "--cpuinfer-threads 4096"):
+        assert f"note: {flag}" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8"])
+def test_methods_that_kt_kernel_has_and_we_have_not(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)
+    assert "int4 (AMXINT4) and int8 (AMXINT8)" in done.stderr
+
+
+def test_a_wrong_input_type_says_what_was_found(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--input-type", "fp8", code=5)
+    assert "BF16" in done.stderr
+
+
+def test_the_first_line_names_this_machines_numa_count(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--threadpool-count", 2, "--dry-run")
+    from ktconvert.pipeline import machine
+
+    nodes = len(machine.numa_nodes())
+    if nodes != 2:
+        assert f"--threadpool-count {nodes}" in done.stderr.splitlines()[0]
+
+
+def test_dry_run_writes_nothing_and_tells_the_graph(tmp_path: Path, cli: Any, example: Path) -> None:
+    out = tmp_path / "out"
+    done = cli("cpu", "-i", example, "-o", out, "--dry-run")
+    assert re.search(r"source -> cpu_experts: .* 2 units, 2 to run", done.stdout)
+    assert "cpu_experts -> assemble" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    plan = json.loads(cli("cpu", "-i", example, "-o", out, "--dry-run", "--json").stdout.splitlines()[-1])
+    assert [u["unit"] for u in plan["units"]] == ["cpu_experts.layer-000", "cpu_experts.layer-001"]
+    assert all(not u["done"] and u["reason"] == "not made yet" for u in plan["units"])
+    assert plan["bytes_in"] == 2 * 8 * 3 * 256 * 256 * 2
+    cli("cpu", "-i", example, "-o", out)
+    assert "nothing to do" in cli("cpu", "-i", example, "-o", out, "--dry-run").stdout
+    assert "nothing to do" in cli("cpu", "-i", example, "-o", out).stderr
+    assert "nothing to do" in cli("resume", out).stderr
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--dry-run", code=7)
+
+
+def test_json_gives_one_event_per_line_and_words_go_to_stderr(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--json")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    kinds = [e["event"] for e in events]
+    assert kinds.count("start") == kinds.count("done") == 2
+    assert kinds[-1] == "finished"
+    assert events[-1]["bytes"] > 0
+    failed = cli("cpu", "-i", tmp_path / "none", "-o", tmp_path / "x", "--json", code=5)
+    assert json.loads(failed.stdout.splitlines()[-1])["exit_code"] == 5
+
+
+def test_quiet_says_nothing(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "-q")
+    assert done.stdout == done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["cpu"], 2),
+        (["cpu", "-i", "{example}", "-o", "{out}", "--quant-method", "int5"], 2),
+        (["cpu", "-i", "{example}", "-o", "{out}", "--no-merge-safetensor", "--non-experts", "copy"], 2),
+        (["cpu", "-i", "{example}", "-o", "{example}"], 2),
+        (["cpu", "-i", "{example}", "-o", "{example}/sub"], 2),
+        (["cpu", "-i", "{out}/missing", "-o", "{out}"], 5),
+        (["merge", "-i", "{example}", "-o", "{out}"], 5),
+        (["resume", "{out}"], 7),
+        (["nonsense"], 2),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(
+    arguments: list[str], code: int, tmp_path: Path, cli: Any, example: Path
+) -> None:
+    done = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
+    assert done.stdout == ""
+    assert done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_forced_isa_that_is_not_there_is_an_error(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "out", env={"KTCONVERT_ISA": "avx1024"}, code=2)
+    assert "avx1024" in done.stderr
+    assert "scalar" in done.stderr
+
+
+def test_version_names_what_matters(cli: Any) -> None:
+    lines = cli("--version").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "ktconvert",
+        "Python",
+        "platform",
+        "instruction",
+        "torch",
+        "kt-kernel",
+    ]
+
+
+def test_help_has_examples_and_exit_codes(cli: Any) -> None:
+    assert "130/143" in cli("--help").stdout
+    for command in ("cpu", "merge", "resume", "verify", "inspect", "doctor"):
+        assert "Examples:" in cli(command, "--help").stdout, command
+
+
+def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
+    repo = tmp_path / "hub" / "models--org--tiny"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "refs").mkdir()
+    snapshot = repo / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
+    for number, file in enumerate(sorted(example.iterdir())):
+        blob = repo / "blobs" / f"blob{number}"
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(f"../../blobs/blob{number}")
+    env = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    cli("cpu", "-i", "org/tiny", "-o", tmp_path / "out", env=env)
+    assert "base_model: org/tiny" in (tmp_path / "out" / "README.md").read_text()
+    cli("cpu", "-i", example, "-o", tmp_path / "local")
+    ours, local = read_tree(tmp_path / "out"), read_tree(tmp_path / "local")
+    for name in local:
+        if name.startswith("model-"):
+            assert ours[name][-1000:] == local[name][-1000:]
+    assert "HF_HUB_OFFLINE" in cli("cpu", "-i", "org/absent", "-o", tmp_path / "x", env=env, code=5).stderr
+
+
+def test_an_architecture_of_the_users_own(
+    tmp_path: Path, cli: Any, write_safetensors: Any, random_experts: Any
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    experts = random_experts(2, 128, 128)
+    tensors = {
+        f"net.block.0.moe.{e}.{name}": ("BF16", experts[p][e])
+        for e in range(2)
+        for p, name in (("gate", "a"), ("up", "b"), ("down", "c"))
+    }
+    write_safetensors(source / "model.safetensors", tensors)
+    config = {
+        "model_type": "mine",
+        "hidden_size": 128,
+        "num_hidden_layers": 1,
+        "num_experts": 2,
+        "moe_intermediate_size": 128,
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    cli("cpu", "-i", source, "-o", tmp_path / "x", "--threadpool-count", 1, code=3)
+    row = tmp_path / "mine.toml"
+    row.write_text(
+        'name = "Mine"\nmatches = ["mine"]\n\n[[stored]]\nstyle = "separate"\n'
+        'gate = "net.block.{layer}.moe.{expert}.a"\nup = "net.block.{layer}.moe.{expert}.b"\ndown = "net.block.{layer}.moe.{expert}.c"\n'
+    )
+    cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, "--arch-file", row)
+    from safetensors.numpy import load_file
+
+    shard = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    weight, scale = reference.quantize_pack(4, experts["down"][1])
+    assert shard["blk.0.ffn_down_exps.1.numa.0.weight"].tobytes() == weight.tobytes()
+    assert shard["blk.0.ffn_down_exps.1.numa.0.scale"].tobytes() == scale.tobytes()

@@ -1,0 +1,279 @@
+"""`ktconvert cpu` on real files: the bytes that come out, whatever went in, on every instruction set and any number of threads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from ktconvert.native_quant import kernels
+from ktconvert.quantizers import reference
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(p.name.removesuffix(".safetensors") for p in GOLDEN.glob("*_t?.safetensors") if "backward" not in p.name)
+
+
+def stored(path: Path) -> dict[str, tuple[str, Any]]:
+    """All tensors of a file with their dtypes; what NumPy lacks as unsigned bits."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header.pop("__metadata__", None)
+    kinds = {"BF16": np.uint16, "I8": np.int8, "F32": np.float32, "I64": np.int64, "U8": np.uint8, "F8_E4M3": np.uint8}
+    data = raw[8 + length :]
+    return {
+        name: (e["dtype"], np.frombuffer(data[slice(*e["data_offsets"])], kinds[e["dtype"]]).reshape(e["shape"]))
+        for name, e in header.items()
+    }
+
+
+def bits_of(path: Path) -> dict[str, Any]:
+    """All tensors of a file."""
+    return {name: array for name, (_, array) in stored(path).items()}
+
+
+def merged(folder: Path) -> dict[str, Any]:
+    """All tensors of a merged output."""
+    found: dict[str, Any] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(shard)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+def same_bytes(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Same names, dtypes, shapes and bits."""
+    assert ours.keys() == theirs.keys()
+    for name, want in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (want.dtype, want.shape), name
+        assert ours[name].tobytes() == want.tobytes(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+    golden = bits_of(GOLDEN / f"{case}.safetensors")
+    stacked = {p: golden[f"in.{p}"] for p in ("gate", "up", "down")}
+    source = write_qwen(tmp_path / "in", {0: stacked})
+    method = "int4" if "int4" in case else "int8"
+    cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, "--threadpool-count", case[-1])
+    same_bytes(merged(tmp_path / "out"), {k: v for k, v in golden.items() if k.startswith("blk.")})
+
+
+@pytest.mark.parametrize("case", ["amx_int4.v1.backward_t2", "amx_int8.v1.backward_t1"])
+def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+    golden = bits_of(GOLDEN / f"{case}.safetensors")
+    source = write_qwen(tmp_path / "in", {0: {p: golden[f"in.{p}"] for p in ("gate", "up", "down")}})
+    method, parts = ("int4" if "int4" in case else "int8"), case[-1]
+    options = ["--quant-method", method, "--threadpool-count", parts, "--save-backward-weights"]
+    cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
+    ours = {str(p.relative_to(tmp_path / "loose")): p.read_bytes() for p in (tmp_path / "loose").rglob("*.kt")}
+    theirs = {k.removeprefix("file:"): v.tobytes() for k, v in golden.items() if k.startswith("file:")}
+    backward = {name: data for name, data in ours.items() if "_bwd_" in name}
+    assert theirs
+    assert {name: ours[name] for name in theirs} == theirs
+    assert backward.keys() == {name for name in theirs if "_bwd_" in name}
+
+    cli("cpu", "-i", source, "-o", tmp_path / "direct", *options)
+    cli("merge", "-i", tmp_path / "loose", "-o", tmp_path / "merged", "--max-tensors", 7)
+    same_bytes(merged(tmp_path / "merged"), merged(tmp_path / "direct"))
+    assert any("_bwd_exps" in name for name in merged(tmp_path / "direct"))
+
+
+def test_every_instruction_set_and_thread_count_gives_the_same_output(
+    tmp_path: Path, cli: Any, example: Path, read_tree: Any
+) -> None:
+    runs = [(isa, threads) for isa in kernels.available_isas() for threads in (1, 2)]
+    trees = []
+    for isa, threads in runs:
+        out = tmp_path / f"{isa}-{threads}"
+        cli("cpu", "-i", example, "-o", out, "--cpuinfer-threads", threads, env={"KTCONVERT_ISA": isa})
+        trees.append(read_tree(out))
+    assert all(t == trees[0] for t in trees)
+
+
+def test_output_does_not_depend_on_where_and_when(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(example, copy)
+    cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", "int8")
+    cli("cpu", "-i", copy, "-o", tmp_path / "deep" / "b", "--quant-method", "int8", "--max-memory", "500MiB")
+    first = read_tree(tmp_path / "a")
+    assert first == read_tree(tmp_path / "deep" / "b")
+    assert not any(str(tmp_path).encode() in data for data in first.values())
+
+
+@pytest.mark.parametrize("dtype", ["F16", "F32"])
+def test_other_floats_are_rounded_to_bf16_first(dtype: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+    rng = np.random.default_rng(5)
+    kind = np.float16 if dtype == "F16" else np.float32
+    wide = {p: rng.standard_normal((2, 128, 128)).astype(kind) for p in ("gate", "up", "down")}
+    rounded = {p: reference.f32_to_bf16(x.astype(np.float32)) for p, x in wide.items()}
+    stored = {p: x.view(np.uint16) if dtype == "F16" else x for p, x in wide.items()}
+    cli("cpu", "-i", write_qwen(tmp_path / "a", {0: stored}, dtype), "-o", tmp_path / "oa", "--threadpool-count", 1)
+    cli("cpu", "-i", write_qwen(tmp_path / "b", {0: rounded}), "-o", tmp_path / "ob", "--threadpool-count", 1)
+    same_bytes(merged(tmp_path / "oa"), merged(tmp_path / "ob"))
+
+
+@pytest.mark.parametrize(("hidden", "width", "block"), [(256, 256, (128, 128)), (384, 256, (100, 72))])
+def test_fp8_blocks_are_decoded_and_the_scale_may_sit_in_another_shard(
+    hidden: int, width: int, block: tuple[int, int], tmp_path: Path, cli: Any, write_qwen: Any, write_safetensors: Any
+) -> None:
+    rng = np.random.default_rng(6)
+    shapes = {"gate": (2, width, hidden), "up": (2, width, hidden), "down": (2, hidden, width)}
+    stacked: dict[str, Any] = {}
+    decoded: dict[str, Any] = {}
+    for projection, (experts, n, k) in shapes.items():
+        codes = rng.integers(0, 256, (experts, n, k), dtype=np.uint8)
+        codes[(codes & 0x7F) == 0x7F] = 0
+        grid = (experts, -(-n // block[0]), -(-k // block[1]))
+        scales = rng.uniform(1e-4, 1e-2, grid).astype(np.float32)
+        stacked |= {projection: codes, f"{projection}.weight_scale_inv": scales}
+        spread = scales.repeat(block[0], 1)[:, :n].repeat(block[1], 2)[:, :, :k]
+        decoded[projection] = reference.f32_to_bf16(reference.fp8_e4m3_to_f32(codes) * spread)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    source = write_qwen(tmp_path / "fp8", {0: stacked}, "F8_E4M3", **config)
+
+    one = source / "model.safetensors"
+    tensors = stored(one)
+    one.unlink()
+    weight_map = {n: f"model-0000{2 if 'scale_inv' in n else 1}-of-00002.safetensors" for n in tensors}
+    for shard in set(weight_map.values()):
+        write_safetensors(source / shard, {n: t for n, t in tensors.items() if weight_map[n] == shard})
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    plain = write_qwen(tmp_path / "bf16", {0: decoded})
+    for method, parts in (("int8", 2), ("int4", 1)):
+        options = ["--quant-method", method, "--threadpool-count", parts]
+        done = cli("cpu", "-i", source, "-o", tmp_path / f"a-{method}", "--input-type", "fp8", *options)
+        assert "BF16 release" in done.stderr
+        assert "BF16 release" in (tmp_path / f"a-{method}" / "README.md").read_text()
+        cli("cpu", "-i", plain, "-o", tmp_path / f"b-{method}", *options)
+        same_bytes(merged(tmp_path / f"a-{method}"), merged(tmp_path / f"b-{method}"))
+    told = json.loads((tmp_path / "a-int8" / "config.json").read_text())
+    assert told["quantization_config"]["method"] == "AMXINT8"
+    assert told["original_quantization_config"] == config["quantization_config"]
+
+
+@pytest.mark.parametrize("input_major", [True, False])
+def test_fused_checkpoints_give_the_bytes_of_separate_ones(
+    input_major: bool, tmp_path: Path, cli: Any, write_qwen: Any, write_safetensors: Any, random_experts: Any
+) -> None:
+    experts = random_experts(3, 128, 256, seed=9)
+    plain = write_qwen(tmp_path / "plain", {0: experts})
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    gate_up = np.concatenate([experts["gate"], experts["up"]], axis=1)
+    down = experts["down"]
+    if input_major:
+        gate_up, down = gate_up.transpose(0, 2, 1), down.transpose(0, 2, 1)
+    prefix = "model.language_model.layers.0.mlp.experts."
+    write_safetensors(
+        fused / "model.safetensors",
+        {f"{prefix}gate_up_proj": ("BF16", gate_up), f"{prefix}down_proj": ("BF16", down)},
+    )
+    config = json.loads((plain / "config.json").read_text())
+    model = "qwen3_vl_moe" if input_major else "qwen3_5_moe"
+    (fused / "config.json").write_text(
+        json.dumps({"model_type": model, "text_config": config | {"model_type": model + "_text"}})
+    )
+    for source in (plain, fused):
+        cli("cpu", "-i", source, "-o", tmp_path / f"o-{source.name}", "--quant-method", "int8")
+    same_bytes(merged(tmp_path / "o-fused"), merged(tmp_path / "o-plain"))
+
+
+def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path) -> None:
+    out = tmp_path / "out"
+    cli("cpu", "-i", example, "-o", out, "--max-shard-size", "300KB", "--non-experts", "copy")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    manifest = json.loads((out / "manifest.json").read_text())
+    shards = sorted(p.name for p in out.glob("*.safetensors"))
+    assert shards == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    assert len(shards) > 4
+    total, keys = 0, {}
+    for shard in shards:
+        with safe_open(out / shard, "np") as file:
+            metadata = file.metadata()
+            assert metadata["format"] == "pt"
+            assert metadata["method"] == "AMXINT4"
+            assert metadata["numa"] == "2"
+            keys |= dict.fromkeys(file.keys(), shard)
+        header = int.from_bytes((out / shard).read_bytes()[:8], "little")
+        assert (8 + header) % 4096 == 0
+        total += (out / shard).stat().st_size - 8 - header
+    assert index["weight_map"] == dict(sorted(keys.items()))
+    assert index["metadata"]["total_size"] == total
+    assert {f["name"]: f["size"] for f in manifest["files"]} == {
+        p.name: p.stat().st_size for p in out.iterdir() if p.name != "manifest.json"
+    }
+    source = bits_of(example / "model.safetensors")
+    carried = {k: v for shard in shards for k, v in bits_of(out / shard).items() if "_exps" not in k}
+    wanted = {
+        n.replace("model.layers.", "blk.").replace("model.", ""): v
+        for n, v in source.items()
+        if ".mlp.experts." not in n
+    }
+    same_bytes(carried, wanted)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (example / name).read_bytes()
+    assert all(p.stat().st_mode & 0o444 == 0o444 for p in out.iterdir())
+
+
+def test_some_layers_keep_their_numbers(tmp_path: Path, cli: Any, example: Path) -> None:
+    cli("cpu", "-i", example, "-o", tmp_path / "all")
+    cli("cpu", "-i", example, "-o", tmp_path / "one", "--layers", "1")
+    whole = merged(tmp_path / "all")
+    same_bytes(merged(tmp_path / "one"), {k: v for k, v in whole.items() if k.startswith("blk.1.")})
+    assert "3-7" in cli("cpu", "-i", example, "-o", tmp_path / "x", "--layers", "3-7", code=2).stderr
+
+
+@pytest.mark.parametrize(("projection", "expert", "row", "column"), [("gate", 1, 200, 3), ("down", 0, 5, 255)])
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC1])
+def test_non_finite_weights_are_refused_by_name_and_place(
+    projection: str,
+    expert: int,
+    row: int,
+    column: int,
+    bits: int,
+    tmp_path: Path,
+    cli: Any,
+    write_qwen: Any,
+    random_experts: Any,
+) -> None:
+    experts = random_experts(2, 256, 256)
+    experts[projection][expert, row, column] = bits
+    source = write_qwen(tmp_path / "in", {0: experts})
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", code=5)
+    assert f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight" in done.stderr
+    assert f"row {row}, column {column}" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_of_zeros_is_fine(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
+    experts = random_experts(2, 128, 128)
+    experts["up"][1, 7] = 0
+    cli("cpu", "-i", write_qwen(tmp_path / "in", {0: experts}), "-o", tmp_path / "out", "--threadpool-count", 1)
+    assert merged(tmp_path / "out")["blk.0.ffn_up_exps.1.numa.0.scale"][7] == 0
+
+
+def test_illegal_numa_counts_name_the_legal_ones(
+    tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
+) -> None:
+    source = write_qwen(tmp_path / "in", {0: random_experts(2, 256, 384)})
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", code=3)
+    assert "384/2 = 192" in done.stderr
+    assert "int4 (AMXINT4) takes --threadpool-count 1, 3" in done.stderr
+    assert "int8 (AMXINT8) takes --threadpool-count 1, 2, 3, 6" in done.stderr
+    assert not (tmp_path / "out.work").exists()
+    cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 3)
+
+
+def test_memory_that_does_not_suffice_is_said(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--max-memory", "10MB", code=4)
+    assert "--max-memory" in done.stderr
+    assert not (tmp_path / "out").exists()
