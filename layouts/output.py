@@ -169,7 +169,7 @@ def open_output(root: Path) -> Output:
     """
     if not root.is_dir() or not is_output(root):
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
-    made = manifest.read(root)
+    made = _trusted(root)
     shards = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.safetensors")
@@ -234,6 +234,28 @@ def files_of(root: Path) -> Iterator[str]:
             yield (Path(folder) / name).relative_to(root).as_posix()
 
 
+def _trusted(root: Path) -> dict[str, Any] | None:
+    """The manifest, if what is asked of it has the types that it must have. Raises VerificationError."""
+    made = manifest.read(root)
+    if made is None:
+        return None
+    facts = made["model"]
+    sizes = [facts.get(name) for name in ("experts", "hidden", "intermediate")]
+    good = (
+        isinstance(made.get("command"), str)
+        and isinstance(made.get("tool"), dict)
+        and isinstance(facts.get("numa"), int)
+        and all(type(n) is int for name in ("layers", "kept_layers") for n in facts.get(name, []))
+        and all(isinstance(size, int | list | str) for size in sizes)
+        and all(isinstance(file, dict) for file in made["source"])
+    )
+    if not good:
+        raise VerificationError(
+            f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
+        )
+    return made
+
+
 def _json(root: Path, name: str, damaged: dict[str, str]) -> dict[str, Any]:
     try:
         tree = json.loads((root / name).read_bytes())
@@ -291,6 +313,7 @@ def _walk_shards(output: Output) -> None:
 
 def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
     for layer, folder in folders.items():
+        before = len(output.tensors)
         for path in sorted(_below(folder)):
             name = path.relative_to(output.root).as_posix()
             node = loose.NUMA.fullmatch(path.parent.name)
@@ -307,6 +330,8 @@ def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
             what = "weight" if match["what"] == "quant" else "scale"
             dtype, shape = ("I8", (size,)) if what == "weight" else ("F32", (size // 4,))
             _add(output, output.tensors, (place, what), Stored(name, dtype, shape, name, 0, size))
+        if len(output.tensors) == before:
+            output.damaged[folder.name] = f"{folder.name} holds no .kt files below _numa_N"
 
 
 def _below(folder: Path) -> Iterable[Path]:

@@ -16,6 +16,7 @@ from ktconvert.layouts.output import METHODS, Measure, Output, Place, files_of, 
 from ktconvert.layouts.parts import ExpertGrid
 
 AGAIN = "convert it again with --overwrite"
+MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
 DTYPES = {"weight": "I8", "scale": "F32"}
 LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
 
@@ -102,16 +103,16 @@ def check_index(output: Output) -> Check | None:
             return None  # its absence is told by check_files
         absent = "there is no index, as after merge_cpu_weights.py; kt-kernel needs none"
         return Check("index", "none", notes=(absent,))
+    bad = unreadable(output)
     problems: list[str] = []
     notes: list[str] = []
+    gone = sorted(set(output.weight_map.values()) - {*output.shards, *bad})
+    problems += [f"{INDEX} names {shard}, which is missing" for shard in gone]
     stored = {s.name: s for s in (*output.tensors.values(), *output.others.values())}
     for name, shard in output.weight_map.items():
-        if shard in output.damaged:
+        if shard in bad or shard not in output.shards:
             continue
-        if shard not in output.shards:
-            if not any(shard in problem for problem in problems):
-                problems.append(f"{INDEX} names {shard}, which is missing")
-        elif name not in stored:
+        if name not in stored:
             problems.append(f"{INDEX} names {name} in {shard}, which does not hold it")
         elif stored[name].file != shard:
             problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} holds it")
@@ -123,7 +124,7 @@ def check_index(output: Output) -> Check | None:
     total = sum(s.nbytes for s in stored.values())
     if output.total_size == 0 and output.manifest is None:
         notes.append("the index gives no total size, as kt-kernel writes it")
-    elif output.total_size != total and not output.damaged and not problems:
+    elif output.total_size != total and not bad and not problems:
         problems.append(f"{INDEX} says total_size {output.total_size}, the shards hold {total} bytes")
     return Check("index", f"{len(stored)} tensors, {total} bytes, as in the shards", tuple(problems), tuple(notes))
 
@@ -134,7 +135,8 @@ def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int
     parts = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
     usual = _usual(measure)
-    most = max([e for e, _, _ in measure.shapes.values()] + [e for e in [facts.get("experts")] if isinstance(e, int)])
+    told = facts.get("experts")
+    most = max([told if isinstance(told, int) else 0, *(e for e, _, _ in measure.shapes.values())])
     for layer in sorted({*measure.shapes, *facts.get("layers", []), *facts.get("kept_layers", [])}):
         own = measure.shapes.get(layer, usual)
         experts = own[0] if _by_layer(output, "experts") else most
@@ -146,6 +148,8 @@ def check_tensors(output: Output, measure: Measure) -> Check:
     """Every layer, expert, projection, NUMA part, weight and scale exactly once, with the sizes of one method, T, E, H and I."""
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     problems += [f"{name} in {file}: not a name that kt-kernel reads" for name, file in output.strays]
+    if not output.tensors:
+        return Check("tensors", "", (*problems, "no expert weights are here"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual(measure)
         problems.append(
@@ -153,6 +157,9 @@ def check_tensors(output: Output, measure: Measure) -> Check:
         )
     used: set[tuple[Place, str]] = set()
     for grid, experts in expected(output, measure):
+        if experts > MOST_EXPERTS or grid.numa > MOST_PARTS:
+            problems.append(f"layer {grid.layer} claims {experts} experts in {grid.numa} NUMA parts")
+            break
         for part in grid.all_parts(range(experts)):
             place = place_of(part)
             for what in ("weight", "scale"):
@@ -195,9 +202,8 @@ def _sizes(output: Output, measure: Measure) -> Iterator[str]:
     facts = (output.manifest or {"model": {}})["model"]
     for name, found in said(measure).items():
         told = facts.get(name)
-        if (isinstance(told, (int, str)) and told != "not recorded" and told != found) or (
-            isinstance(told, list) and told != (found if isinstance(found, list) else [found])
-        ):
+        one_or_more = [found] if isinstance(told, list) and not isinstance(found, list) else found
+        if told not in (None, "not recorded", one_or_more):
             yield f"the manifest says {name} {told}, the tensors have {found}"
 
 
