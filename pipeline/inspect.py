@@ -284,7 +284,8 @@ def _output_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["expert_dtypes"]:
         told.append(("made from", ", ".join(found["expert_dtypes"])))
     if found["complete"]:
-        return [*told, ("complete", "yes, by names and sizes; `ktconvert verify` checks every byte")]
+        how = "checks every byte" if found["made_by"] else "--against SOURCE checks the bytes"
+        return [*told, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
     more = f" (and {len(found['problems']) - 1} more)" if len(found["problems"]) > 1 else ""
     return [*told, ("complete", f"no: {found['problems'][0]}{more}")]
 
