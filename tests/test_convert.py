@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -276,4 +278,28 @@ def test_illegal_numa_counts_name_the_legal_ones(
 def test_memory_that_does_not_suffice_is_said(tmp_path: Path, cli: Any, example: Path) -> None:
     done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--max-memory", "10MB", code=4)
     assert "--max-memory" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_breaks_off_under_our_hands_ends_in_a_sentence(
+    tmp_path: Path, write_qwen: Any, random_experts: Any, example: Path
+) -> None:
+    source = write_qwen(tmp_path / "in", {n: random_experts(4, 512, 512, seed=n) for n in range(3)})
+    shard = source / "model.safetensors"
+    program = (
+        "import os, sys\n"
+        "from ktconvert.pipeline.stages import cpu_experts\n"
+        "real = cpu_experts._pack\n"
+        "def pack(*given):\n"
+        f"    os.truncate({str(shard)!r}, 100_000)\n"
+        "    return real(*given)\n"
+        "cpu_experts._pack = pack\n"
+        "from ktconvert.pipeline.cli import main\n"
+        f"sys.argv = ['ktconvert', 'cpu', '-i', {str(source)!r}, '-o', {str(tmp_path / 'out')!r}]\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5, done.stderr
+    assert str(shard) in done.stderr
+    assert "became shorter" in done.stderr
     assert not (tmp_path / "out").exists()

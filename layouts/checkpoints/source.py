@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.safetensors import LFS_MAGIC, REMEDY, read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant import kernels
 
 INDEX = "model.safetensors.index.json"
 
@@ -151,6 +152,8 @@ class TensorSource:
         """Lets go of the mapped files; each is unmapped when the last view of it goes."""
         # Not mmap.close(): numpy's views do not count as exports, and would be left pointing at nothing.
         with self._lock:
+            for mapped in self._maps.values():
+                kernels.unregister_mapping(_address(mapped))
             self._maps.clear()
 
     def __enter__(self) -> TensorSource:
@@ -174,6 +177,7 @@ class TensorSource:
                         f"{shard.path}: cannot be mapped ({e.strerror}); check the disk and start again"
                     ) from None
                 self._maps[index] = mapped
+                kernels.register_mapping(_address(mapped), shard.size, str(shard.path))
             return mapped
 
     def _advise(self, info: TensorInfo, advice: int) -> None:
@@ -340,6 +344,11 @@ def _config(root: Path) -> dict[str, Any]:
             raise InputError(f"{path}: must hold a JSON object; {REMEDY}")
         return tree
     return {}
+
+
+def _address(mapped: mmap.mmap) -> int:
+    """Where the file lies in memory: a page that cannot be read is told by its address."""
+    return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
 def _blob(path: Path) -> str | None:

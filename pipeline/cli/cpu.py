@@ -104,7 +104,7 @@ def cpu(**given: Any) -> None:
         raise UsageError("--non-experts copy needs safetensors; leave out --no-merge-safetensor.")
     if given["no_merge_safetensor"] and given["max_shard_size"]:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
-    options.check_isa()
+    options.check_kernels()
     request = Request(
         command="cpu",
         input=options.stored_input(given["input_path"]),

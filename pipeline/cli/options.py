@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.pipeline import machine
 from ktconvert.pipeline.report import Reporter, size
 
@@ -85,14 +85,19 @@ def stored_input(text: str) -> str:
     return str(path.absolute()) if path.exists() else text
 
 
-def check_isa() -> None:
-    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack."""
+def check_kernels() -> None:
+    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file breaks off."""
     from ktconvert.native_quant import kernels
 
     try:
         kernels.isa()
     except ValueError as error:
         raise UsageError(str(error)) from error
+    kernels.guard_sigbus(
+        "ktconvert: %s: became shorter or could not be read while it was being converted; "
+        "put the file back or check the disk, then run `ktconvert resume`.",
+        InputError.exit_code,
+    )
 
 
 def hashing(told: Reporter) -> Callable[[int], None]:

@@ -51,7 +51,7 @@ def verify(output: Path, **given: Any) -> None:
 
     # stdout is the report's alone: one table, or one JSON object.
     told = Reporter(verbosity=-1 if given["quiet"] else int(given["verbose"]))
-    options.check_isa()
+    options.check_kernels()
     method = given["quant_method"]
     wish = Wish(
         output=output.expanduser().absolute(),
