@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+"""Conversion against copying: `cp -r`, `ktconvert cpu` to int4 and int8, and kt-kernel's own path where it is installed.
+
+python benchmarks/convert.py                       all of it; some 15 GB of disk, some minutes
+python benchmarks/convert.py --size small          a look at one small layer; no figure to quote
+KTCONVERT_PEER_PYTHON=/venv/bin/python python benchmarks/convert.py     with kt-kernel from that venv (else build/peer)
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import measure
+from measure import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 1 << 20
+METHODS = ("int4", "int8")
+NUMA = 2
+SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
+
+# What is to be reached: figure -> (limit, unit). Wall and CPU are ratios to cp in the same rounds.
+TARGETS = {
+    "int4 wall": (0.6, "x cp"),
+    "int4 CPU": (0.8, "x cp"),
+    "int8 wall": (0.9, "x cp"),
+    "int8 CPU": (1.0, "x cp"),
+    "int4 cold wall": (1.0, "x cp"),
+    "int8 cold wall": (1.0, "x cp"),
+    "anonymous": (300, "MiB"),
+    "RSS": (600, "MiB"),
+    "int4 FP8 wall": (1.5, "x BF16, per output byte"),
+    "int8 FP8 wall": (1.5, "x BF16, per output byte"),
+}
+
+HEADING = (
+    f"{'warm':14} {'wall s':>20} {'x cp':>6} {'CPU s':>7} {'user':>6} {'sys':>6} {'hashing':>8} {'x cp':>6} {'without':>8} "
+    f"{'RSS MiB':>8}"
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where things lie, and what is installed."""
+
+    folder: Path
+    bf16: Path
+    fp8: Path
+    peer: str | None
+
+    @property
+    def out(self) -> Path:
+        """Where every run writes."""
+        return self.folder / "out"
+
+    def command(self, what: str, source: Path) -> list[str]:
+        """cp, int4, int8 or peer-int4, peer-int8."""
+        if what == "cp":
+            return ["cp", "-r", "--reflink=never", str(source), str(self.out)]
+        if what.startswith("peer-"):
+            method, threads = f"AMX{what[5:].upper()}", str(max(NUMA, len(os.sched_getaffinity(0))))
+            script = str(ROOT / "benchmarks" / "peer_convert.py")
+            return [str(self.peer), script, str(source), str(self.out), method, str(NUMA), threads]
+        command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(self.out)]
+        return [*command, "--quant-method", what, "--threadpool-count", str(NUMA)]
+
+    def timed(self, what: str, source: Path, *, cold: bool = False, sample: bool = False) -> Run:
+        """One run with its sync, on a quiet disk, from a warm cache or a cold one; its output stays until clear()."""
+        self.clear()
+        files = sorted(source.glob("*.safetensors"))
+        (measure.drop_caches if cold else measure.fill_caches)(files)
+        return measure.run(self.command(what, source), sync=True, sample=sample)
+
+    def clear(self) -> None:
+        """Remove what the last run wrote."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        os.sync()
+
+    def out_bytes(self) -> int:
+        """Bytes of weights that the last run wrote."""
+        return sum(path.stat().st_size for path in self.out.glob("*.safetensors"))
+
+
+def main() -> None:
+    """Make the models, check the bytes, then measure in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, help="models are made and kept here; default: a temporary directory")
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--rounds", type=int, default=5, help="of cp, int4, int8, each in turn")
+    parser.add_argument("--fp8-rounds", type=int, default=3)
+    parser.add_argument("--cold", type=int, default=3, metavar="ROUNDS", help="rounds that begin with a cold cache")
+    parser.add_argument("--peer-rounds", type=int, default=1, help="of kt-kernel, which is slow; 0: without it")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
+        bench = prepare(given.dir or Path(temporary), given.size, with_peer=given.peer_rounds > 0)
+        try:
+            figures = measure_all(bench, given)
+        finally:
+            bench.clear()
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def prepare(folder: Path, size: str, *, with_peer: bool) -> Bench:
+    """Models that are not there yet are made, in a process of their own so that this one stays small."""
+    layers, experts, shards = SIZES[size]
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for dtype, name in (("BF16", "bf16"), ("F8_E4M3", "fp8")):
+        paths[name] = folder / f"qwen3-{name}-{layers}x{experts}"
+        _apart(make_model, paths[name], layers, experts, shards, dtype)
+    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
+    peer = python if with_peer and Path(python).exists() else None
+    return Bench(folder, paths["bf16"], paths["fp8"], peer)
+
+
+def make_model(folder: Path, layers: int, experts: int, shards: int, dtype: str) -> None:
+    """Write one random model."""
+    import models
+
+    tensors, config = models.qwen3(layers, experts, dtype)
+    models.write_model(folder, tensors, config, shards, models.gaussian())
+
+
+def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
+    """Everything in its order; prints as it goes."""
+    about = measure.machine() | {"file_system": measure.filesystem(bench.folder), "size": given.size}
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    hash_rate = _apart(sha256_rate)
+    source_bytes = sum(p.stat().st_size for p in bench.bf16.glob("*.safetensors"))
+    print(f"{bench.bf16.name}: {source_bytes / 1e9:.2f} GB; sha256 {hash_rate / 1e9:.2f} GB/s on one core\n")
+
+    peers, checks, memory, sizes = check(bench, given.peer_rounds)
+    rounds: dict[str, list[Run]] = {what: [] for what in ("cp", *METHODS)}
+    for _ in range(given.rounds):
+        for what, runs in rounds.items():
+            runs.append(bench.timed(what, bench.bf16))
+    cold: dict[str, list[Run]] = {what: [] for what in ("cp", *METHODS)}
+    for _ in range(given.cold):
+        for what, runs in cold.items():
+            runs.append(bench.timed(what, bench.bf16, cold=True))
+    fp8: dict[str, list[Run]] = {}
+    beside: dict[str, list[Run]] = {}
+    for method in METHODS if given.fp8_rounds else ():
+        fp8[method], beside[method] = [], []
+        for _ in range(given.fp8_rounds):
+            fp8[method].append(bench.timed(method, bench.fp8))
+            sizes[f"{method} FP8"] = bench.out_bytes()
+            beside[method].append(bench.timed(method, bench.bf16))
+
+    shown = {**rounds, **{f"peer-{m}": runs for m, runs in peers.items()}}
+    print(HEADING)
+    show(shown, sizes, hash_rate)
+    if given.cold:
+        print("\ncold")
+        show(cold, sizes, hash_rate)
+    if fp8:
+        print("\nFP8 input, and BF16 beside it")
+        show({f"{m} {k}": r[m] for m in METHODS for k, r in (("FP8", fp8), ("BF16", beside))}, sizes, hash_rate, "")
+    reached = reach(rounds, cold, fp8, beside, memory, sizes)
+    print("\ntargets")
+    for name, value in reached.items():
+        limit, unit = TARGETS[name]
+        print(f"  {name:15} {value:7.2f} {unit:24} (at most {limit}: {'met' if value <= limit else 'MISSED'})")
+    return {
+        "machine": about,
+        "sha256_bytes_per_second": hash_rate,
+        "source_bytes": source_bytes,
+        "output_bytes": sizes,
+        "checked": checks,
+        "anonymous_bytes": memory,
+        "runs": {
+            kind: {what: [_plain(r) for r in runs] for what, runs in group.items()}
+            for kind, group in (("warm", shown), ("cold", cold), ("fp8", fp8), ("bf16_beside_fp8", beside))
+        },
+        "targets": {name: {"value": value, "at_most": TARGETS[name][0]} for name, value in reached.items()},
+    }
+
+
+def check(
+    bench: Bench, peer_rounds: int
+) -> tuple[dict[str, list[Run]], dict[str, str], dict[str, int], dict[str, int]]:
+    """Convert once each with memory watched, and compare the bytes with kt-kernel's, else with the source.
+
+    Returns kt-kernel's runs, how each method was checked, anonymous bytes and output bytes by method.
+    """
+    peers: dict[str, list[Run]] = {}
+    checks, memory, sizes = {}, {}, {}
+    theirs = bench.folder / "theirs"
+    for method in METHODS:
+        shutil.rmtree(theirs, ignore_errors=True)
+        if bench.peer:
+            peers[method] = [bench.timed(f"peer-{method}", bench.bf16) for _ in range(peer_rounds)]
+            bench.out.rename(theirs)
+        run = bench.timed(method, bench.bf16, sample=True)
+        memory[method], sizes[method] = run.anonymous, bench.out_bytes()
+        sizes[f"{method} BF16"] = sizes[method]
+        if bench.peer:
+            checks[method] = _apart(same_tensors, theirs, bench.out)
+            sizes[f"peer-{method}"] = 0  # it hashes nothing
+        else:
+            cli = [
+                sys.executable,
+                "-m",
+                "ktconvert.pipeline.cli",
+                "verify",
+                str(bench.out),
+                "--against",
+                str(bench.bf16),
+            ]
+            measure.run(cli)
+            checks[method] = "equal to the source quantized again (ktconvert verify --against)"
+        print(
+            f"{method}: {checks[method]}; {memory[method] / MIB:.0f} MiB anonymous at most, {run.max_rss / MIB:.0f} MiB RSS"
+        )
+    shutil.rmtree(theirs, ignore_errors=True)
+    print()
+    return peers, checks, memory, sizes
+
+
+def same_tensors(theirs: Path, ours: Path) -> str:
+    """Compare two outputs tensor by tensor; raises RuntimeError at the first that differs."""
+    left, right = _tensors(theirs), _tensors(ours)
+    if left.keys() != right.keys():
+        raise RuntimeError(f"other tensors than kt-kernel's: {sorted(left.keys() ^ right.keys())[:3]}")
+    for name, values in left.items():
+        if values != right[name]:
+            raise RuntimeError(f"{name} has other bytes than kt-kernel's")
+    return f"{len(left)} tensors byte for byte kt-kernel's"
+
+
+def _tensors(folder: Path) -> dict[str, memoryview]:
+    """The bytes of every tensor, as views of the mapped files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(bytes(data[8:start])).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = data[start + begin : start + end]
+    return found
+
+
+def sha256_rate() -> float:
+    """Bytes per CPU second of one core on 64 MiB, the best of five."""
+    buffer = bytes(range(256)) * (64 * MIB // 256)
+    best = float("inf")
+    for _ in range(5):
+        begun = time.process_time()
+        hashlib.sha256(buffer).digest()
+        best = min(best, time.process_time() - begun)
+    return len(buffer) / best
+
+
+def show(runs: dict[str, list[Run]], sizes: dict[str, int], hash_rate: float, base: str = "cp") -> None:
+    """One line for each: median (least - most), ratios to `base`."""
+    of = runs.get(base, [])
+    for what, group in runs.items():
+        if not group:
+            continue
+        walls = [r.wall for r in group]
+        against_wall = f"{_median(group, 'wall') / _median(of, 'wall'):6.2f}" if of else ""
+        hashing = sizes.get(what, 0) / hash_rate
+        against_cpu = f"{_median(group, 'cpu') / _median(of, 'cpu'):6.2f}" if of else ""
+        unhashed = f"{(_median(group, 'cpu') - hashing) / _median(of, 'cpu'):8.2f}" if of else ""
+        spread = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
+        print(
+            f"{what:14} {spread:>20} {against_wall:>6} {_median(group, 'cpu'):7.2f} {_median(group, 'user'):6.2f} "
+            f"{_median(group, 'system'):6.2f} {hashing:8.2f} {against_cpu:>6} {unhashed:>8} "
+            f"{max(r.max_rss for r in group) / MIB:8.0f}"
+        )
+
+
+def reach(
+    warm: dict[str, list[Run]],
+    cold: dict[str, list[Run]],
+    fp8: dict[str, list[Run]],
+    beside: dict[str, list[Run]],
+    memory: dict[str, int],
+    sizes: dict[str, int],
+) -> dict[str, float]:
+    """Every figure that has a target and was measured, in the target's unit."""
+    found: dict[str, float] = {}
+    for method in METHODS:
+        if warm["cp"]:
+            found[f"{method} wall"] = _median(warm[method], "wall") / _median(warm["cp"], "wall")
+            found[f"{method} CPU"] = _median(warm[method], "cpu") / _median(warm["cp"], "cpu")
+        if cold["cp"]:
+            found[f"{method} cold wall"] = _median(cold[method], "wall") / _median(cold["cp"], "wall")
+        if fp8:
+            per_byte = _median(fp8[method], "wall") / sizes[f"{method} FP8"]
+            found[f"{method} FP8 wall"] = per_byte / (_median(beside[method], "wall") / sizes[method])
+    ours = [r for group in (warm, cold, fp8) for method in METHODS for r in group.get(method, [])]
+    found["anonymous"] = max(memory.values()) / MIB
+    if ours:
+        found["RSS"] = max(r.max_rss for r in ours) / MIB
+    return {name: found[name] for name in TARGETS if name in found}
+
+
+def _median(runs: list[Run], figure: str) -> float:
+    return float(statistics.median(getattr(r, figure) for r in runs))
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in asdict(run).items() if key != "output"} | {"cpu": run.cpu}
+
+
+def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In a process of its own: a child's peak RSS begins with its parent's, so the one that measures must stay small."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+if __name__ == "__main__":
+    main()

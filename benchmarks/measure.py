@@ -1,0 +1,138 @@
+"""Runs one command and says what it cost: wall and CPU seconds, memory, bytes moved. Standard library only, so that it stays small."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SAMPLE_EVERY = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished command.
+
+    wall       seconds, with the final sync() where one was asked for
+    user       CPU seconds in the process
+    system     CPU seconds in the kernel on its behalf
+    max_rss    bytes; pages of mapped files count
+    anonymous  bytes, the most that was sampled; 0 where nothing was sampled
+    read       bytes asked for with read() (rchar); pages of mapped files do not count. None where the kernel does not say
+    dirtied    bytes of the page cache or disk written (write_bytes); pipes do not count. None where the kernel does not say
+    output     what it printed, both streams
+    """
+
+    wall: float
+    user: float
+    system: float
+    max_rss: int
+    anonymous: int
+    read: int | None
+    dirtied: int | None
+    output: str
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds, user and system."""
+        return self.user + self.system
+
+
+def run(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    sync: bool = False,
+    sample: bool = False,
+    ok: Sequence[int] = (0,),
+) -> Run:
+    """Run a command to its end; `sample` watches its anonymous memory, which costs it a little time.
+
+    Raises RuntimeError with what it printed when it exits with anything but `ok`.
+    """
+    with os.fdopen(os.memfd_create("output"), "w+b") as log:  # no disk: what the command writes there is counted
+        streams = [(os.POSIX_SPAWN_DUP2, log.fileno(), 1), (os.POSIX_SPAWN_DUP2, log.fileno(), 2)]
+        begun = time.perf_counter()
+        pid = os.posix_spawnp(command[0], list(command), dict(os.environ | dict(env or {})), file_actions=streams)
+        anonymous = _watch(pid) if sample else 0
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        moved = _moved(pid)  # of a process that has ended but was not yet waited for
+        _, status, usage = os.wait4(pid, 0)
+        if sync:
+            os.sync()
+        wall = time.perf_counter() - begun
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    code = os.waitstatus_to_exitcode(status)
+    if code not in ok:
+        raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{output[-4000:]}")
+    return Run(
+        wall,
+        usage.ru_utime,
+        usage.ru_stime,
+        usage.ru_maxrss << 10,
+        anonymous,
+        moved.get("rchar"),
+        moved.get("write_bytes"),
+        output,
+    )
+
+
+def _watch(pid: int) -> int:
+    most = 0
+    rollup = Path(f"/proc/{pid}/smaps_rollup")
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        with contextlib.suppress(OSError):  # between its end and our noticing
+            fields = dict(line.split(":", 1) for line in rollup.read_text().splitlines()[1:])
+            most = max(most, int(fields["Anonymous"].split()[0]) << 10)
+        time.sleep(SAMPLE_EVERY)
+    return most
+
+
+def _moved(pid: int) -> dict[str, int]:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+
+
+def drop_caches(paths: Sequence[Path]) -> None:
+    """Let the kernel forget these files' pages, so that the next reader meets the disk."""
+    os.sync()  # only clean pages can be dropped
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def fill_caches(paths: Sequence[Path]) -> None:
+    """Read these files once, so that the next reader does not meet the disk."""
+    buffer = bytearray(4 << 20)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def machine() -> dict[str, str]:
+    """Which machine the figures are of."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": next(models, platform.machine()),
+        "cpus": str(len(os.sched_getaffinity(0))),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": " ".join(f"{n:.1f}" for n in os.getloadavg()),
+    }
+
+
+def filesystem(path: Path) -> str:
+    """The type of the file system that holds `path`, as df names it."""
+    told = subprocess.run(["df", "--output=fstype", str(path)], capture_output=True, text=True, check=False)
+    return told.stdout.split()[-1] if told.returncode == 0 else "unknown"

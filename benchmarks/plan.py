@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""How long a plan takes: --dry-run and inspect on 160 shards with 101,000 tensors, made of headers and holes.
+
+python benchmarks/plan.py [--rounds 3] [--dir DIR] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import measure
+import models
+
+LAYERS, EXPERTS, SHARDS = 67, 256, 160  # DeepSeek-V3's has 61, 256 and 163
+TARGET_SECONDS = 5.0
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3-moe-small"
+CLI = (sys.executable, "-m", "ktconvert.pipeline.cli")
+
+
+def commands(model: Path, scratch: Path) -> dict[str, list[str]]:
+    """What is measured, on one checkpoint."""
+    dry_run = [*CLI, "cpu", "-i", str(model), "-o", str(scratch / "never-made"), "--dry-run"]
+    return {"cpu --dry-run": dry_run, "inspect": [*CLI, "inspect", str(model)]}
+
+
+def main() -> None:
+    """Make the checkpoint, run each command, print seconds and bytes beside the target."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, help="where to make the checkpoint; kept. Default: a temporary directory")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
+        scratch = given.dir or Path(temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
+        model = scratch / "headers-only"
+        tensors, config = models.deepseek(LAYERS, EXPERTS)
+        models.write_model(model, tensors, config, SHARDS)
+        shards = list(model.glob("*.safetensors"))
+        headers = sum(8 + int.from_bytes(path.open("rb").read(8), "little") for path in shards)
+        headers += (model / "model.safetensors.index.json").stat().st_size
+        print(
+            f"{len(shards)} shards, {len(tensors)} tensors, {sum(t.nbytes for t in tensors) / 1e9:.0f} GB of holes; "
+            f"headers and index {headers / 1e6:.1f} MB"
+        )
+        figures = {}
+        small = commands(EXAMPLE, scratch)
+        for name, command in commands(model, scratch).items():
+            bare = measure.run(small[name])  # what Python itself reads
+            runs = [measure.run(command) for _ in range(given.rounds)]
+            wall, cpu = statistics.median(r.wall for r in runs), statistics.median(r.cpu for r in runs)
+            read = runs[-1].read - bare.read if runs[-1].read is not None and bare.read is not None else None
+            met = "met" if wall < TARGET_SECONDS else "MISSED"
+            print(
+                f"{name:14} {wall:.2f} s wall (target < {TARGET_SECONDS:.0f} s: {met}), {cpu:.2f} s CPU, "
+                f"{max(r.max_rss for r in runs) >> 20} MiB RSS; read "
+                + (f"{read / 1e6:.1f} MB ({read / headers:.2f} of headers and index)" if read else "unknown")
+            )
+            figures[name] = {"wall": wall, "cpu": cpu, "read": read, "target_wall": TARGET_SECONDS}
+        if given.json:
+            document = {"machine": measure.machine(), "headers": headers, "commands": figures}
+            given.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

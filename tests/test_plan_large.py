@@ -1,0 +1,144 @@
+"""A plan for 160 shards and 100,000 tensors, made of headers and holes: it holds, it reads the headers alone, and it writes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import mmap
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, SHARDS = 67, 256, 7168, 2048, 160
+MOE = LAYERS - 3  # the first three are dense
+READAHEAD = 1 << 20  # bytes after a header that the kernel may fetch by itself
+
+
+def benchmark(name: str) -> ModuleType:
+    """One file of benchmarks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"ktconvert_benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def measure() -> ModuleType:
+    return benchmark("measure")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint: 750 GB by its headers, some 20 MB on disk."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    models = benchmark("models")
+    tensors, config = models.deepseek(LAYERS, EXPERTS)
+    assert len(tensors) > 100_000
+    models.write_model(folder, tensors, config, SHARDS)
+    return folder
+
+
+def plan(measure: ModuleType, source: Path, output: Path, *more: str) -> tuple[Any, dict[str, Any]]:
+    """What `cpu --dry-run --json` cost, and the plan that it told."""
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(output), "--dry-run"]
+    run = measure.run([*command, "--json", "-q", *more])
+    if run.read is None:
+        pytest.skip("this kernel does not count what a process reads (/proc/PID/io)")
+    events = [json.loads(line) for line in run.output.splitlines() if line.startswith("{")]
+    return run, next(e for e in events if e["event"] == "plan")
+
+
+def header_bytes(folder: Path) -> dict[Path, int]:
+    """Every shard with the size of its header."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found[path] = 8 + int.from_bytes(file.read(8), "little")
+    return found
+
+
+def cached_bytes(path: Path) -> int:
+    """How much of a file lies in the page cache: whoever looked at its weights, by any means, left them there."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapped:
+        pages = -(-len(mapped) // mmap.PAGESIZE)
+        resident = (ctypes.c_ubyte * pages)()
+        start = ctypes.c_char.from_buffer(mapped)
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            code = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), resident)
+        finally:
+            del start
+        assert code == 0, f"mincore: errno {ctypes.get_errno()}"
+        return (pages - bytes(resident).count(b"\0")) * mmap.PAGESIZE
+
+
+def state(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of everything below a folder."""
+    return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*"))
+
+
+def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, measure: ModuleType, model: Path) -> None:
+    output = tmp_path / "never-made"
+    bare, _ = plan(measure, ROOT / "examples" / "qwen3-moe-small", output)  # what Python and the libraries read
+    headers = header_bytes(model)
+    before = state(model)
+    run, told = plan(measure, model, output)
+
+    expert_tensors = MOE * EXPERTS * 3
+    scale_grid = (INTERMEDIATE // 128) * (HIDDEN // 128) * 4
+    packed = INTERMEDIATE * HIDDEN // 2
+    # Two NUMA parts: gate and up split their rows, down splits its columns and so has all its row scales twice.
+    scales = 4 * (INTERMEDIATE + INTERMEDIATE + 2 * HIDDEN)
+    assert len(headers) == SHARDS
+    assert told["model"]["layers"] == list(range(3, LAYERS))
+    assert told["model"]["experts"] == EXPERTS
+    assert told["model"]["dtypes"] == ["F8_E4M3"]
+    assert any("MTP" in note for note in told["notes"])
+    assert len(told["units"]) == told["shards"] == MOE
+    assert all(not unit["done"] for unit in told["units"])
+    assert len({unit["fingerprint"] for unit in told["units"]}) == MOE
+    assert [unit["final"] for unit in told["units"]] == [
+        f"model-{n:05d}-of-{MOE:05d}.safetensors" for n in range(1, MOE + 1)
+    ]
+    assert told["bytes_in"] == expert_tensors * (INTERMEDIATE * HIDDEN + scale_grid)
+    assert told["bytes_out"] == MOE * EXPERTS * (3 * packed + scales)
+    assert told["disk_needed"] > told["bytes_out"]
+    assert told["peak_memory"] < 400 << 20
+
+    index = (model / "model.safetensors.index.json").stat().st_size
+    wanted = sum(headers.values()) + index
+    assert wanted * 0.99 < run.read - bare.read < wanted * 1.05 + (1 << 20)
+    assert run.max_rss < 600 << 20
+    for path, size in list(headers.items())[::8]:
+        assert cached_bytes(path) <= size + READAHEAD, f"weights of {path.name} were read"
+
+    assert run.dirtied is not None and run.dirtied < 1 << 20  # times of access are written, and count
+    assert list(tmp_path.iterdir()) == []
+    assert state(model) == before
+
+
+def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path: Path, measure: ModuleType, model: Path) -> None:
+    _, told = plan(
+        measure,
+        model,
+        tmp_path / "never-made",
+        "--layers",
+        "3-4,60",
+        "--quant-method",
+        "int8",
+        "--max-shard-size",
+        "5GB",
+    )
+    assert told["model"]["layers"] == [3, 4, 60]
+    each = 3 * INTERMEDIATE * HIDDEN + 4 * (2 * INTERMEDIATE + 2 * HIDDEN)
+    assert told["bytes_out"] == 3 * EXPERTS * each
+    per_layer = -(-EXPERTS // (5_000_000_000 // each))
+    assert len(told["units"]) == 3 * per_layer
+    assert all(unit["bytes_out"] <= 5_000_000_000 for unit in told["units"])
+    assert list(tmp_path.iterdir()) == []
