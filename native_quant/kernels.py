@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from ktconvert.native_quant._ktq import ffi, lib
 
 Array = npt.NDArray[Any]
@@ -250,7 +251,7 @@ def decode(
     block: tuple[int, int] = (1, 1),
     origin: tuple[int, int] = (0, 0),
 ) -> npt.NDArray[np.uint16]:
-    """A linear as BF16 bits: uint16 [n, k], rounded to nearest even, NaN as 0x7fc0. Any n and k."""
+    """A linear as BF16 bits: uint16 [n, k], rounded to nearest even. Any n and k."""
     struct, keep = _source(values, kind, scales, block, origin)
     _read_environment()
     n, k = values.shape

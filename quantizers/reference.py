@@ -36,12 +36,11 @@ def f32_to_bf16(x: F32) -> U16:
     return np.where((u & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)
 
 
-def fp8_e4m3_to_f32(bits: U8) -> F32:
-    """E4M3 without infinities: 4 exponent bits with bias 7, 3 fraction bits; 0x7f and 0xff are NaN."""
-    sign = np.where(bits & 0x80, -1.0, 1.0)
+def fp8_e4m3_magnitude(bits: U8) -> F32:
+    """E4M3 without infinities, less its sign: 4 exponent bits with bias 7, 3 fraction bits; 0x7f is NaN."""
     exponent, fraction = (bits >> 3 & 15).astype(np.int64), (bits & 7).astype(np.float64)
     magnitude = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10))
-    return np.where((bits & 0x7F) == 0x7F, np.nan, sign * magnitude).astype(np.float32)
+    return np.where((bits & 0x7F) == 0x7F, np.nan, magnitude).astype(np.float32)
 
 
 def decode(
@@ -63,7 +62,8 @@ def decode(
             n, k = values.shape
             rows = (origin[0] + np.arange(n)) // block[0]
             columns = (origin[1] + np.arange(k)) // block[1]
-            return f32_to_bf16(fp8_e4m3_to_f32(values) * scales[np.ix_(rows, columns)])
+            unsigned = f32_to_bf16(fp8_e4m3_magnitude(values) * scales[np.ix_(rows, columns)])
+            return unsigned ^ (values & 0x80).astype(np.uint16) << 8
     raise ValueError(f"no such encoding: {kind}, scales {'absent' if scales is None else 'given'}")
 
 

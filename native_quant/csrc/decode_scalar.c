@@ -10,23 +10,28 @@ static float from_fp16(uint16_t h) {
     return kt_float(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
-/* E4M3 "fn" (OCP 8-bit floating point 1.0): sign, 4 exponent bits (bias 7), 3 fraction bits; no infinity, NaN is all ones. */
-static float from_fp8(uint8_t b) {
-    uint32_t sign = (uint32_t)(b & 0x80) << 24, exponent = b >> 3 & 15, fraction = b & 7;
+/* E4M3 "fn" (OCP 8-bit floating point 1.0): 4 exponent bits (bias 7), 3 fraction bits; no infinity, NaN is all ones. */
+static float magnitude_of_fp8(uint8_t b) {
+    uint32_t exponent = b >> 3 & 15, fraction = b & 7;
     if ((b & 0x7f) == 0x7f) return kt_float(0x7fc00000);
-    if (exponent == 0) return kt_float(sign | kt_bits((float)fraction * 0x1p-9f));
-    return kt_float(sign | (exponent + 120) << 23 | fraction << 20);
+    if (exponent == 0) return (float)fraction * 0x1p-9f;
+    return kt_float((exponent + 120) << 23 | fraction << 20);
 }
 
-void kt_decode_scalar(int kind, const uint8_t *in, int64_t count, float scale, uint16_t *out) {
-    for (int64_t i = 0; i < count; i++) {
-        float x;
-        if (kind == KTQ_FP16)
-            x = from_fp16(kt_load16(in + 2 * i));
-        else if (kind == KTQ_F32)
-            memcpy(&x, in + 4 * i, sizeof x);
-        else
-            x = from_fp8(in[i]) * scale;
-        out[i] = kt_to_bf16(x);
+static uint16_t decode_one(int kind, const uint8_t *in, float scale) {
+    float x;
+    switch (kind) {
+    case KTQ_FP16: return kt_to_bf16(from_fp16(kt_load16(in)));
+    case KTQ_F32: memcpy(&x, in, sizeof x); return kt_to_bf16(x);
+    /* The sign is put on last, so that a NaN has one too. */
+    case KTQ_FP8_E4M3: return kt_to_bf16(magnitude_of_fp8(*in) * scale) ^ (uint16_t)((*in & 0x80) << 8);
     }
+    return kt_load16(in);
+}
+
+void kt_decode_scalar(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale, uint16_t *out,
+                      int64_t out_pitch) {
+    int bytes = kt_item_bytes(kind);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) out[r * out_pitch + c] = decode_one(kind, in + r * in_stride + c * bytes, scale);
 }

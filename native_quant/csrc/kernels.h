@@ -31,8 +31,10 @@ typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns
                         const kt_ahead *ahead);
 typedef kt_pack_fn kt_pack_int8_fn, kt_pack_int4_fn;
 
-/* count values of `kind` (not BF16), one after the other, to BF16; FP8 is multiplied by scale. in: any alignment. */
-typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t count, float scale, uint16_t *out);
+/* rows x columns values of `kind` to BF16; FP8 is multiplied by scale. Row r begins at in + r * in_stride (bytes, any alignment)
+   and goes to out + r * out_pitch (values). */
+typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
+                          uint16_t *out, int64_t out_pitch);
 
 /* out[r][c] = in[c][r] for at most 32 rows: items of item_bytes (1, 2 or 4); column c begins at in + c * column_stride,
    row r at out + r * row_pitch (bytes). */

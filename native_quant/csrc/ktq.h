@@ -37,7 +37,7 @@ typedef struct {
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
                       float *scale, int64_t *bad_row);
 
-/* The source as BF16: out[n][k]. A NaN that was not BF16 before becomes 0x7fc0. */
+/* The source as BF16: out[n][k]. A NaN of FP16 or F32 becomes 0x7fc0, one of FP8 0x7fc0 with the code's sign. */
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);
 
 /* Unpacks and multiplies: out[n][k]. */

@@ -32,63 +32,59 @@ int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
     return KTQ_OK;
 }
 
-/* `count` values of row `row` that begin at column `column`, lying one after the other at `in`: a run per scale. */
-static void decode_row(const kt_kernels *kernels, const ktq_source *source, const uint8_t *in, int64_t row, int64_t column,
-                       int64_t count, uint16_t *out) {
-    if (source->kind == KTQ_BF16) {
-        memcpy(out, in, (size_t)count * sizeof *out);
-    } else if (source->kind != KTQ_FP8_E4M3) {
-        kernels->decode(source->kind, in, count, 1.0f, out);
-    } else {
-        const float *scales = source->scales + (source->first_row + row) / source->block_rows * source->scales_per_row;
-        int64_t at = source->first_column + column;
-        for (int64_t done = 0; done < count;) {
-            int64_t block = (at + done) / source->block_columns;
-            int64_t left_in_block = (block + 1) * source->block_columns - (at + done);
-            int64_t run = left_in_block < count - done ? left_in_block : count - done;
-            kernels->decode(source->kind, in + done, run, scales[block], out + done);
-            done += run;
-        }
-    }
+static int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
 }
 
-static void decode_transposed(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
-                              uint16_t *out) {
-    int bytes = kt_item_bytes(source->kind);
-    const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
+/* rows x columns values, whose first is element (row, column) of the source and lies at `in`: a rectangle for each scale. */
+static void decode_piece(const kt_kernels *kernels, const ktq_source *source, const uint8_t *in, int64_t in_stride, int64_t row,
+                         int64_t rows, int64_t column, int64_t columns, uint16_t *out, int64_t out_pitch) {
     if (source->kind == KTQ_BF16) {
-        kernels->transpose(bytes, in, source->column_stride, rows, k, (uint8_t *)out, k * 2);
+        for (int64_t r = 0; r < rows; r++) memcpy(out + r * out_pitch, in + r * in_stride, (size_t)columns * sizeof *out);
         return;
     }
-    uint8_t stage[KT_STRIP_ROWS * STAGE_COLUMNS * 4];
-    for (int64_t column = 0; column < k; column += STAGE_COLUMNS) {
-        int64_t columns = k - column < STAGE_COLUMNS ? k - column : STAGE_COLUMNS;
-        kernels->transpose(bytes, in + column * source->column_stride, source->column_stride, rows, columns, stage,
-                           STAGE_COLUMNS * bytes);
-        for (int64_t r = 0; r < rows; r++)
-            decode_row(kernels, source, stage + r * STAGE_COLUMNS * bytes, first + r, column, columns, out + r * k + column);
+    if (source->kind != KTQ_FP8_E4M3) {
+        kernels->decode(source->kind, in, in_stride, rows, columns, 1.0f, out, out_pitch);
+        return;
+    }
+    for (int64_t r = 0, high; r < rows; r += high) {
+        int64_t y = source->first_row + row + r;
+        high = least(rows - r, source->block_rows - y % source->block_rows);
+        const float *scales = source->scales + y / source->block_rows * source->scales_per_row;
+        for (int64_t c = 0, wide; c < columns; c += wide) {
+            int64_t x = source->first_column + column + c;
+            wide = least(columns - c, source->block_columns - x % source->block_columns);
+            kernels->decode(source->kind, in + r * in_stride + c, in_stride, high, wide, scales[x / source->block_columns],
+                            out + r * out_pitch + c, out_pitch);
+        }
     }
 }
 
 /* Rows first..first+rows-1: out[rows][k]. At most 32 if the columns are contiguous. */
 static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out) {
-    if (!kt_is_row_contiguous(source)) {
-        decode_transposed(kernels, source, first, rows, k, out);
-        return;
-    }
-    for (int64_t r = 0; r < rows; r++) {
-        const uint8_t *in = (const uint8_t *)source->values + (first + r) * source->row_stride;
-        decode_row(kernels, source, in, first + r, 0, k, out + r * k);
+    int bytes = kt_item_bytes(source->kind);
+    const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
+    if (kt_is_row_contiguous(source)) {
+        decode_piece(kernels, source, in, source->row_stride, first, rows, 0, k, out, k);
+    } else if (source->kind == KTQ_BF16) {
+        kernels->transpose(bytes, in, source->column_stride, rows, k, (uint8_t *)out, k * bytes);
+    } else {
+        uint8_t stage[KT_STRIP_ROWS * STAGE_COLUMNS * 4];
+        for (int64_t c = 0; c < k; c += STAGE_COLUMNS) {
+            int64_t columns = least(k - c, STAGE_COLUMNS);
+            kernels->transpose(bytes, in + c * source->column_stride, source->column_stride, rows, columns, stage,
+                               STAGE_COLUMNS * bytes);
+            decode_piece(kernels, source, stage, STAGE_COLUMNS * bytes, first, rows, c, columns, out + c, k);
+        }
     }
 }
 
 const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k, uint16_t *scratch) {
     if (source->kind == KTQ_BF16 && kt_is_row_contiguous(source)) return (const uint8_t *)source->values + r * source->row_stride;
-    /* Columns that are contiguous: a strip at once, so that whole cache lines are read. */
-    int64_t rows = kt_is_row_contiguous(source) ? 1 : KT_STRIP_ROWS;
-    uint16_t *row = scratch + r % KT_STRIP_ROWS * k;
-    if (r % rows == 0) decode_rows(kernels, source, r, rows, k, row);
-    return (const uint8_t *)row;
+    /* Columns that are contiguous: a whole strip, so that whole cache lines are read. */
+    int64_t rows = kt_is_row_contiguous(source) ? KT_HALF_ROWS : KT_STRIP_ROWS;
+    if (r % rows == 0) decode_rows(kernels, source, r, rows, k, scratch);
+    return (const uint8_t *)(scratch + r % rows * k);
 }
 
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out) {
@@ -97,7 +93,7 @@ int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out) {
     const kt_kernels *kernels = kt_current();
     unsigned state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
-        decode_rows(kernels, source, first, n - first < KT_STRIP_ROWS ? n - first : KT_STRIP_ROWS, k, out + first * k);
+        decode_rows(kernels, source, first, least(n - first, KT_STRIP_ROWS), k, out + first * k);
     kt_leave(state);
     return KTQ_OK;
 }
