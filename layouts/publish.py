@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -223,6 +223,14 @@ def sync_tree(path: Path) -> None:
             os.close(fd)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, as far as they are missing, durably."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
 def publish(partial: Path, final: Path) -> None:
     """Give a synced file (or folder) its final name, durably."""
     with explained(final):
@@ -248,6 +256,19 @@ def place(source: Path, target: Path) -> None:
             if error.errno not in NO_LINKS:
                 raise
             source.rename(target)
+
+
+def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ()) -> None:
+    """Remove every file below a folder but those of these names, and folders left empty; entries to spare are not entered."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        name = path.relative_to(folder)
+        if name.parts[0] in spare:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif name.as_posix() not in names:
+            path.unlink()
 
 
 def exchange(new: Path, old: Path) -> None:

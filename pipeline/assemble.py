@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from ktconvert.layouts import card, loose, manifest, publish
 from ktconvert.layouts.checkpoints.safetensors import read_header
 from ktconvert.layouts.checkpoints.source import INDEX
 from ktconvert.layouts.shards import index_json
+from ktconvert.pipeline.appear import appear
 from ktconvert.pipeline.plan import Plan, tool_version
 from ktconvert.pipeline.run import records
 from ktconvert.pipeline.workdir import WorkDir
@@ -41,23 +41,28 @@ class Assembly:
 
 
 def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
-    """Put the output together and let it appear in one step. May be cut off and run again at any point."""
+    """Put the output together and let it appear. May be cut off and run again at any point."""
     target = work.places.assembly
     made = records(plan, work)
+    weights: dict[str, dict[str, Any]] = {}
+    for unit, record in made.items():
+        for path, nbytes, sha256 in record["files"]:
+            name = f"{unit.final}/{path}" if path else unit.final
+            weights[name] = {"name": name, "size": nbytes, "sha256": sha256}
+            weights[name] |= {} if path else {"tensors": record["tensors"]}
     target.mkdir(exist_ok=True)
-    before = manifest.read(work.places.output) if work.places.inside else None
+    publish.keep_only(
+        target, weights.keys()
+    )  # left by an assembly that was cut off; without hard links, weights lie only here
     for unit in made:
         stored = work.places.store / unit.stored_name
         if stored.exists():
             publish.place(stored, target / unit.final)
-    files: list[dict[str, Any]] = []
-    for unit, record in made.items():
-        for path, nbytes, sha256 in record["files"]:
-            entry = {"name": f"{unit.final}/{path}" if path else unit.final, "size": nbytes, "sha256": sha256}
-            files.append(entry | ({} if path else {"tensors": record["tensors"]}))
-    files += _kept(target, assembly.kept_layers)
+    files = [*weights.values(), *_kept(work.places.output, assembly.kept_layers)]
     for name, source in assembly.companions:
-        files.append(_fresh(target / name, source, name))
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        size, sha256 = publish.copy_file(source, target / name)
+        files.append({"name": name, "size": size, "sha256": sha256})
     facts = plan.facts
     if assembly.config is not None:
         files.append(_written(target, CONFIG, card.config_json(assembly.config, facts, tool_version())))
@@ -71,89 +76,41 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
         tool_version=tool_version(),
     )
     files.append(_written(target, CARD, text))
-    index = None
     if not assembly.loose:
         shards = []
         for unit in made:
-            header = read_header(target / unit.final)
+            header = read_header(_find(work, unit.final))
             shards.append((unit.final, [e.name for e in header.entries], sum(e.nbytes for e in header.entries)))
-        index = index_json(shards)
-        files.append({"name": INDEX, "size": len(index), "sha256": publish.sha256(index)})
+        files.append(_written(target, INDEX, index_json(shards)))
     document = manifest.encode(
         tool_version=tool_version(),
         command=plan.request.command,
-        settings=plan.request.settings,
+        settings=dict(sorted(plan.request.settings.items())),
         facts=facts,
         source=[f.lasting() for f in plan.source],
         files=files,
     )
-    _remove_stale(target, before, {f["name"] for f in files}, work.places.inside)
-    for folder in sorted({(target / f["name"]).parent for f in files}):
-        publish.sync_folder(folder)
     _written(target, manifest.NAME, document)
-    if index is not None:
-        _written(target, INDEX, index)
-    publish.sync_folder(target)
-    if not work.places.inside:
-        _appear(target, work.places.output)
+    for folder in (target, *(p for p in target.rglob("*") if p.is_dir())):
+        publish.sync_folder(folder)
+    work.journal.append({"event": "assembled", "inode": target.stat().st_ino}, sync=True)
+    appear(work, [f["name"] for f in files])
     work.remove()
 
 
-def _fresh(path: Path, source: Path, name: str) -> dict[str, Any]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    size, sha256 = publish.copy_file(source, path)
-    return {"name": name, "size": size, "sha256": sha256}
+def _find(work: WorkDir, name: str) -> Path:
+    """A file of the output; without hard links it may lie at its last place already."""
+    return next(folder / name for folder in work.places.finals if (folder / name).exists())
 
 
 def _written(target: Path, name: str, data: bytes) -> dict[str, Any]:
-    path = target / name
-    path.unlink(missing_ok=True)
-    return {"name": name, "size": len(data), "sha256": publish.write_file(path, data)}
+    return {"name": name, "size": len(data), "sha256": publish.write_file(target / name, data)}
 
 
-def _kept(target: Path, layers: tuple[int, ...]) -> list[dict[str, Any]]:
+def _kept(output: Path, layers: tuple[int, ...]) -> list[dict[str, Any]]:
     files = []
     for layer in layers:
-        for _, _, path in loose.files_in(target / loose.layer_folder(layer)):
-            files.append(
-                {
-                    "name": str(path.relative_to(target)),
-                    "size": path.stat().st_size,
-                    "sha256": publish.sha256_file(path),
-                }
-            )
+        for _, _, path in loose.files_in(output / loose.layer_folder(layer)):
+            name = path.relative_to(output).as_posix()
+            files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
     return files
-
-
-def _remove_stale(target: Path, before: dict[str, Any] | None, names: set[str], inside: bool) -> None:
-    """Remove what an earlier assembly or, inside the output itself, an earlier conversion of ours left and this one does not have."""
-    if inside:
-        stale = [f["name"] for f in before["files"] if f["name"] not in names] if before else []
-        for name in stale:
-            (target / name).unlink(missing_ok=True)
-        return
-    for path in sorted(target.rglob("*"), reverse=True):
-        if not path.is_dir() and str(path.relative_to(target)) not in names:
-            path.unlink()
-
-
-def _appear(assembled: Path, output: Path) -> None:
-    """Rename the assembled folder to the output; where one lies there already, swap them and remove the old one last."""
-    with publish.explained(output):
-        try:
-            assembled.rename(output)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            try:
-                publish.exchange(assembled, output)
-            except OSError:
-                old = assembled.with_name("old")
-                output.rename(old)
-                assembled.rename(output)
-                publish.sync_folder(output.parent)
-                publish.remove_tree(old)
-                return
-            publish.remove_tree(assembled)
-    publish.sync_folder(output.parent)

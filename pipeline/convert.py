@@ -42,7 +42,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     parts = int(settings["threadpool_count"])
     settings |= _choose_layers(request, settings, model, layout, parts)
     layers = parse_layers(settings["layers"], model.layers)
-    kept = parse_layers(settings["kept_layers"], model.layers) if settings["kept_layers"] else ()
+    kept = parse_layers(settings["kept_layers"], model.layers) if settings["kept_layers"] not in (None, "none") else ()
     for layer in layers:
         _, hidden, intermediate = model.shape(layer)
         numa.require_legal(layout, hidden, intermediate, parts, tuple(LAYOUTS.values()))

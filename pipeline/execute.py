@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +15,12 @@ from ktconvert.pipeline import journal, machine
 from ktconvert.pipeline.graph import Status, statuses
 from ktconvert.pipeline.plan import Plan, changed_files, require_same_settings, require_same_source
 from ktconvert.pipeline.report import Reporter, duration, size
-from ktconvert.pipeline.run import StopFlag, run_units
+from ktconvert.pipeline.run import StopFlag, recorded, run_units
 from ktconvert.pipeline.workdir import INSIDE, Places, WorkDir, done_reason, locate
 
 SLACK = 16 << 20  # bytes of disk for journal, manifest, card and directory entries
 IGNORED = {INSIDE, "lost+found"}
+PLAN_KEYS = {"command": str, "input": str, "settings": dict, "tuning": dict, "source": list}
 
 
 def saved_plan(places: Places) -> dict[str, Any] | None:
@@ -29,6 +31,9 @@ def saved_plan(places: Places) -> dict[str, Any] | None:
             raise OutputError(
                 f"{places.plan}: written by another ktconvert ({document['tool_version']}); finish it with that one."
             )
+        for key, kind in PLAN_KEYS.items():
+            if not isinstance(document[key], kind):
+                raise ValueError(f"{key} is no {kind.__name__}")
         return dict(document)
     except FileNotFoundError:
         return None
@@ -56,10 +61,20 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     """
     output = plan.request.output
     _guard_source(plan)
-    if output.exists() and not output.is_dir():
-        raise OutputError(f"{output} is a file; give a directory for the output.")
-    done = manifest.read(output) if output.is_dir() else None
-    if done is not None and not overwrite:
+    if os.path.lexists(output) and not output.is_dir():
+        raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
+    if not output.is_dir():
+        return False
+    own = locate(output)
+    old = saved_plan(own)
+    if old is not None and own.inside and _assembled(own) is not None:
+        return False  # it was about to move in file by file, or is in the midst of it
+    if old is not None and old.get("overwrite") and old["settings"] == plan.document()["settings"]:
+        return _assembled(own) == output.stat().st_ino
+    if overwrite:
+        return False
+    done = manifest.read(output)
+    if done is not None:
         require_same_settings(output, done, plan)
         require_same_source(output, done["source"], plan)
         damaged = [f["name"] for f in done["files"] if not _has_size(output / f["name"], f["size"])]
@@ -68,24 +83,36 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
                 f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with --overwrite."
             )
         return True
-    if done is None and not overwrite and output.is_dir() and not plan.facts.get("kept_layers"):
-        own = locate(output)
-        strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
-        if strangers and not (own.inside and own.plan.exists()):
-            raise OutputError(
-                f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); "
-                "choose another --output, or --overwrite to replace it."
-            )
+    strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
+    if strangers and not adopts(plan) and not (own.inside and old is not None):
+        raise OutputError(
+            f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); "
+            "choose another --output, or --overwrite to replace it."
+        )
     return False
+
+
+def adopts(plan: Plan) -> bool:
+    """Whether the output already holds loose layer folders that --resume-layer builds upon."""
+    return plan.request.settings.get("kept_layers") is not None
+
+
+def _assembled(places: Places) -> int | None:
+    return journal.assembled(journal.read(places.journal))
+
+
+def tidy(places: Places) -> None:
+    """Remove what is left beside a finished output: the last run was cut off after the output had appeared."""
+    if places.root.is_dir():
+        with WorkDir(places) as work:
+            work.remove()
 
 
 def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
     """Do what the plan says, from wherever it stands. Returns False when there was nothing to do."""
-    places = locate(plan.request.output, adopt=bool(plan.facts.get("kept_layers")))
+    places = locate(plan.request.output, adopt=adopts(plan))
     if already_finished(plan, overwrite):
-        if places.plan.exists():
-            with WorkDir(places) as work:
-                work.remove()  # the last run was cut off after the output had appeared
+        tidy(places)
         reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
         reporter.say(f"{plan.request.output} is finished: nothing to do")
         return False
@@ -94,43 +121,45 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
         _tell_of_death(work, plan, reporter)
         threads = _require_room(plan, work, reporter)
         stop = StopFlag(reporter)
-        with stop.installed():
+        with stop.installed(), recorded(work):
             run_units(plan, work, reporter, threads, stop)
+            work.journal.append({"event": "start", "unit": "assemble"})
             plan.assemble(work)
     _summary(plan, reporter)
     return True
 
 
 def _guard_source(plan: Plan) -> None:
-    source, output = Path(plan.request.input), plan.request.output.resolve()
-    if not source.exists():
-        return
-    source = source.resolve()
-    folder = source if source.is_dir() else source.parent
-    if output == folder or folder.is_relative_to(output):
-        raise UsageError(
-            f"--output {plan.request.output} is or contains the input; the input is never written to: choose another."
-        )
-    if output.is_relative_to(folder) and source.is_dir():
-        raise UsageError(
-            f"--output {plan.request.output} lies inside the input; the input is never written to: choose another."
-        )
+    """Raise UsageError if the output or the work directory would be, hold or lie in what is read."""
+    output = plan.request.output.resolve()
+    for given in (plan.request.input, plan.request.tuning.get("original_path")):
+        if given is None or not Path(given).exists():
+            continue
+        source = Path(given).resolve()
+        folder = source if source.is_dir() else source.parent
+        if any(folder.is_relative_to(own) for own in (output, locate(output).root)):
+            raise UsageError(
+                f"--output {plan.request.output} is or contains the input {given}, or would work in it; "
+                "the input is never written to: choose another."
+            )
+        if output.is_relative_to(folder) and source.is_dir():
+            raise UsageError(
+                f"--output {plan.request.output} lies inside the input {given}; the input is never written to: "
+                "choose another."
+            )
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
     """Agree with what was begun here before, or begin."""
     old = saved_plan(work.places)
     document = plan.document()
-    if (
-        old is not None
-        and overwrite
-        and (old["settings"] != document["settings"] or changed_files(old["source"], plan)[0])
-    ):
+    if old is not None and overwrite and (_differs(old, document) or any(changed_files(old["source"], plan))):
         reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
-        publish.remove_tree(work.places.store)
-        work.places.store.mkdir()
-        work.finished.clear()
+        work.drop()
         old = None
+    work.may_replace = overwrite or bool(old and old.get("overwrite"))
+    if work.may_replace:
+        document["overwrite"] = True
     if old is not None:
         require_same_settings(plan.request.output, old, plan)
         require_same_source(plan.request.output, old["source"], plan)
@@ -139,6 +168,10 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
             _redo_touched(plan, work, reporter, touched)
     if old != document:
         work.save_plan(document)
+
+
+def _differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return any(old[key] != new[key] for key in ("command", "settings"))
 
 
 def _redo_touched(plan: Plan, work: WorkDir, reporter: Reporter, touched: list[str]) -> None:

@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ktconvert.layouts import publish
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.pipeline import machine
 from ktconvert.pipeline.graph import Stage, Unit
 from ktconvert.pipeline.plan import Plan
@@ -28,8 +29,8 @@ LANES = 2  # units in flight: while one is hashed in file order, the next is alr
 class Interrupted(Exception):
     """The user asked to stop; everything finished is recorded. exit_code as the shell expects it."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+    def __init__(self, number: int, output: Path) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; `ktconvert resume {output}` goes on")
         self.exit_code = 128 + number
 
 
@@ -71,6 +72,17 @@ class StopFlag:
                 signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def recorded(work: WorkDir) -> Iterator[None]:
+    """Let the journal say that this process works, until it ends by itself: a run without an end was killed."""
+    work.journal.append({"event": "run", "pid": os.getpid(), "oom_kills": machine.oom_kills()})
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ResourceError):  # the disk may be full, and that is said already
+            work.journal.append({"event": "end"})
+
+
 def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop: StopFlag) -> None:
     """Make every unit that is not done. Raises the first failure after the other lanes have finished their unit."""
     todo: queue.SimpleQueue[tuple[Stage, Unit]] = queue.SimpleQueue()
@@ -85,7 +97,6 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
     lanes = max(1, min(LANES, threads, todo_count))
     failures: list[BaseException] = []
     reporter.begin(sum(u.bytes_in for u in plan.units), done_bytes)
-    work.journal.append({"event": "run", "pid": os.getpid(), "oom_kills": machine.oom_kills()})
 
     def lane(context: Context) -> None:
         while not stop.number and not failures:
@@ -108,11 +119,10 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
                 thread.join()
     finally:
         reporter.end()
-        work.journal.append({"event": "end"})
     if failures:
         raise failures[0]
     if stop.number:
-        raise Interrupted(stop.number)
+        raise Interrupted(stop.number, plan.request.output)
 
 
 def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Context) -> None:
@@ -129,7 +139,10 @@ def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Contex
         raise InputError(
             f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back and resume."
         )
-    publish.publish(partial, work.places.store / unit.stored_name)
+    stored = work.places.store / unit.stored_name
+    if unit.folder:
+        publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder
+    publish.publish(partial, stored)
     seconds = time.monotonic() - begun
     work.record(unit, result, seconds)
     context.reporter.event(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ktconvert.pipeline import machine
-from ktconvert.pipeline.execute import SLACK, already_finished, fit_threads, unit_states
+from ktconvert.pipeline.execute import SLACK, adopts, already_finished, fit_threads, unit_states
 from ktconvert.pipeline.plan import Plan, require_same_settings, require_same_source
 from ktconvert.pipeline.report import size
 from ktconvert.pipeline.workdir import locate
@@ -66,7 +66,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
 
 def describe(plan: Plan, finished: bool) -> dict[str, Any]:
     """The plan as one JSON object."""
-    places = locate(plan.request.output, adopt=bool(plan.facts.get("kept_layers")))
+    places = locate(plan.request.output, adopt=adopts(plan))
     states = unit_states(plan, places)
     if not finished and places.plan.exists():
         from ktconvert.pipeline.execute import saved_plan

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from ktconvert.pipeline import machine
 from ktconvert.pipeline.graph import Result, Unit
 
 INSIDE = ".ktconvert"
-MANIFEST = "manifest.json"
+OURS = {"lock", "plan.json", "journal.jsonl", "partial", "store", "out", "old", "before"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,22 @@ class Places:
     @property
     def assembly(self) -> Path:
         """Where the final directory is put together."""
-        return self.output if self.inside else self.root / "out"
+        return self.root / "out"
+
+    @property
+    def old(self) -> Path:
+        """What lay at the output, where two folders cannot be swapped in one step."""
+        return self.root / "old"
+
+    @property
+    def before(self) -> Path:
+        """The manifest that lay in an output that files are moved into one by one."""
+        return self.root / "before"
+
+    @property
+    def finals(self) -> tuple[Path, ...]:
+        """Folders where a finished unit may lie under its final name."""
+        return (self.assembly, self.output) if self.inside else (self.assembly,)
 
 
 def locate(output: Path, *, adopt: bool = False) -> Places:
@@ -58,10 +75,11 @@ def locate(output: Path, *, adopt: bool = False) -> Places:
     output = output.absolute()
     beside = Places(output, output.with_name(output.name + ".work"), inside=False)
     inside = Places(output, output / INSIDE, inside=True)
-    if inside.plan.exists():
+    for begun in (inside, beside):
+        if begun.plan.exists():
+            return begun
+    if inside.root.is_dir():
         return inside
-    if beside.plan.exists():
-        return beside
     if output.is_symlink() and output.is_dir():
         return inside
     if output.is_dir() and (adopt or machine.is_mount_point(output) or not os.access(output.parent, os.W_OK)):
@@ -72,11 +90,13 @@ def locate(output: Path, *, adopt: bool = False) -> Places:
 class WorkDir:
     """The work directory, locked by this process. Use as a context manager.
 
-    Raises OutputError when another process works on this output.
+    may_replace: whether the user allowed what lies at the output to be replaced.
+    Raises OutputError when another process works on this output, or the folder is not ours.
     """
 
     def __init__(self, places: Places) -> None:
         self.places = places
+        self.may_replace = False
         self._lock = _lock(places)
         for folder in (places.partial, places.store):
             folder.mkdir(exist_ok=True)
@@ -114,23 +134,41 @@ class WorkDir:
 
     def forget(self, unit: Unit) -> None:
         """Let a finished unit be made again."""
-        publish.remove_tree(self.places.store / unit.stored_name)
+        self.journal.append({"event": "forgotten", "fingerprint": unit.fingerprint}, sync=True)
         self.finished.pop(unit.fingerprint, None)
+        publish.remove_tree(self.places.store / unit.stored_name)
+
+    def drop(self) -> None:
+        """Let everything be made again: it was begun with other options or another input."""
+        self.journal.append({"event": "dropped"}, sync=True)
+        self.finished.clear()
+        for folder in (self.places.store, self.places.assembly):
+            publish.remove_tree(folder)
+        self.places.store.mkdir()
 
     def remove(self) -> None:
-        """The output is complete: nothing here is needed any more. The lock goes last."""
-        for name in ("partial", "store", "out", "plan.json", "journal.jsonl", "lock"):
+        """The output is complete: nothing here is needed any more. The plan goes first, the lock last."""
+        for name in ("plan.json", *sorted(OURS - {"plan.json", "lock"}), "lock"):
             publish.remove_tree(self.places.root / name)
-        self.places.root.rmdir()
+        with contextlib.suppress(
+            OSError
+        ):  # another process may wait for the lock, NFS keeps open files until they are closed
+            self.places.root.rmdir()
 
 
 def _lock(places: Places) -> int:
     """Lock the work directory and leave our pid in the lock file; the open descriptor holds it."""
     path = places.root / "lock"
     while True:
-        with publish.explained(path):
-            places.root.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _require_ours(places.root)
+        try:
+            with publish.explained(path):
+                publish.make_folder(places.root)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            if places.root.parent.is_dir():
+                continue  # whoever held it removed the folder just now
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -147,25 +185,49 @@ def _lock(places: Places) -> int:
     return fd
 
 
+def _require_ours(root: Path) -> None:
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    foreign = [name for name in names if name not in OURS and not name.startswith(".nfs")]
+    if foreign or (names and "lock" not in names) or (root.exists() and not root.is_dir()):
+        raise OutputError(
+            f"{root}: ktconvert works in a folder of this name, and something else lies there; "
+            "move it away or choose another --output."
+        )
+
+
 def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit) -> str | None:
-    """Why a unit counts as finished: recorded, and its file lies in the store (or already in place) with the recorded size."""
+    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in place.
+
+    A name in the store says what the content is; a final name does not, so a file that lies only there has to have the hash.
+    """
     record = finished.get(unit.fingerprint)
     if record is None:
         return None
-    for base, reason in (
-        (places.store / unit.stored_name, "finished before"),
-        (places.assembly / unit.final, "finished, in place"),
-    ):
-        if all(_size(base / path if path else base) == nbytes for path, nbytes, _ in record["files"]):
-            return reason
-    return None
+    stored = places.store / unit.stored_name
+    reason = "finished before"
+    for path, nbytes, sha256 in record["files"]:
+        if _has_size(stored / path, nbytes):
+            continue
+        reason = "finished, in place"
+        if not any(_is(folder / unit.final / path, nbytes, sha256) for folder in places.finals):
+            return None
+    return reason
 
 
-def _size(path: Path) -> int | None:
+def _has_size(path: Path, nbytes: int) -> bool:
     try:
-        return path.stat().st_size
+        return path.stat().st_size == nbytes
     except OSError:
-        return None
+        return False
+
+
+def _is(path: Path, nbytes: int, sha256: str) -> bool:
+    return _has_size(path, nbytes) and _hash(path, path.stat().st_mtime_ns) == sha256
+
+
+@functools.cache
+def _hash(path: Path, _mtime_ns: int) -> str:
+    return publish.sha256_file(path)
 
 
 def encode(document: dict[str, Any]) -> bytes:

@@ -29,7 +29,7 @@ def resume(output: Path, **given: Any) -> None:
     """Finish a conversion that was cut off. Nothing else needs to be said again: the plan lies beside the output."""
     from ktconvert.pipeline import show
     from ktconvert.pipeline.commands import plan_request
-    from ktconvert.pipeline.execute import execute, saved_plan
+    from ktconvert.pipeline.execute import execute, saved_plan, tidy
     from ktconvert.pipeline.plan import Request
     from ktconvert.pipeline.workdir import locate
 
@@ -39,13 +39,15 @@ def resume(output: Path, **given: Any) -> None:
     old = saved_plan(places)
     if old is None:
         if output.is_dir() and manifest.read(output) is not None:
+            if not given["dry_run"]:
+                tidy(places)
             reporter.event("finished", output=str(output), nothing_to_do=True)
             reporter.say(f"{output} is finished: nothing to do")
             return
         raise OutputError(
             f"{output}: no conversion into it was begun; start one with `ktconvert cpu` or `ktconvert merge`."
         )
-    options.check_isa()
+    options.check_kernels()
     tuning = dict(old["tuning"])
     tuning["cpuinfer_threads"] = options.threads(given["cpuinfer_threads"] or tuning["cpuinfer_threads"], reporter)
     tuning["max_memory"] = given["max_memory"] or tuning.get("max_memory")
