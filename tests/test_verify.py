@@ -290,6 +290,8 @@ def test_a_wrong_dtype_and_a_wrong_size(copy: Callable[[str], Path]) -> None:
 
     edit_header(output / FIRST, as_floats)
     assert f"{key} in {FIRST} is F32" in refused(output)[1]
+    edit_header(output / FIRST, lambda header: header[key].update(dtype="U8", shape=[128 * 256 // 2]))
+    assert f"{key} in {FIRST} is U8" in refused(output)[1]
 
 
 def test_wrong_numa_and_wrong_method(made: dict[str, Path]) -> None:
@@ -398,13 +400,23 @@ def test_metadata_that_lies(copy: Callable[[str], Path]) -> None:
     assert f"{FIRST}: its metadata says numa 1, its tensors have 2" in refused(output)[1]
 
 
-def test_a_scale_that_no_weight_can_have(copy: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_a_scale_that_no_weight_can_have(value: float, copy: Callable[[str], Path]) -> None:
     output = without_manifest(copy("int8-loose"))
     path = weight_file(output, "INT8_down_2_*_scale_.kt")
     scales = np.fromfile(path, np.float32)
-    scales[5] = np.nan
+    scales[5] = value
     scales.tofile(path)
-    assert "scale of row 5 is nan (layer 1, expert 2, down_proj" in refused(output)[1]
+    assert f"scale of row 5 is {value} (layer 1, expert 2, down_proj" in refused(output)[1]
+
+
+def test_a_flipped_byte_in_a_copied_tensor(tmp_path: Path, example: Path) -> None:
+    output = without_manifest(convert(example, tmp_path / "out", "--non-experts", "copy"))
+    accepted(output, "--against", example)
+    shard = output / "model-00003-of-00003.safetensors"
+    flip(shard, data_start(shard) + 1)
+    (told,) = problems(refused(output, "--against", example)[0], "source")
+    assert shard.name in told and "differs from" in told and "at byte 1" in told
 
 
 @pytest.mark.parametrize("seed", range(40))
