@@ -378,6 +378,13 @@ def test_stray_tensor_among_experts(tmp_path: Path) -> None:
         model.read(tmp_path)
 
 
+def test_the_same_expert_by_two_numbers(tmp_path: Path) -> None:
+    model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
+    model.rest["model.layers.2.mlp.experts.01.up_proj.weight"] = model._bits(I, H)
+    with pytest.raises(InputError, match=r"experts\.01\.up_proj\.weight' stands among the experts"):
+        model.read(tmp_path)
+
+
 def test_misshapen_expert(tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
     model.experts[model.name("down", 2, 1)] = model._bits(I, H)
