@@ -20,6 +20,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import kernels
 
 INDEX = "model.safetensors.index.json"
+READ_AHEAD_PIECE = 128 << 10  # bytes: of a longer range Linux reads no more than the device's read-ahead setting, often this much
 
 # How a tensor's bits are seen; what numpy has no type for comes as unsigned bits of the same width.
 VIEWS: dict[str, type[np.generic]] = {
@@ -122,11 +123,13 @@ class TensorSource:
 
     def release(self, info: TensorInfo) -> None:
         """Gives the tensor's pages back to the system; a later look brings them back from the file."""
-        self._advise(info, mmap.MADV_DONTNEED)
+        self._advise(info.shard, info.start, info.nbytes, mmap.MADV_DONTNEED)
 
     def prefetch(self, info: TensorInfo) -> None:
         """Asks the system to start reading the tensor's pages."""
-        self._advise(info, mmap.MADV_WILLNEED)
+        for start in range(info.start, info.start + info.nbytes, READ_AHEAD_PIECE):
+            length = min(READ_AHEAD_PIECE, info.start + info.nbytes - start)
+            self._advise(info.shard, start, length, mmap.MADV_WILLNEED)
 
     def companions(self) -> list[str]:
         """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
@@ -180,12 +183,11 @@ class TensorSource:
                 kernels.register_mapping(_address(mapped), shard.size, str(shard.path))
             return mapped
 
-    def _advise(self, info: TensorInfo, advice: int) -> None:
+    def _advise(self, shard: int, start: int, nbytes: int, advice: int) -> None:
         # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
-        start = info.start - info.start % mmap.PAGESIZE
-        length = info.start + info.nbytes - start
-        if info.nbytes and (advice != mmap.MADV_DONTNEED or info.shard in self._maps):
-            self._map(info.shard).madvise(advice, start, length)
+        first = start - start % mmap.PAGESIZE
+        if nbytes and (advice != mmap.MADV_DONTNEED or shard in self._maps):
+            self._map(shard).madvise(advice, first, start + nbytes - first)
 
 
 def companion_files(root: Path, *, nested: bool = True) -> list[str]:
