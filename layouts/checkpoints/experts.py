@@ -76,6 +76,11 @@ class MoeModel:
         moe = self.found[layer]
         return moe.num_experts, moe.hidden, moe.width
 
+    def reading(self, layer: int) -> tuple[str, bool, tuple[tuple[int, int], ...]]:
+        """How this layer's tensors are understood, as far as the config had a say: style, orientation, FP8 blocks."""
+        moe = self.found[layer]
+        return repr(moe.stored.style), moe.input_major, self.blocks
+
     def expert(self, layer: int, expert: int) -> Expert:
         """Gate, up and down of one expert; of the weights nothing is read yet, the scales are."""
         return Expert(*(self.linear(layer, expert, projection) for projection in PROJECTIONS))

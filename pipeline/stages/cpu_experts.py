@@ -76,6 +76,7 @@ def stage(
                     versions=(VERSION, layout.quantizer.version, layout.version),
                     params=(
                         ("layout", layout.name),
+                        ("reading", model.reading(layer)),
                         ("metadata", tuple(sorted(about.items()))),
                         ("numa", numa),
                         ("backward", backward),
