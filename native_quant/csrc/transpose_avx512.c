@@ -1,0 +1,89 @@
+/* AVX-512 F, BW and VL: 32 rows and as many columns as make 64 bytes of a row. Items of 1 and 2 bytes are first put together to
+ * 32-bit words of 4 and 2 columns; then everything is a transpose of 16 x 16 words. Fewer rows, and what is left of the columns,
+ * are left to the scalar kernel. */
+#include <immintrin.h>
+
+#include "kernels.h"
+
+/* words[i] word j -> at out + rows[j] * pitch, word i, for the 16 rows that `rows` names. */
+KT_TARGET_AVX512 static inline void store_transposed(const __m512i *words, const uint8_t *rows, uint8_t *out, int64_t pitch) {
+    __m512i turned[4][4]; /* [g][q]: in lane l, word 4l + q of words[4g..4g+3] */
+    for (int g = 0; g < 4; g++) {
+        const __m512i *w = words + 4 * g;
+        __m512i low01 = _mm512_unpacklo_epi32(w[0], w[1]), high01 = _mm512_unpackhi_epi32(w[0], w[1]);
+        __m512i low23 = _mm512_unpacklo_epi32(w[2], w[3]), high23 = _mm512_unpackhi_epi32(w[2], w[3]);
+        turned[g][0] = _mm512_unpacklo_epi64(low01, low23);
+        turned[g][1] = _mm512_unpackhi_epi64(low01, low23);
+        turned[g][2] = _mm512_unpacklo_epi64(high01, high23);
+        turned[g][3] = _mm512_unpackhi_epi64(high01, high23);
+    }
+    for (int q = 0; q < 4; q++) {
+        __m512i a = turned[0][q], b = turned[1][q], c = turned[2][q], d = turned[3][q];
+        __m512i ab02 = _mm512_shuffle_i32x4(a, b, 0x88), ab13 = _mm512_shuffle_i32x4(a, b, 0xdd); /* lanes 0 2, 1 3 of each */
+        __m512i cd02 = _mm512_shuffle_i32x4(c, d, 0x88), cd13 = _mm512_shuffle_i32x4(c, d, 0xdd);
+        _mm512_storeu_si512(out + rows[q] * pitch, _mm512_shuffle_i32x4(ab02, cd02, 0x88));
+        _mm512_storeu_si512(out + rows[4 + q] * pitch, _mm512_shuffle_i32x4(ab13, cd13, 0x88));
+        _mm512_storeu_si512(out + rows[8 + q] * pitch, _mm512_shuffle_i32x4(ab02, cd02, 0xdd));
+        _mm512_storeu_si512(out + rows[12 + q] * pitch, _mm512_shuffle_i32x4(ab13, cd13, 0xdd));
+    }
+}
+
+/* 16 columns of 32 float32. */
+KT_TARGET_AVX512 static void transpose_4(const uint8_t *in, int64_t stride, uint8_t *out, int64_t pitch) {
+    static const uint8_t rows[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int half = 0; half < 2; half++) {
+        __m512i words[16];
+        for (int c = 0; c < 16; c++) words[c] = _mm512_loadu_si512(in + c * stride + 64 * half);
+        store_transposed(words, rows, out + 16 * half * pitch, pitch);
+    }
+}
+
+/* 32 columns of 32 items of 2 bytes. A word: columns 2i and 2i + 1 of a row. */
+KT_TARGET_AVX512 static void transpose_2(const uint8_t *in, int64_t stride, uint8_t *out, int64_t pitch) {
+    static const uint8_t low_rows[16] = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+    __m512i low[16], high[16];
+    for (int i = 0; i < 16; i++) {
+        __m512i a = _mm512_loadu_si512(in + 2 * i * stride), b = _mm512_loadu_si512(in + (2 * i + 1) * stride);
+        low[i] = _mm512_unpacklo_epi16(a, b);
+        high[i] = _mm512_unpackhi_epi16(a, b);
+    }
+    store_transposed(low, low_rows, out, pitch);
+    store_transposed(high, low_rows, out + 4 * pitch, pitch);
+}
+
+/* 64 columns of 32 items of 1 byte. A word: columns 4i .. 4i + 3 of a row. */
+KT_TARGET_AVX512 static void transpose_1(const uint8_t *in, int64_t stride, uint8_t *out, int64_t pitch) {
+    static const uint8_t low_rows[16] = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    __m512i low[16], high[16];
+    for (int i = 0; i < 16; i++) {
+        const uint8_t *column = in + 4 * i * stride;
+        __m256i a = _mm256_loadu_si256((const __m256i *)column), b = _mm256_loadu_si256((const __m256i *)(column + stride));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(column + 2 * stride)), d = _mm256_loadu_si256((const __m256i *)(column + 3 * stride));
+        __m256i ab = _mm256_unpacklo_epi8(a, b), cd = _mm256_unpacklo_epi8(c, d); /* rows 0-7, 16-23 */
+        __m256i AB = _mm256_unpackhi_epi8(a, b), CD = _mm256_unpackhi_epi8(c, d); /* rows 8-15, 24-31 */
+        low[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi16(ab, cd)), _mm256_unpackhi_epi16(ab, cd), 1);
+        high[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi16(AB, CD)), _mm256_unpackhi_epi16(AB, CD), 1);
+    }
+    store_transposed(low, low_rows, out, pitch);
+    store_transposed(high, low_rows, out + 8 * pitch, pitch);
+}
+
+KT_TARGET_AVX512 void kt_transpose_avx512(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
+                                          uint8_t *out, int64_t row_pitch) {
+    int64_t step = 64 / item_bytes, done = 0;
+    for (; rows == KT_STRIP_ROWS && done + step <= columns; done += step) {
+        const uint8_t *from = in + done * column_stride;
+        uint8_t *to = out + done * item_bytes;
+        /* The columns lie far apart, each on a page of its own: ask for those of the next step now. */
+        if (done + 2 * step <= columns)
+            for (int64_t c = step; c < 2 * step; c++) _mm_prefetch((const char *)from + c * column_stride, _MM_HINT_T0);
+        if (item_bytes == 4)
+            transpose_4(from, column_stride, to, row_pitch);
+        else if (item_bytes == 2)
+            transpose_2(from, column_stride, to, row_pitch);
+        else
+            transpose_1(from, column_stride, to, row_pitch);
+    }
+    if (done < columns)
+        kt_transpose_scalar(item_bytes, in + done * column_stride, column_stride, rows, columns - done, out + done * item_bytes, row_pitch);
+}
