@@ -20,7 +20,8 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import kernels
 
 INDEX = "model.safetensors.index.json"
-READ_AHEAD_PIECE = 128 << 10  # bytes: of a longer range Linux reads no more than the device's read-ahead setting, often this much
+# Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
+READ_AHEAD_PIECE = 128 << 10
 
 # How a tensor's bits are seen; what numpy has no type for comes as unsigned bits of the same width.
 VIEWS: dict[str, type[np.generic]] = {

@@ -7,24 +7,26 @@ stream, which a CPU has not: the first is dropped here, the second it leaves alo
 import json
 import os
 import sys
-
-os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
+from pathlib import Path
 
 import torch
-
-for _name in ("zeros", "empty", "full"):
-
-    def _unpinned(*args, _real=getattr(torch, _name), **options):
-        options.pop("pin_memory", None)
-        return _real(*args, **options)
-
-    setattr(torch, _name, _unpinned)
-
-from kt_kernel import KTMoEWrapper
 from safetensors.torch import load_file, save_file
 
 
+def without_pinning(real):
+    def made(*args, **options):
+        options.pop("pin_memory", None)
+        return real(*args, **options)
+
+    return made
+
+
 def wrapper(job, folder, save):
+    os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
+    for name in ("zeros", "empty", "full"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    from kt_kernel import KTMoEWrapper
+
     return KTMoEWrapper(
         layer_idx=job["layer"],
         num_experts=job["experts"],
@@ -45,7 +47,9 @@ def main(job):
     experts = torch.arange(job["experts"], dtype=torch.int64)
     if job["do"] == "write":
         tensors = load_file(job["weights"])
-        wrapper(job, job["folder"], True).load_weights_from_tensors(tensors["gate"], tensors["up"], tensors["down"], experts)
+        wrapper(job, job["folder"], True).load_weights_from_tensors(
+            tensors["gate"], tensors["up"], tensors["down"], experts
+        )
         return
     inputs = load_file(job["inputs"])
     moe = wrapper(job, job["folder"], False)
@@ -54,5 +58,4 @@ def main(job):
     save_file({"out": out.clone().contiguous()}, job["result"])
 
 
-with open(sys.argv[1]) as file:
-    main(json.load(file))
+main(json.loads(Path(sys.argv[1]).read_text()))
