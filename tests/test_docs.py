@@ -1,0 +1,354 @@
+"""The documentation says what the program does: every command, option, table row, link and example is checked against the real thing.
+
+`python tests/test_docs.py` prints the table of docs/architectures.md as it must be.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+from ktconvert.layouts import LAYOUTS, errors, manifest
+from ktconvert.layouts.checkpoints import archs
+from ktconvert.layouts.checkpoints.arch_file import parse_arch
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
+from ktconvert.layouts.checkpoints.safetensors import read_header
+from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.quantizers import DECODERS, QUANTIZERS, reference
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = {".venv", ".git", "build", "dist"}
+PAGES = sorted(p for p in ROOT.rglob("*.md") if not LEFT_OUT & {*p.relative_to(ROOT).parts})
+COMMANDS_PAGE = ROOT / "docs" / "commands.md"
+ARCHITECTURES_PAGE = ROOT / "docs" / "architectures.md"
+FORMAT_PAGE = ROOT / "layouts" / "FORMAT.md"
+NUMBERS_PAGE = ROOT / "quantizers" / "NUMERICS.md"
+
+FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# Where the sources or tools of whoever wrote a page lay; readers have no such places.
+OWN_PLACES = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/(?!you/))\b[\w./-]*")
+
+
+def named(path: Path) -> str:
+    """The id of a page in test names."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def section(text: str, title: str) -> str:
+    """What stands below a heading of level 2, to the next one."""
+    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert match is not None, f"there is no section '## {title}'"
+    return match[1]
+
+
+def blocks(text: str, language: str) -> Iterator[str]:
+    for match in FENCE.finditer(text):
+        if match[2] == language:
+            yield "\n".join(line.removeprefix(match[1]) for line in match[3].splitlines())
+
+
+def command(name: str) -> click.Command:
+    found = group.get_command(click.Context(group), name)
+    assert found is not None
+    return found
+
+
+# ---- commands and options -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
+    told = section(text_of(COMMANDS_PAGE), f"`ktconvert {name}`")
+    rows = {re.split(r"(?<!\\)\|", line)[1].strip(): line for line in told.splitlines() if line.startswith("| `")}
+    expected = set()
+    for parameter in command(name).params:
+        if isinstance(parameter, click.Argument):
+            label = f"`{(parameter.name or '').upper()}`"
+        else:
+            label = ", ".join(f"`{spelling}`" for spelling in parameter.opts)
+        expected.add(label)
+        assert label in rows, f"docs/commands.md, ktconvert {name}: no row begins with {label}"
+        row = rows[label]
+        if isinstance(parameter.type, click.Choice):
+            for choice in parameter.type.choices:
+                assert f"`{choice}`" in row, f"docs/commands.md, ktconvert {name} {label}: {choice} is not named"
+        if isinstance(parameter.default, (int, str)) and not isinstance(parameter.default, bool):
+            assert str(parameter.default) in row, (
+                f"docs/commands.md, {label}: its default {parameter.default} is not named"
+            )
+    assert rows.keys() == expected, f"docs/commands.md, ktconvert {name}: rows for what does not exist"
+
+
+def test_every_command_is_in_the_readme() -> None:
+    for name in COMMANDS:
+        assert re.search(rf"\b{name}\b", text_of(ROOT / "README.md")), name
+
+
+def examples() -> list[tuple[str, str]]:
+    """Every line of a bash block that calls ktconvert: (page, line)."""
+    found = []
+    for page in PAGES:
+        for block in blocks(text_of(page), "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip().startswith("ktconvert "):
+                    found.append((named(page), line.strip()))
+    return found
+
+
+def test_there_are_examples() -> None:
+    assert {"README.md", "docs/commands.md"} <= {page for page, _ in examples()}
+
+
+@pytest.mark.parametrize(("page", "line"), examples())
+def test_every_example_parses(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    name, arguments = words[0], words[1:]
+    assert name in COMMANDS, f"{page}: {line}"
+    parent = click.Context(group, info_name="ktconvert", **group.context_settings)
+    try:  # parses, checks types and choices, calls nothing
+        command(name).make_context(name, arguments, parent=parent)
+    except click.exceptions.UsageError as error:
+        if not isinstance(error, click.BadParameter) or "does not exist" not in error.message:
+            raise AssertionError(f"{page}: {line}: {error.format_message()}") from error
+
+
+def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
+    """Their commands and ours stand in pairs; only the program's name differs."""
+    scripts = {"scripts/convert_cpu_weights.py": "cpu", "scripts/merge_cpu_weights.py": "merge"}
+    block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_cpu_weights.py" in b)
+    lines = [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
+    assert len(lines) == 2 * 9
+    for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
+        assert theirs[0] == "python"
+        assert ours == ["ktconvert", scripts[theirs[1]], *theirs[2:]]
+
+
+# ---- exit codes, events, environment --------------------------------------------------------------------------------
+
+
+def test_every_exit_code_is_documented() -> None:
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.KtconvertError)]
+    assert len(classes) > 5
+    page, readme = section(text_of(COMMANDS_PAGE), "Exit codes"), section(text_of(ROOT / "README.md"), "Exit codes")
+    for error in classes:
+        assert re.search(rf"^\| {error.exit_code} \| `{error.__name__}`", page, re.M), error
+        assert re.search(rf"^\| {error.exit_code} \|", readme, re.M), error
+    for code in ("0", "130, 143"):
+        assert f"\n| {code} |" in page
+        assert f"\n| {code} |" in readme
+
+
+def events() -> dict[str, set[str]]:
+    """Every JSON event that the pipeline gives, with its fields, as the source says."""
+    found: dict[str, set[str]] = {"error": {"message", "exit_code"}}
+    for path in (ROOT / "pipeline").rglob("*.py"):
+        for node in ast.walk(ast.parse(text_of(path))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+                kind = ast.literal_eval(node.args[0])
+                found.setdefault(kind, set()).update(keyword.arg for keyword in node.keywords if keyword.arg)
+    return found
+
+
+def test_every_event_and_its_fields_are_documented() -> None:
+    told = section(text_of(COMMANDS_PAGE), "JSON")
+    found = events()
+    assert {"begin", "start", "done", "progress", "finished"} <= found.keys()
+    for kind, names in found.items():
+        row = next((line for line in told.splitlines() if line.startswith(f"| `{kind}` |")), None)
+        assert row is not None, f"docs/commands.md, JSON: no row for the event {kind}"
+        for name in names:
+            assert f"`{name}`" in row, f"docs/commands.md, JSON: the event {kind} has a field {name}"
+
+
+def test_the_plan_of_a_dry_run_has_the_documented_fields(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--dry-run", "--json")
+    plan = json.loads(done.stdout.splitlines()[-1])
+    row = next(x for x in section(text_of(COMMANDS_PAGE), "JSON").splitlines() if x.startswith("| `plan` |"))
+    names = {*plan, *plan["stages"][0], *plan["units"][0]} - {"event"}
+    for name in names:
+        assert f"`{name}`" in row, f"docs/commands.md, JSON: the plan has a field {name}"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    told = section(text_of(COMMANDS_PAGE), "Environment variables")
+    read = re.compile(r"environ(?:\.get\(|\[)\s*\"(\w+)\"")
+    sources = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
+    found = {name for path in sources for name in read.findall(text_of(path))}
+    assert "KTCONVERT_ISA" in found
+    for name in {*found, "NO_COLOR", "_KTCONVERT_COMPLETE"}:
+        assert f"`{name}`" in told, name
+
+
+# ---- the tables of the code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda x: x.name)
+def test_every_layout_is_in_format(layout: Any) -> None:
+    page = text_of(FORMAT_PAGE)
+    assert f"{layout.name} version {layout.version}" in page, "a new version? describe its bytes"
+    assert layout.file_prefix in page
+    assert f"multiples of {layout.multiple} ({layout.name})" in page or f"{layout.multiple} ({layout.name})" in page
+
+
+def test_every_quantizer_and_decoder_is_in_numerics() -> None:
+    if not NUMBERS_PAGE.exists():
+        pytest.fail("quantizers/NUMERICS.md is missing")
+    page = text_of(NUMBERS_PAGE).lower()
+    for name in QUANTIZERS:
+        assert name in page, name
+    for dtype, kind in DECODERS.items():
+        plain = kind.replace("_", " ")
+        assert any(spelling in page for spelling in (dtype.lower(), kind, plain)), dtype
+    for dtype in DECODERS:
+        shown = {"F16": "FP16", "F8_E4M3": "FP8 E4M3"}.get(dtype, dtype)
+        assert shown in text_of(ROOT / "README.md"), dtype
+
+
+def test_the_formula_of_a_tile_is_that_of_the_reference() -> None:
+    """The Python in FORMAT.md says where a code lies; the NumPy reference puts it there."""
+    scope: dict[str, Any] = {}
+    exec(next(blocks(text_of(FORMAT_PAGE), "python")), scope)
+    rng = np.random.default_rng(0)
+    for bits, n, k in ((8, 128, 3712), (4, 256, 3712), (8, 64, 192), (4, 128, 128)):
+        codes = rng.integers(-7, 8, (n, k)).astype(np.int8)
+        packed = reference.pack(bits, codes)
+        mask = (1 << bits) - 1
+        places = [(int(rng.integers(n)), int(rng.integers(k))) for _ in range(2000)]
+        for row, column in [*places, (0, 0), (n - 1, k - 1)]:
+            byte, bit = scope["offset"](bits, n, k, row, column)
+            assert packed[byte] >> bit & mask == int(codes[row, column]) & mask, (bits, n, k, row, column)
+
+
+def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: Any, example: Path) -> None:
+    """Every key of the manifest, of a shard's metadata and of quantization_config stands in FORMAT.md."""
+    out = tmp_path / "out"
+    cli("cpu", "-i", example, "-o", out, "--verify-inputs")
+    page = text_of(FORMAT_PAGE)
+    made = manifest.read(out)
+    assert made is not None
+    names = {*made, *made["settings"], *made["model"], *made["source"][0], *made["files"][0]}
+    names |= read_header(next(out.glob("*.safetensors"))).metadata.keys()
+    for name in names:
+        assert f"`{name}`" in page, f"FORMAT.md does not name {name}"
+    for name in json.loads((out / "config.json").read_text())["quantization_config"]:
+        assert f'"{name}"' in page, f"FORMAT.md does not name {name}"
+
+
+# ---- architectures --------------------------------------------------------------------------------------------------
+
+
+def _short(style: Style) -> str:
+    """How a table cell shows a style: what its tensor names differ in, in braces; N is the expert, no N means 3-D tensors."""
+    names = [getattr(style, part) for part in style.parts]
+    names = [re.sub(r"^\{prefix\}layers\.\{layer\}\.", "", name).removesuffix(".weight") for name in names]
+    names = [name.replace("{expert}", "N") for name in names]
+    base = names[0][: names[0].rfind(".") + 1]
+    ends = [name.removeprefix(base) for name in names]
+    tail = "_proj" if all(end.endswith("_proj") for end in ends) else ""
+    return f"`{base}{{{','.join(end.removesuffix(tail) for end in ends)}}}{tail}`"
+
+
+def _row(arch: Arch) -> str:
+    stored = ", ".join(_short(style) for style in arch.stored)
+    if arch.refusal is not None:
+        verdict = f"**refused**: {arch.refusal}"
+    elif arch.activation != "silu" or arch.weights_on != "output":
+        verdict = f"converted with a warning: {arch.instead}"
+    else:
+        verdict = "converted"
+    computes = (
+        ""
+        if arch.refusal
+        else f"`{arch.activation}`" + (", weights on the input" if arch.weights_on == "input" else "")
+    )
+    return f"| {arch.name} | {', '.join(f'`{m}`' for m in arch.matches)} | {stored} | {computes} | {verdict} |"
+
+
+def table() -> str:
+    """The table of docs/architectures.md."""
+    head = "| family | `model_type` or `architectures` | experts | activation | |\n|---|---|---|---|---|"
+    return "\n".join([head, *map(_row, ARCHS)])
+
+
+def test_the_table_of_architectures_is_that_of_the_code() -> None:
+    if table() not in text_of(ARCHITECTURES_PAGE):
+        pytest.fail("docs/architectures.md differs from archs.py: paste what `python tests/test_docs.py` prints")
+
+
+def test_activations_prefixes_and_config_keys_are_documented() -> None:
+    page = text_of(ARCHITECTURES_PAGE)
+    for name, formula in ACTIVATIONS.items():
+        assert f"`{name}`" in page
+        assert formula in page
+    keys = {*archs.NUM_LAYERS, *archs.NUM_EXPERTS, *archs.MOE_WIDTH, *archs.DENSE_WIDTH, *archs.HIDDEN, *archs.PREFIXES}
+    for key in keys - {""}:
+        assert f"`{key}`" in page, key
+
+
+def test_the_example_of_an_own_row_can_be_read_and_every_key_is_named() -> None:
+    page = text_of(ARCHITECTURES_PAGE)
+    made = parse_arch(next(blocks(page, "toml")))
+    assert made.name
+    for field in fields(Arch):
+        if field.name != "refusal":
+            assert f"`{field.name}`" in page, field.name
+
+
+# ---- every page -----------------------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a page's headings get (as GitHub makes them)."""
+    plain = FENCE.sub("", text)
+    titles = re.findall(r"^#{1,6} (.+)$", plain, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", text_of(page))
+    for target in LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{named(page)}: {target} leads nowhere"
+        assert file.is_relative_to(ROOT), f"{named(page)}: {target} leads out of the project"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(text_of(file)), f"{named(page)}: {target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_no_page_names_a_place_of_its_writers(page: Path) -> None:
+    found = OWN_PLACES.search(text_of(page))
+    assert found is None, f"{named(page)}: {found[0]}"
+
+
+def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, example: Path) -> None:
+    """Every line of inspect's and verify's report on the bundled model, but for paths and advice for this machine."""
+    readme = text_of(ROOT / "README.md").splitlines()
+    out = tmp_path / "out"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--threadpool-count", 2)
+    told = cli("inspect", example).stdout + cli("verify", out, "--against", example, "--full").stdout
+    for line in told.splitlines():
+        if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ")):
+            assert line in readme, f"README.md, transcript: {line!r} is missing; paste `make demo` again"
+
+
+if __name__ == "__main__":
+    print(table())
