@@ -114,12 +114,16 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
 
 def _facts(files: list[LooseFile], method: str, layers: list[int], root: Path) -> dict[str, Any]:
     """What can be known from names and sizes; H and I follow from the scales of an AMX method."""
-    numa = max(f.part.numa for f in files) + 1
-    experts = dict.fromkeys(layers, 0)
+    nodes, experts = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
     for file in files:
+        nodes[file.part.layer] = max(nodes[file.part.layer], file.part.numa + 1)
         experts[file.part.layer] = max(experts[file.part.layer], file.part.expert + 1)
-        if file.part.numa >= numa:
-            raise InputError(f"{file.path}: another number of NUMA nodes than the rest of {root}.")
+    numa = max(nodes.values())
+    for layer, count in nodes.items():
+        if count != numa:
+            raise InputError(
+                f"{root / loose.layer_folder(layer)}: has {count} NUMA nodes where other layers have {numa}; convert this layer again."
+            )
     facts: dict[str, Any] = {
         "architecture": "unknown",
         "method": method,
