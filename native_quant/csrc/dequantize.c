@@ -1,4 +1,6 @@
 /* The way back, and how far it is from the source. Plain C: the converter only samples with it. */
+#include <stddef.h>
+
 #include "bf16.h"
 #include "kernels.h"
 
@@ -8,27 +10,25 @@ static int64_t tile_columns(int bits) {
     return bits == 8 ? 64 : 128;
 }
 
-/* The tile that holds row r and the columns from c on (FORMAT.md): row blocks, then column blocks, then strips, then tiles. */
-static const uint8_t *tile_at(int bits, int64_t k, const uint8_t *weight, int64_t r, int64_t c) {
+/* Where the tiles of row r begin, in the column block that begins at c (FORMAT.md: row blocks, column blocks, strips, tiles). */
+static const uint8_t *tiles_at(int bits, int64_t k, const uint8_t *weight, int64_t r, int64_t c) {
     int64_t block_rows = bits == 8 ? 64 : 128;
-    int64_t row_block = r / block_rows * block_rows, column_block = c / KT_K_BLOCK * KT_K_BLOCK;
-    int64_t columns = k - column_block < KT_K_BLOCK ? k - column_block : KT_K_BLOCK;
+    int64_t row_block = r / block_rows * block_rows;
+    int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
     int64_t strip = (r - row_block) / KT_STRIP_ROWS * KT_STRIP_ROWS;
-    int64_t element = row_block * k + column_block * block_rows + strip * columns + (c - column_block) * KT_STRIP_ROWS;
+    int64_t element = row_block * k + c * block_rows + strip * columns;
     return weight + element * bits / 8;
 }
 
 /* One row of a tile as it is multiplied by the scale: INT8 codes, or 16 times the INT4 codes. */
 static void unpack_tile_row(int bits, const uint8_t *tile, int64_t r, int8_t *codes) {
     const uint8_t *row = tile + r % KT_STRIP_ROWS / KT_HALF_ROWS * KT_HALF_BYTES + r % KT_HALF_ROWS * 4;
-    for (int64_t j = 0; j < 64; j++) {
-        uint8_t byte = row[j / 4 * 64 + j % 4];
-        if (bits == 8) {
-            codes[j] = (int8_t)byte;
-        } else {
-            codes[j] = (int8_t)(uint8_t)(byte << 4);
-            codes[j + 64] = (int8_t)(byte & 0xf0);
-        }
+    for (int64_t quad = 0; quad < 16; quad++) {
+        uint32_t bytes;
+        memcpy(&bytes, row + quad * 64, sizeof bytes);
+        uint32_t low = bits == 8 ? bytes : bytes << 4 & 0xf0f0f0f0, high = bytes & 0xf0f0f0f0;
+        memcpy(codes + quad * 4, &low, sizeof low);
+        if (bits == 4) memcpy(codes + quad * 4 + 64, &high, sizeof high);
     }
 }
 
@@ -40,8 +40,10 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
     unsigned state = kt_enter();
     int8_t codes[TILE_COLUMNS_MAX];
     for (int64_t r = 0; r < n; r++) {
-        for (int64_t first = 0; first < k; first += tile_columns(bits)) {
-            unpack_tile_row(bits, tile_at(bits, k, weight, r, first), r, codes);
+        const uint8_t *tile = NULL;
+        for (int64_t first = 0; first < k; first += tile_columns(bits), tile += KT_TILE_BYTES) {
+            if (first % KT_K_BLOCK == 0) tile = tiles_at(bits, k, weight, r, first);
+            unpack_tile_row(bits, tile, r, codes);
             for (int64_t j = 0; j < tile_columns(bits); j++) out[r * k + first + j] = (float)codes[j] * scale[r];
         }
     }
@@ -49,21 +51,33 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
     return KTQ_OK;
 }
 
+/* 8 lanes of each type; the compiler makes them of whatever it has. Rounding does not depend on that, nor does the order. */
+typedef int8_t codes_lanes __attribute__((vector_size(8)));
+typedef uint16_t bf16_lanes __attribute__((vector_size(16)));
+typedef uint32_t bits_lanes __attribute__((vector_size(32)));
+typedef float float_lanes __attribute__((vector_size(32)));
+typedef double double_lanes __attribute__((vector_size(64)));
+
 /* Sums of one row, each in 8 lanes (column mod 8) that are added in order at the end: one order, whoever computes it. */
 static void row_sums(int bits, int64_t k, const uint8_t *source, const uint8_t *weight, int64_t r, float scale, double *sums) {
-    double xx[LANES] = {0}, yy[LANES] = {0}, xy[LANES] = {0}, dd[LANES] = {0};
+    double_lanes xx = {0}, yy = {0}, xy = {0}, dd = {0};
     int8_t codes[TILE_COLUMNS_MAX];
-    for (int64_t first = 0; first < k; first += tile_columns(bits)) {
-        unpack_tile_row(bits, tile_at(bits, k, weight, r, first), r, codes);
+    const uint8_t *tile = NULL;
+    for (int64_t first = 0; first < k; first += tile_columns(bits), tile += KT_TILE_BYTES) {
+        if (first % KT_K_BLOCK == 0) tile = tiles_at(bits, k, weight, r, first);
+        unpack_tile_row(bits, tile, r, codes);
         for (int64_t j = 0; j < tile_columns(bits); j += LANES) {
-            for (int lane = 0; lane < LANES; lane++) {
-                double x = kt_from_bf16(kt_load16(source + 2 * (first + j + lane)));
-                double y = (float)codes[j + lane] * scale;
-                xx[lane] += x * x;
-                yy[lane] += y * y;
-                xy[lane] += x * y;
-                dd[lane] += (x - y) * (x - y);
-            }
+            bf16_lanes bf16;
+            codes_lanes q;
+            memcpy(&bf16, source + 2 * (first + j), sizeof bf16);
+            memcpy(&q, codes + j, sizeof q);
+            double_lanes x = __builtin_convertvector((float_lanes)(__builtin_convertvector(bf16, bits_lanes) << 16), double_lanes);
+            double_lanes y = __builtin_convertvector(__builtin_convertvector(q, float_lanes) * scale, double_lanes);
+            double_lanes d = x - y;
+            xx += x * x;
+            yy += y * y;
+            xy += x * y;
+            dd += d * d;
         }
     }
     for (int lane = 0; lane < LANES; lane++) {

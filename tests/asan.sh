@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Builds the extension with AddressSanitizer and UndefinedBehaviorSanitizer into build/asan and runs the kernels' tests on it.
+# Usage: tests/asan.sh [PYTHON]   (the interpreter with ktconvert's dependencies; default .venv/bin/python)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(realpath -s "${1:-.venv/bin/python}")
+out=build/asan
+
+# The folders as ktconvert.*, with our own build of the extension in place of the usual one.
+rm -rf "$out"
+mkdir -p "$out/lib/ktconvert/native_quant"
+for folder in pipeline quantizers layouts; do ln -s "$PWD/$folder" "$out/lib/ktconvert/$folder"; done
+for file in native_quant/*.py; do ln -s "$PWD/$file" "$out/lib/ktconvert/native_quant/"; done
+
+KTCONVERT_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1" \
+    "$python" setup.py -q build_ext --build-temp "$out/temp" --build-lib "$out/lib"
+
+# PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
+libasan=$("${CC:-gcc}" -print-file-name=libasan.so)
+export PYTHONPATH="$PWD/$out/lib" LD_PRELOAD="$libasan" ASAN_OPTIONS="detect_leaks=0:handle_sigbus=0"
+"$python" -c "import ktconvert.native_quant._ktq as m; assert '/asan/' in m.__file__, m.__file__"
+exec "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_golden.py

@@ -1,0 +1,218 @@
+"""The definition (quantizers/reference.py) does what NUMERICS.md promises, and the scalar C kernel is that definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.native_quant import kernels
+from ktconvert.quantizers import reference
+
+STEP = {8: 1, 4: 16}  # what one unit of a code is worth, in scales
+TOP = {8: 127, 4: 7}  # the largest code
+
+bits_drawn = st.sampled_from([4, 8])
+exponents = st.integers(-90, 100)
+seeds = st.integers(0, 2**32 - 1)
+quick = settings(max_examples=40, deadline=None)
+
+
+def rows(seed: int, bits: int, exponent: int, columns: int = 0) -> Any:
+    """BF16 bits of one row block: Gaussian rows around 2^exponent, with zeros, ties and an outlier in some."""
+    rng = np.random.default_rng(seed)
+    n, k = kernels.MULTIPLE[bits], columns or kernels.MULTIPLE[bits] * int(rng.integers(1, 4))
+    x = rng.standard_normal((n, k)) * 2.0 ** (exponent + rng.integers(-3, 4, (n, 1)))
+    x[rng.integers(n)] = 0
+    x[rng.integers(n), rng.integers(k)] *= 1000
+    x[rng.integers(n)] = np.round(x[rng.integers(n)] * 2.0**-exponent * 4) * 2.0 ** (exponent - 3)
+    return reference.f32_to_bf16(x.astype(np.float32))
+
+
+def quantize_c(bits: int, bf16: Any) -> tuple[Any, Any]:
+    n, k = bf16.shape
+    weight, scale = np.empty(n * k * bits // 8, np.uint8), np.empty(n, np.float32)
+    kernels.quantize_pack(bits, bf16, "bf16", weight, scale)
+    return weight, scale
+
+
+@quick
+@given(bits_drawn, seeds, exponents)
+def test_c_is_the_definition(bits: int, seed: int, exponent: int) -> None:
+    bf16 = rows(seed, bits, exponent)
+    for ours, theirs in zip(quantize_c(bits, bf16), reference.quantize_pack(bits, bf16), strict=True):
+        assert (ours == theirs).all()
+
+
+@quick
+@given(bits_drawn, seeds, exponents)
+def test_error_is_at_most_half_a_step(bits: int, seed: int, exponent: int) -> None:
+    """INT8: half a scale. INT4: half a step of 16 scales and the half scale of the first rounding. And what float32 itself loses."""
+    bf16 = rows(seed, bits, exponent)
+    codes, scale = reference.quantize(bits, bf16)
+    x, d = reference.bf16_to_f32(bf16).astype(np.float64), scale.astype(np.float64)[:, None]
+    bound = d * (0.5 if bits == 8 else 8.5) + np.abs(x) * 2.0**-22
+    assert (np.abs(x - codes * STEP[bits] * d) <= bound).all()
+    assert np.abs(codes.astype(int)).max() <= TOP[bits]
+    largest = np.abs(codes.astype(int)).max(axis=1)
+    assert (largest[scale != 0] == TOP[bits]).all()  # the whole range is used
+    assert np.isfinite(scale).all()
+
+
+@quick
+@given(bits_drawn, seeds, st.integers(-40, 40), st.integers(-40, 40))
+def test_a_power_of_two_moves_only_the_scales(bits: int, seed: int, exponent: int, shift: int) -> None:
+    bf16 = rows(seed, bits, exponent)
+    moved = reference.f32_to_bf16(reference.bf16_to_f32(bf16) * np.float32(2.0**shift))
+    weight, scale = quantize_c(bits, bf16)
+    weight_moved, scale_moved = quantize_c(bits, moved)
+    assert (weight == weight_moved).all()
+    assert (scale * np.float32(2.0**shift) == scale_moved).all()
+
+
+@quick
+@given(bits_drawn, seeds, exponents)
+def test_a_sign_only_changes_signs(bits: int, seed: int, exponent: int) -> None:
+    bf16 = rows(seed, bits, exponent)
+    codes, scale = reference.quantize(bits, bf16)
+    negated, same_scale = reference.quantize(bits, bf16 ^ np.uint16(0x8000))
+    assert (negated == -codes).all()
+    assert (scale == same_scale).all()
+
+
+@quick
+@given(bits_drawn, seeds, exponents)
+def test_rows_do_not_know_each_other(bits: int, seed: int, exponent: int) -> None:
+    bf16 = rows(seed, bits, exponent)
+    order = np.random.default_rng(seed).permutation(len(bf16))
+    codes, scale = reference.quantize(bits, bf16)
+    shuffled, shuffled_scale = reference.quantize(bits, bf16[order])
+    assert (shuffled == codes[order]).all()
+    assert (shuffled_scale == scale[order]).all()
+
+
+@quick
+@given(seeds, exponents)
+def test_int8_of_dequantized_int8_is_the_same(seed: int, exponent: int) -> None:
+    """Idempotent where BF16 can hold the dequantized values: scales that are powers of two."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-127, 128, (64, 128))
+    codes[:, 0] = 127
+    bf16 = reference.f32_to_bf16((codes * 2.0**exponent).astype(np.float32))
+    again, _ = reference.quantize(8, bf16)
+    assert (again == codes).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [128, 384, 3584, 3712, 7168 + 128])
+def test_unpack_is_the_inverse_of_pack(bits: int, columns: int) -> None:
+    codes = np.random.default_rng(columns).integers(-TOP[bits], TOP[bits] + 1, (256, columns)).astype(np.int8)
+    weight = reference.pack(bits, codes)
+    assert (reference.unpack(bits, weight, *codes.shape) == codes).all()
+    assert weight.size == codes.size * bits // 8
+
+
+def offset_of(bits: int, r: int, c: int, n: int, k: int) -> tuple[int, int]:
+    """Where the specification (layouts/FORMAT.md) puts element (r, c): byte, and shift within it."""
+    block_rows, tile_columns = (64, 64) if bits == 8 else (128, 128)
+    nb, kb = r // block_rows * block_rows, c // 3584 * 3584
+    nbs, kbs = min(block_rows, n - nb), min(3584, k - kb)
+    rt, i = (r - nb) // 32 * 32, (r - nb) % 32
+    ct, j = (c - kb) // tile_columns * tile_columns, (c - kb) % tile_columns
+    element = nb * k + kb * nbs + rt * kbs + ct * 32
+    byte = i // 16 * 1024 + j % 64 // 4 * 64 + i % 16 * 4 + j % 4
+    return element * bits // 8 + byte, 4 if bits == 4 and j >= 64 else 0
+
+
+@quick
+@given(bits_drawn, seeds)
+def test_pack_puts_each_code_where_the_format_says(bits: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, k = kernels.MULTIPLE[bits] * int(rng.integers(1, 3)), 128 * int(rng.choice([1, 3, 28, 29]))
+    codes = np.zeros((n, k), np.int8)
+    r, c = int(rng.integers(n)), int(rng.integers(k))
+    codes[r, c] = 5
+    weight = reference.pack(bits, codes)
+    byte, shift = offset_of(bits, r, c, n, k)
+    assert weight[byte] == 5 << shift
+    assert np.count_nonzero(weight) == 1
+
+
+def test_every_amax_gives_the_specified_scale() -> None:
+    """All positive BF16: INT8 multiplies by fl(1/127) and is not amax / 127; INT4 is also the float32 division by 112."""
+    amax = np.arange(0x7F80, dtype=np.uint16)
+    x = reference.bf16_to_f32(amax)
+    normal = np.float32(2.0**-126)
+    int8, int4 = (reference.row_scales(bits, amax[:, None]) for bits in (8, 4))
+    product = (x.astype(np.float64) * float(np.float32(1 / 127))).astype(np.float32)
+    assert np.float32(1 / 127).view(np.uint32) == 0x3C010204
+    assert (int8 == np.where(product < normal, 0, product)).all()
+    assert np.count_nonzero(product != x / np.float32(127)) == 1488
+    assert (int4 == np.where(x / np.float32(112) < normal, 0, x / np.float32(112))).all()
+    for bits, expected in ((8, int8), (4, int4)):
+        values = np.zeros((32640 // 128 * 128 + 128, 128), np.uint16)
+        values[: amax.size, 7] = amax
+        assert (quantize_c(bits, values)[1][: amax.size] == expected).all()
+
+
+def test_no_product_needs_saturation() -> None:
+    """The largest code of every possible row is 127 or 112 before the second rounding, so vector kernels need not saturate."""
+    amax = np.arange(1, 0x7F80, dtype=np.uint16)[:, None]
+    for bits, top in ((8, 127), (4, 112)):
+        scale = reference.row_scales(bits, amax)
+        kept = scale != 0
+        product = reference.bf16_to_f32(amax[:, 0])[kept] * (np.float32(1) / scale[kept])
+        assert set(np.rint(product)) == {top}
+
+
+def test_subnormals_count_as_zero() -> None:
+    bf16 = np.zeros((64, 64), np.uint16)
+    bf16[0, :2] = 0x0001, 0x807F  # a row of subnormals only
+    bf16[1, :2] = (
+        0x03FF,
+        0x007F,
+    )  # the largest is kept: its scale is normal; the subnormal would round to 1 if it counted
+    bf16[2, :2] = 0x03F0, 0x8001
+    codes, scale = reference.quantize(8, bf16)
+    assert not codes[0].any()
+    assert scale[0] == 0
+    for row in (1, 2):
+        assert codes[row, 1] == 0
+        assert (codes[row, 0] == 127) == (scale[row] != 0)
+
+
+def test_fp16_and_fp8_decode_exactly() -> None:
+    """FP16 as NumPy has it, rounded once; E4M3 against the list of its values."""
+    fp16 = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    exact = fp16.view(np.float16).astype(np.float64)
+    ours = reference.bf16_to_f32(kernels.decode(fp16, "fp16")).astype(np.float64)
+    finite = np.isfinite(exact)
+    assert (np.isfinite(ours) == finite).all()
+    assert (np.abs(ours[finite] - exact[finite]) <= np.abs(exact[finite]) * 2.0**-8).all()
+
+    fp8 = np.arange(256, dtype=np.uint8).reshape(1, 256)
+    ours = reference.bf16_to_f32(kernels.decode(fp8, "fp8_e4m3", scales=np.ones((1, 1), np.float32), block=(1, 256)))[0]
+    positive = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)]
+    assert ours[:127].tolist() == positive[:127]
+    assert ours[128:255].tolist() == [-x for x in positive[:127]]
+    assert np.isnan(ours[[127, 255]]).all()
+    assert max(positive[:127]) == 448
+
+
+@quick
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64))
+def test_rounding_to_bf16_is_to_the_nearest_even(values: list[float]) -> None:
+    x = np.array([values], np.float32)
+    bits = reference.f32_to_bf16(x)
+    assert (kernels.decode(x, "f32") == bits).all()
+    x, rounded = x.astype(np.float64), reference.bf16_to_f32(bits).astype(np.float64)
+    for step in (1, -1):
+        neighbour = (bits & 0x7FFF).astype(np.int64) + step
+        keep = (neighbour >= 0) & (neighbour < 0x7F80) & np.isfinite(rounded)
+        other = reference.bf16_to_f32((neighbour[keep] | bits[keep] & 0x8000).astype(np.uint16)).astype(np.float64)
+        ours, theirs = np.abs(rounded[keep] - x[keep]), np.abs(other - x[keep])
+        assert (ours <= theirs).all()
+        assert (bits[keep][ours == theirs] % 2 == 0).all()
