@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ktconvert.layouts.errors import OutputError
 from ktconvert.pipeline.convert import plan_cpu
 from ktconvert.pipeline.merge import plan_merge
 from ktconvert.pipeline.plan import Plan, Request
@@ -12,5 +13,9 @@ PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] 
 
 
 def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """The plan of any request."""
+    """The plan of any request. Raises OutputError for a command that only another ktconvert has."""
+    if request.command not in PLANNERS:
+        raise OutputError(
+            f"{request.output}: was begun by `ktconvert {request.command}`, which this one does not have."
+        )
     return PLANNERS[request.command](request, hashed)

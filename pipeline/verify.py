@@ -36,13 +36,19 @@ PIECE = 4 << 20  # bytes hashed between two signs of progress
 
 @dataclass(frozen=True)
 class Wish:
-    """What to verify. against: a checkpoint (path or hub id) or another output; numa, layout: what the user means to load."""
+    """What to verify.
+
+    against       a checkpoint (path or hub id) or another output
+    numa, layout  what the user means to load
+    arch          the text of --arch-file, for an output whose manifest has none
+    """
 
     output: Path
     against: str | None = None
     revision: str | None = None
     numa: int | None = None
     layout: Layout | None = None
+    arch: str | None = None
     full: bool = False
     threads: int = 1
 
@@ -199,7 +205,7 @@ def _open_source(wish: Wish, output: Output) -> MoeModel:
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
 
     assert wish.against is not None
-    row = (output.manifest or {"settings": {}})["settings"].get("arch_file")
+    row = wish.arch or (output.manifest or {"settings": {}})["settings"].get("arch_file")
     source = open_checkpoint(wish.against, wish.revision)
     return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
 

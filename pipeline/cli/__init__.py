@@ -101,6 +101,7 @@ def main() -> None:
         sys.exit(done.exit_code)
     except click.ClickException as error:
         error.show()
+        _tell(error.format_message(), 2)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
@@ -119,8 +120,13 @@ def main() -> None:
         _fail(str(error), code)
 
 
-def _fail(message: str, code: int) -> None:
+def _tell(message: str, code: int) -> None:
+    """The failure as an event, for who asked for events."""
     if "--json" in sys.argv:
         print(json.dumps({"event": "error", "message": message, "exit_code": code}), flush=True)
+
+
+def _fail(message: str, code: int) -> None:
+    _tell(message, code)
     print(f"ktconvert: {message}", file=sys.stderr, flush=True)
     sys.exit(code)

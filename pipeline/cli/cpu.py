@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts import LAYOUTS
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.pipeline.cli import options
 
-METHODS = ("int4", "int8", "awq", "moe_int4", "moe_int8")  # what kt-kernel's script takes
-LATER = {
+LATER = {  # what kt-kernel's script takes and we do not
     "awq": "AWQ checkpoints are not an input yet",
     "moe_int4": "MOE_INT4 exists on aarch64 only",
     "moe_int8": "MOE_INT8 bytes depend on the AOCL-BLIS version",
@@ -37,7 +37,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
               help="What the weights are; read from the headers when left out.")  # fmt: skip
 @click.option(
     "--quant-method",
-    type=click.Choice(METHODS, case_sensitive=False),
+    type=click.Choice([*LAYOUTS, *LATER], case_sensitive=False),
     default="int4",
     show_default=True,
     help="Output format.",
@@ -74,12 +74,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 )
 @click.option("--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume.")
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
-@click.option(
-    "--arch-file",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="A row for an architecture that is not in the table (TOML).",
-)
+@options.arch_file
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
 @options.max_memory
 @options.talk
@@ -95,8 +90,9 @@ def cpu(**given: Any) -> None:
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     method = given["quant_method"]
     if method in LATER or given["input_type"] == "awq":
+        can = " and ".join(f"{name} ({layout.name})" for name, layout in LAYOUTS.items())
         reason = LATER.get(method, LATER["awq"])
-        raise UnsupportedError(f"--quant-method {method}: {reason}; int4 (AMXINT4) and int8 (AMXINT8) can be made.")
+        raise UnsupportedError(f"--quant-method {method}: {reason}; {can} can be made.")
     for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):
         if given[flag]:
             reporter.note(f"{text} is accepted for kt-kernel's sake and changes nothing here")

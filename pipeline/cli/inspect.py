@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -22,12 +21,7 @@ Examples:
 @click.command("inspect", epilog=EPILOG)
 @click.argument("path")
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
-@click.option(
-    "--arch-file",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="A row for an architecture that is not in the table (TOML).",
-)
+@options.arch_file
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(path: str, **given: Any) -> None:
     """Say what a checkpoint, an output or an unfinished conversion is, and what can be made of it.

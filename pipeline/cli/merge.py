@@ -34,6 +34,7 @@ Examples:
 )
 @click.option("--max-tensors", type=click.IntRange(min=1), default=3000, show_default=True, help="Tensors per shard.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+@click.option("--verify-inputs", is_flag=True, help="Merge again what came from files that were touched since.")
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
 @options.cpuinfer_threads
 @options.max_memory
@@ -55,6 +56,7 @@ def merge(**given: Any) -> None:
         tuning={
             "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
             "max_memory": given["max_memory"],
+            "verify_inputs": given["verify_inputs"],
             "original_path": str(original.expanduser().absolute()) if original else None,
         },
     )

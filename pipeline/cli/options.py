@@ -53,6 +53,16 @@ def max_memory(command: F) -> F:
     )(command)
 
 
+def arch_file(command: F) -> F:
+    """--arch-file."""
+    return click.option(
+        "--arch-file",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="A row for an architecture that is not in the table (TOML).",
+    )(command)
+
+
 def talk(command: F) -> F:
     """How much is said, and to whom: --json, -q, -v."""
     for option in (

@@ -34,6 +34,7 @@ Examples:
     default=None,
     help="The method that it must have: kt-kernel does not notice a wrong one.",
 )
+@options.arch_file
 @click.option("--full", is_flag=True, help="Measure the error of every expert, not of 8 per layer.")
 @options.cpuinfer_threads
 @options.talk
@@ -59,6 +60,7 @@ def verify(output: Path, **given: Any) -> None:
         revision=given["revision"],
         numa=given["numa"],
         layout=None if method is None else LAYOUTS[method.removeprefix("amx")],
+        arch=options.text_of("--arch-file", given["arch_file"]),
         full=given["full"],
         threads=options.threads(given["cpuinfer_threads"], told),
     )
