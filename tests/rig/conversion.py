@@ -1,0 +1,188 @@
+"""A tiny checkpoint, the real command line, and what must hold afterwards: shared by the tests of kills and resumes.
+
+Tests load this file by its path, as killpoint.py says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
+TIMEOUT = 240.0  # seconds; a conversion takes half of one, a loaded machine many times that
+CORES = len(os.sched_getaffinity(0))
+HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA parts allows
+SEED = random.randrange(10**6)  # printed with every failure; set it to see one again
+Tree = dict[str, bytes | None]
+
+
+def bf16(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Random weights of either sign between 1/128 and 1/32, as BF16 bits."""
+    return rng.integers(0, 1 << 16, shape, np.uint16) & 0x80FF | 0x3C00
+
+
+def save(path: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """A safetensors file of BF16 tensors, byte by byte as its format says."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": data.shape, "data_offsets": [at, at + data.nbytes]}
+        at += data.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for data in tensors.values():
+            file.write(data.tobytes())
+
+
+def checkpoint(
+    folder: Path, *, layers: int = 3, experts: int = 2, hidden: int = HIDDEN, width: int = WIDTH, seed: int = 0
+) -> Path:
+    """A BF16 Qwen3-MoE-shaped checkpoint: one shard per layer and one for the rest, config, tokenizer, a nested file."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    shards: list[dict[str, Any]] = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        tensors: dict[str, Any] = {f"{at}mlp.gate.weight": bf16(rng, experts, hidden)}
+        for expert in range(experts):
+            for name, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+                tensors[f"{at}mlp.experts.{expert}.{name}_proj.weight"] = bf16(rng, *shape)
+        shards.append(tensors)
+    shards.append({"model.embed_tokens.weight": bf16(rng, 64, hidden), "model.norm.weight": bf16(rng, hidden)})
+    weight_map = {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save(folder / name, tensors)
+        weight_map |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"}
+    config |= {"num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": 1}
+    config |= {"hidden_size": hidden, "moe_intermediate_size": width}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps({"seed": seed, "text": "word " * 50}))
+    (folder / "extra").mkdir()
+    (folder / "extra" / "chat_template.jinja").write_text("{{ messages }}\n")
+    return folder
+
+
+def edit(path: Path, at: int = -2, *, keep_time: bool = False) -> None:
+    """Change one byte of a file, its size kept; the time of change moves on, unless it is to be kept."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    moved = before.st_mtime_ns + (0 if keep_time else 1_000_000_000)
+    os.utime(path, ns=(before.st_atime_ns, moved))
+
+
+def ktconvert(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, prefix: Iterable[str] = (), **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the real command line to its end."""
+    command = [*prefix, *KTCONVERT, *map(str, arguments)]
+    how = {"timeout": TIMEOUT, "capture_output": True, "text": True} | how
+    return subprocess.run(command, env={**os.environ, **(env or {})}, **how)
+
+
+class Mounts:
+    """A mount namespace of our own: what is mounted in it is seen by nobody else, and gone when it ends. A context manager."""
+
+    def __init__(self) -> None:
+        user = [] if os.geteuid() == 0 else ["--map-root-user"]
+        ready = ["sh", "-c", "echo ready; exec sleep 3600"]
+        self._holder = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", *user, *ready],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        said = self._holder.stdout.readline().strip()
+        enter = ["-U", "--preserve-credentials"] if user else []
+        self.prefix = ["nsenter", "-t", str(self._holder.pid), "-m", *enter]
+        self.refusal = "" if said == "ready" else said or "unshare failed"
+
+    def __enter__(self) -> Mounts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+    def mount(self, *arguments: str | Path) -> None:
+        """mount(8) within."""
+        subprocess.run([*self.prefix, "mount", *map(str, arguments)], check=True)
+
+    def seen(self, path: Path) -> Path:
+        """A path as it looks within."""
+        return Path(f"/proc/{self._holder.pid}/root{path}")
+
+
+@contextlib.contextmanager
+def in_memory(otherwise: Path) -> Iterator[Path]:
+    """A folder on a tmpfs, where syncing costs nothing: hundreds of runs would wait for the disk most of the time."""
+    shared = Path("/dev/shm")
+    base = Path(tempfile.mkdtemp(dir=shared)) if os.access(shared, os.W_OK) else otherwise
+    try:
+        yield base
+    finally:
+        shutil.rmtree(base)
+
+
+def tree(folder: Path) -> Tree:
+    """Every file with its bytes, every folder, and where links point."""
+    return {
+        str(p.relative_to(folder)): str(p.readlink()).encode()
+        if p.is_symlink()
+        else p.read_bytes()
+        if p.is_file()
+        else None
+        for p in folder.rglob("*")
+    }
+
+
+def identity(folder: Path) -> dict[str, tuple[int, ...]]:
+    """What a write would change: inode, size, mode and times of every entry, the folder itself included."""
+    return {
+        str(p): (s.st_ino, s.st_size, s.st_mode, s.st_mtime_ns, s.st_ctime_ns)
+        for p in [folder, *folder.rglob("*")]
+        for s in [p.lstat()]
+    }
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def differing(found: Tree, wanted: Tree) -> list[str]:
+    """The names of what is missing, extra or has other bytes: readable where the trees themselves are not."""
+    return sorted(name for name in found.keys() | wanted.keys() if found.get(name, b"-") != wanted.get(name, b"-"))
+
+
+def in_parallel(job: Callable[[int], Any], numbers: Iterable[int]) -> list[Any]:
+    """job(n) for every n, a few at a time; processes do the work. The first failure is raised."""
+    with ThreadPoolExecutor(CORES + 1) as pool:
+        return list(pool.map(job, numbers))
+
+
+def thinned(points: int, runs: int) -> list[int]:
+    """Kill points spread over a whole run, other ones each time."""
+    step = max(1, points // runs)
+    offset = SEED % step + 1
+    print(f"seed {SEED}: kill points {offset}, {offset + step} ... of {points}")
+    return list(range(offset, points + 1, step))

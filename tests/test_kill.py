@@ -1,0 +1,321 @@
+"""Pull the plug anywhere: killed before each call that changes a directory, once, twice, or at random; resumed, the output
+is byte for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never written to."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def load(name: str) -> ModuleType:
+    path = Path(__file__).parent / "rig" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+killpoint, rig, forks = load("killpoint"), load("conversion"), load("forks")
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What conversions read. small has 3 layers of 2 experts, tiny 2 of 1; loose is tiny, converted without merging."""
+
+    small: Path
+    tiny: Path
+    loose: Path
+    shim: Path
+    no_links: Path
+    no_swap: Path
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    base = tmp_path_factory.mktemp("inputs")
+    shim = killpoint.build(base)
+    small = rig.checkpoint(base / "small")
+    tiny = rig.checkpoint(base / "tiny", layers=2, experts=1)
+    done = rig.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
+    assert done.returncode == 0, done.stderr
+    no_links = _refusing(base, "EPERM", "link", "linkat")
+    return Inputs(small, tiny, base / "loose", shim, no_links, _refusing(base, "EINVAL", "renameat2"))
+
+
+def _refusing(folder: Path, reason: str, *calls: str) -> Path:
+    """A shim for a file system that cannot do something, such as FAT and some network shares: these calls fail."""
+    source, library = folder / f"no_{calls[0]}.c", folder / f"no_{calls[0]}.so"
+    bodies = [f"int {call}() {{ errno = {reason}; return -1; }}" for call in calls]
+    source.write_text("\n".join(["#include <errno.h>", *bodies]))
+    subprocess.run([os.environ.get("CC", "cc"), "-w", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of conversion. source names the field of Inputs that it reads."""
+
+    command: str
+    source: str
+    options: tuple[str, ...] = ()
+    threads: int = 2
+    over: bool = False  # another output of ours lies there and is to be overwritten
+    links: bool = True
+    swap: bool = True
+    mounted: bool = False  # the output is a mount point: it cannot be renamed, so files move into it one by one
+
+    def arguments(self, inputs: Inputs, output: Path) -> list[str]:
+        original = ("-r", str(inputs.tiny)) if self.command == "merge" else ()
+        return [
+            *(self.command, "-i", str(getattr(inputs, self.source)), "-o", str(output), *self.options, *original),
+            *(("--overwrite",) if self.over else ()),
+            *("--cpuinfer-threads", str(min(self.threads, rig.CORES))),
+        ]
+
+    def preload(self, inputs: Inputs) -> list[Path]:
+        return [*([] if self.links else [inputs.no_links]), *([] if self.swap else [inputs.no_swap]), inputs.shim]
+
+
+CASES = {
+    "merged": Case("cpu", "small"),
+    "loose": Case("cpu", "tiny", ("--no-merge-safetensor",)),
+    "cut and copied": Case("cpu", "small", ("--max-shard-size", "80KB", "--non-experts", "copy", "--layers", "0-1")),
+    "merge": Case("merge", "loose", ("--max-tensors", "9")),
+    "overwrite": Case("cpu", "tiny", over=True, threads=1),
+    "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),
+    "overwrite, no swapping": Case("cpu", "tiny", over=True, swap=False, threads=1),
+    "no hard links": Case("cpu", "tiny", links=False, threads=1),
+    "mount point": Case("cpu", "tiny", mounted=True, threads=1),
+    "mount point, loose, no hard links": Case(
+        "cpu", "tiny", ("--no-merge-safetensor",), mounted=True, links=False, threads=1
+    ),
+    "mount point, overwrite": Case("cpu", "tiny", mounted=True, over=True, threads=1),
+    "mount point, overwrite, no hard links": Case("cpu", "tiny", mounted=True, over=True, links=False, threads=1),
+    "loose, no hard links": Case("cpu", "tiny", ("--no-merge-safetensor",), links=False, threads=1),
+}
+
+
+class Matrix:
+    """Runs of one case under the shim, each in a folder of its own, compared with an uninterrupted one."""
+
+    def __init__(self, case: Case, inputs: Inputs, base: Path, servers: Any, mounts: Any) -> None:
+        self.case, self.inputs, self.base, self.servers, self.mounts = case, inputs, base, servers, mounts
+        self.before = {name: rig.identity(getattr(inputs, name)) for name in ("small", "tiny", "loose")}
+        self.old: Path | None = None
+        if case.over:
+            # Same model and option, other weights: every file of it has the size of the file that replaces it.
+            self.old = base / "old"
+            other = rig.checkpoint(base / "other", layers=2, experts=1, seed=1)
+            done = rig.ktconvert("cpu", "-i", other, "-o", self.old, "-q")
+            assert done.returncode == 0, done.stderr
+        output = self.prepare("whole")
+        done = self.run(output, 0)
+        assert done.returncode == 0, done.stderr
+        self.wanted = self.tree(output)
+        self.points: int = killpoint.count(self.log(output))
+
+    def prepare(self, name: str) -> Path:
+        output = self.base / name / "out"
+        output.parent.mkdir()
+        if self.case.mounted:
+            output.mkdir()
+            self.mounts.mount("-t", "tmpfs", "-o", "size=64m,mode=755", "tmpfs", output)
+        if self.old is not None:
+            shutil.copytree(self.old, self.seen(output), dirs_exist_ok=True)
+        return output
+
+    def seen(self, path: Path) -> Path:
+        return self.mounts.seen(path) if self.case.mounted else path
+
+    def tree(self, output: Path) -> Any:
+        return rig.tree(self.seen(output))
+
+    def plan(self, output: Path) -> Path:
+        return self.seen(output) / ".ktconvert/plan.json" if self.case.mounted else Path(f"{output}.work/plan.json")
+
+    def log(self, output: Path) -> Path:
+        return output.parent.with_suffix(".log")
+
+    def run(self, output: Path, n: int, arguments: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Killed before its n-th call; 0 lets it finish. Without arguments, the conversion from its beginning."""
+        log = self.log(output)
+        log.unlink(missing_ok=True)
+        env = {"KILLPOINT_ROOT": os.path.realpath(output), "KILLPOINT_N": str(n), "KILLPOINT_LOG": str(log)}
+        arguments = arguments or self.case.arguments(self.inputs, output)
+        done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
+        return done
+
+    def whole_or_absent(self, output: Path, where: str) -> None:
+        """Right after a kill: nothing that a loader could open, or all of it; what lay there before is whole."""
+        states = [self.wanted] if self.old is None else [self.wanted, rig.tree(self.old)]
+        found = self.tree(output)
+        if self.case.mounted:
+            found = {name: data for name, data in found.items() if not name.startswith(".ktconvert")}
+            if "manifest.json" not in found and INDEX not in found:
+                return  # neither index nor manifest: no one takes this for a model
+        elif self.old is None and not output.exists():
+            return
+        elif self.old is not None and not self.case.swap and not output.exists():
+            found = rig.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
+        allowed = {"manifest.json", INDEX} if self.case.mounted else set()
+        assert any(set(rig.differing(found, state)) <= allowed for state in states), where
+
+    def finish(self, output: Path, by_name: bool, where: str) -> None:
+        """Resume without a kill, by `ktconvert resume` or by the same command, and compare."""
+        begun = self.plan(output).exists()
+        done = self.run(output, 0, ["resume", str(output)] if by_name else None)
+        if by_name and not begun and (done.returncode == 7 or self.case.over):
+            # Killed before there was a plan: nothing to resume, or only the old output to be seen.
+            assert re.search("no conversion into it was begun|nothing to do", done.stderr), where
+            done = self.run(output, 0)
+        assert done.returncode == 0, f"{where}: {done.stderr}"
+        self.check(output, where)
+
+    def check(self, output: Path, where: str) -> None:
+        assert rig.differing(self.tree(output), self.wanted) == [], where
+        assert [p.name for p in output.parent.iterdir()] == [output.name], where
+
+    def killed(self, n: int) -> None:
+        """Killed before call n, then resumed."""
+        output = self.prepare(f"n{n}")
+        done = self.run(output, n)
+        if done.returncode == 0:  # threads may save a call or two
+            self.check(output, f"{n} was past the end")
+            return
+        where = f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}"
+        assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
+        self.whole_or_absent(output, where)
+        self.finish(output, bool(n % 2), where)
+        shutil.rmtree(output.parent)
+
+    def killed_twice(self, n: int, m: int) -> None:
+        """Killed before call n, the resume before its call m, then resumed again."""
+        output = self.prepare(f"n{n}-{m}")
+        if self.run(output, n).returncode == 0:
+            self.check(output, f"{n} was past the end")
+            return
+        first = killpoint.killed_before(self.log(output))
+        begun = self.plan(output).exists()
+        second = self.run(output, m, ["resume", str(output)] if begun and m % 2 else None)
+        where = f"killed before call {n}, {first}, and resumed, before call {m}, {killpoint.killed_before(self.log(output))}"
+        assert second.returncode in (0, killpoint.KILLED), f"{where}: {second.stderr}"
+        self.whole_or_absent(output, where)
+        self.finish(output, bool((n + m) % 2), where)
+        shutil.rmtree(output.parent)
+
+    def sources_untouched(self) -> None:
+        assert self.before == {name: rig.identity(getattr(self.inputs, name)) for name in self.before}
+
+
+@contextlib.contextmanager
+def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
+    with contextlib.ExitStack() as stack:
+        mounts = stack.enter_context(rig.Mounts()) if case.mounted else None
+        if mounts is not None and mounts.refusal:
+            pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
+        prefix = mounts.prefix if mounts is not None else ()
+        servers = stack.enter_context(forks.Forks(case.preload(inputs), rig.CORES + 1, prefix))
+        yield Matrix(case, inputs, base, servers, mounts)
+
+
+@pytest.fixture
+def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
+    with prepared(CASES[request.param], inputs, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def matrix_in_memory(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
+    with rig.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as made:
+        yield made
+
+
+@pytest.mark.parametrize("matrix", CASES, indirect=True)
+def test_killed_here_and_there_then_resumed(matrix: Matrix) -> None:
+    """Once at some points; then twice, while resuming too."""
+    rig.in_parallel(matrix.killed, rig.thinned(matrix.points, 8))
+    pairs = some_pairs(matrix, 3)
+    rig.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
+    matrix.sources_untouched()
+
+
+def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
+    print(f"seed {rig.SEED}")
+    chance = random.Random(rig.SEED)
+    return [(chance.randint(1, matrix.points), chance.randint(1, matrix.points)) for _ in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix_in_memory", CASES, indirect=True)
+def test_killed_before_every_call_then_resumed(matrix_in_memory: Matrix) -> None:
+    matrix = matrix_in_memory
+    print(f"{matrix.points} kill points")
+    rig.in_parallel(matrix.killed, range(1, matrix.points + 1))
+    matrix.sources_untouched()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix_in_memory", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
+def test_killed_while_resuming_many_times(matrix_in_memory: Matrix) -> None:
+    pairs = some_pairs(matrix_in_memory, 50)
+    rig.in_parallel(lambda n: matrix_in_memory.killed_twice(*pairs[n]), range(len(pairs)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
+def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
+    """A larger conversion, its whole process group killed again and again after a random time, until it gets through."""
+    source = rig.checkpoint(tmp_path / "source", layers=4, experts=8, hidden=1024, width=1024)
+    before = rig.identity(source)
+    command = ["cpu", "-i", str(source), *options, "-o"]
+    begun = time.monotonic()
+    done = rig.ktconvert(*command, tmp_path / "whole")
+    whole = time.monotonic() - begun
+    assert done.returncode == 0, done.stderr
+    wanted, chance, kills = rig.tree(tmp_path / "whole"), random.Random(rig.SEED), 0
+    print(f"seed {rig.SEED}; an uninterrupted run takes {whole:.1f} s")
+    for run in range(3):
+        output = tmp_path / f"run{run}" / "out"
+        output.parent.mkdir()
+        for attempt in itertools.count():
+            again = ["resume", str(output)] if attempt % 2 and Path(f"{output}.work/plan.json").exists() else None
+            process = subprocess.Popen(
+                [*rig.KTCONVERT, *(again or [*command, str(output)]), "-q"],
+                start_new_session=True,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            # Each try may take a little longer, so that there is an end.
+            try:
+                _, said = process.communicate(timeout=chance.uniform(0, whole * (0.8 + attempt / 10)))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                _, said = process.communicate()
+            if process.returncode != killpoint.KILLED:
+                break
+            kills += 1
+        assert process.returncode == 0, said
+        assert rig.differing(rig.tree(output), wanted) == []
+        assert [p.name for p in output.parent.iterdir()] == ["out"]
+        shutil.rmtree(output.parent)
+    print(f"{kills} kills")
+    assert kills > 0
+    assert before == rig.identity(source)
