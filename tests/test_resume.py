@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -10,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -110,16 +108,6 @@ class Bench:
 def bench(tmp_path: Path, servers: Any) -> Iterator[Bench]:
     with rig.in_memory(tmp_path) as base:
         yield Bench(base, servers)
-
-
-def refused(done: Done, code: int, *words: str) -> None:
-    """One sentence, this exit code, these words."""
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]
-    assert len(said) == 1, done.stderr
-    for word in words:
-        assert word in said[0], f"{word!r} is not in {said[0]!r}"
 
 
 # ---- the order of calls ----------------------------------------------------------------------------------------------
@@ -357,7 +345,7 @@ def test_a_damaged_plan_is_refused(bench: Bench, stopped: Path, how: str, again:
     plan.write_bytes(DAMAGE[how](plan.read_bytes()))
     store = rig.tree(bench.work / "store")
     done = bench.run("resume", bench.output) if again == "resume" else bench.cpu()
-    refused(done, 7, str(bench.work if how != "an unknown command" else bench.output))
+    rig.refused(done, 7, str(bench.work if how != "an unknown command" else bench.output))
     assert rig.tree(bench.work / "store") == store
 
 
@@ -399,7 +387,7 @@ def test_a_finished_output_has_nothing_to_do(bench: Bench) -> None:
 
 
 def test_nothing_was_begun(bench: Bench) -> None:
-    refused(bench.run("resume", bench.output), 7, "no conversion into it was begun")
+    rig.refused(bench.run("resume", bench.output), 7, "no conversion into it was begun")
     assert rig.names(bench.output.parent) == []
 
 
@@ -417,7 +405,7 @@ def test_an_edited_weight_is_noticed_and_converted_again(bench: Bench, again: st
         return bench.run("resume", bench.output, *options) if again == "resume" else bench.cpu(*options)
 
     store = rig.identity(bench.work / "store")
-    refused(go(), 5, SHARD, "--verify-inputs")
+    rig.refused(go(), 5, SHARD, "--verify-inputs")
     assert rig.identity(bench.work / "store") == store
     done = go("--verify-inputs")
     assert done.returncode == 0, done.stderr
@@ -453,7 +441,7 @@ def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
     wanted = bench.fresh("--verify-inputs")
     bench.stop_after(2)
     os.utime(bench.source / SHARD)
-    refused(bench.cpu(), 5, SHARD, "--verify-inputs")
+    rig.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--verify-inputs").returncode == 0
     assert bench.units_made() == 2
     bench.finished_as(wanted)
@@ -472,7 +460,7 @@ def test_with_hashes_an_edit_is_seen_whatever_its_time_says(bench: Bench) -> Non
     bench.stop_after(2, "--verify-inputs")
     rig.edit(bench.source / SHARD, keep_time=True)
     done = bench.run("resume", bench.output)
-    refused(done, 5, SHARD)
+    rig.refused(done, 5, SHARD)
     assert re.search(r"content of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}", done.stderr)
 
 
@@ -500,7 +488,7 @@ def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> N
         change(bench.source)
     store = rig.identity(bench.work / "store")
     for done in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--verify-inputs")):
-        refused(done, 5)
+        rig.refused(done, 5)
         assert re.search(said, done.stderr), done.stderr
     assert rig.identity(bench.work / "store") == store
 
@@ -516,7 +504,7 @@ def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str)
         victim.write_bytes(data[:-100])
     else:
         victim.rename(away)
-    refused(bench.run("resume", bench.output), 5, str(victim) if what == "all gone" else SHARD)
+    rig.refused(bench.run("resume", bench.output), 5, str(victim) if what == "all gone" else SHARD)
     if what == "cut off":
         victim.write_bytes(data)
         os.utime(victim, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -529,7 +517,7 @@ def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str)
 def test_an_edited_companion_is_noticed_and_copied_anew(bench: Bench) -> None:
     bench.stop_after(2)
     rig.edit(bench.source / "tokenizer.json", 9)
-    refused(bench.run("resume", bench.output), 5, "tokenizer.json", "--verify-inputs")
+    rig.refused(bench.run("resume", bench.output), 5, "tokenizer.json", "--verify-inputs")
     assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
     assert bench.units_made() == 1
     bench.finished_as(bench.fresh("--verify-inputs"))
@@ -540,7 +528,7 @@ def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
     bench.stop_after(2)
     moved = bench.base / "elsewhere"
     bench.source.rename(moved)
-    refused(bench.run("resume", bench.output), 5, str(bench.source))
+    rig.refused(bench.run("resume", bench.output), 5, str(bench.source))
     assert bench.cpu(source=moved).returncode == 0
     assert bench.units_made() == 1
     bench.finished_as(wanted)
@@ -563,20 +551,34 @@ OTHER_OPTIONS = {
 def test_a_changed_option_is_refused_with_both_values(bench: Bench, said: str) -> None:
     bench.stop_after(1)
     before = rig.identity(bench.work / "store")
-    refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    rig.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
     assert rig.identity(bench.work / "store") == before
     assert bench.cpu().returncode == 0
     assert bench.units_made() == 2
     finished = rig.identity(bench.output)
-    refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    rig.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
     assert rig.identity(bench.output) == finished
+
+
+def test_a_dry_run_refuses_what_the_run_would(bench: Bench) -> None:
+    bench.stop_after(1)
+    other = ("--threadpool-count", "1", "--dry-run")
+    before = rig.identity(bench.work)
+    rig.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1")
+    done = bench.cpu(*other, "--overwrite")
+    assert done.returncode == 0
+    assert f"{LAYERS} to run" in done.stderr
+    rig.edit(bench.source / SHARD)
+    rig.refused(bench.cpu("--dry-run"), 5, SHARD, "--verify-inputs")
+    assert bench.cpu("--dry-run", "--overwrite").returncode == 0
+    assert rig.identity(bench.work) == before
 
 
 def test_another_command_is_refused(bench: Bench) -> None:
     loose = bench.base / "loose"
     assert bench.cpu("--no-merge-safetensor", output=loose).returncode == 0
     bench.stop_after(1)
-    refused(bench.run("merge", "-i", loose, "-o", bench.output), 7, "command was cpu, is merge")
+    rig.refused(bench.run("merge", "-i", loose, "-o", bench.output), 7, "command was cpu, is merge")
 
 
 def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:
@@ -597,7 +599,7 @@ def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
     other = ("--layers", "0-1", "--threadpool-count", "1")
     wanted = bench.fresh() if back else bench.fresh(*other)
     bench.stop_after(units)
-    refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1", "--overwrite")
+    rig.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1", "--overwrite")
     if back:
         for n in (12, 30, 45, 60, 75):
             assert bench.cpu(*other, "--overwrite", kill=n).returncode in (0, killpoint.KILLED)
@@ -612,7 +614,7 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
     other = rig.checkpoint(bench.base / "other", layers=LAYERS, seed=7)
     wanted = bench.fresh(source=other)
     assert bench.cpu(kill=point).returncode == killpoint.KILLED
-    refused(bench.cpu(source=other), 5, "--overwrite")
+    rig.refused(bench.cpu(source=other), 5, "--overwrite")
     done = bench.cpu("--overwrite", source=other)
     assert done.returncode == 0, done.stderr
     assert bench.units_made() == LAYERS
@@ -732,36 +734,7 @@ def test_resume_layer_with_nothing_there_leaves_layers_out(bench: Bench, loose: 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A source of a few seconds, and what comes of it."""
-    base = tmp_path_factory.mktemp("larger")
-    source = rig.checkpoint(base / "source", layers=5, experts=6, hidden=1024, width=1024)
-    assert rig.ktconvert("cpu", "-i", source, "-o", base / "whole").returncode == 0
-    wanted = rig.tree(base / "whole")
-    shutil.rmtree(base / "whole")
-    return source, wanted
-
-
-@contextlib.contextmanager
-def held(source: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
-    """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent."""
-    command = [*rig.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
-    env = {**os.environ, "KTCONVERT_ISA": "scalar"}  # slow enough to be met at work
-    for _ in range(10):
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        book = output.with_name(f"{output.name}.work") / "journal.jsonl"
-        while process.poll() is None and not (book.exists() and b'"start"' in book.read_bytes()):
-            time.sleep(0.001)
-        process.send_signal(signal.SIGSTOP)
-        with contextlib.suppress(FileNotFoundError):
-            if process.poll() is None and len(journal.finished(journal.read(book))) < 2:
-                break
-        process.send_signal(signal.SIGCONT)  # it was too fast for us
-        process.communicate(timeout=rig.TIMEOUT)
-        shutil.rmtree(output)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return rig.larger(tmp_path_factory.mktemp("larger"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -770,7 +743,7 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
 ) -> None:
     source, wanted = larger
     output = tmp_path / "out"
-    with held(source, output) as process:
+    with rig.held(source, output) as process:
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
         _, said = process.communicate(timeout=rig.TIMEOUT)
@@ -797,7 +770,7 @@ def test_interrupted_twice_it_stops_at_once(
 ) -> None:
     source, wanted = larger
     output = tmp_path / "out"
-    with held(source, output) as process:
+    with rig.held(source, output) as process:
         assert process.stderr is not None
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
@@ -821,7 +794,7 @@ def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_p
     source, wanted = larger
     output, shard = tmp_path / "out", source / "model-00003-of-00006.safetensors"
     times = shard.stat()
-    with held(source, output) as process:
+    with rig.held(source, output) as process:
         rig.edit(shard)
         process.send_signal(signal.SIGCONT)
         _, said = process.communicate(timeout=rig.TIMEOUT)

@@ -10,15 +10,19 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ktconvert.pipeline import journal
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 240.0  # seconds; a conversion takes half of one, a loaded machine many times that
@@ -96,6 +100,54 @@ def ktconvert(
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
     how = {"timeout": TIMEOUT, "capture_output": True, "text": True} | how
     return subprocess.run(command, env={**os.environ, **(env or {})}, **how)
+
+
+def larger(base: Path) -> tuple[Path, Tree]:
+    """A source that takes long enough to be met at work, and what comes of it."""
+    source = checkpoint(base / "source", layers=5, experts=6, hidden=1024, width=1024)
+    done = ktconvert("cpu", "-i", source, "-o", base / "whole")
+    assert done.returncode == 0, done.stderr
+    wanted = tree(base / "whole")
+    shutil.rmtree(base / "whole")
+    return source, wanted
+
+
+@contextlib.contextmanager
+def held(
+    source: Path, seen: Path, *, output: Path | None = None, prefix: Iterable[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent.
+
+    seen is how this process sees the output, where the conversion knows it under another name.
+    """
+    command = [*prefix, *KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen)]
+    env = {**os.environ, "KTCONVERT_ISA": "scalar"}  # slow enough to be met at work
+    book = seen.with_name(f"{seen.name}.work") / "journal.jsonl"
+    for _ in range(10):
+        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        while process.poll() is None and not (book.exists() and b'"start"' in book.read_bytes()):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        if process.poll() is None and len(journal.finished(journal.read(book))) < 2:
+            break
+        process.send_signal(signal.SIGCONT)  # it was too fast for us
+        process.communicate(timeout=TIMEOUT)
+        shutil.rmtree(seen)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """One sentence, this exit code, these words."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]
+    assert len(said) == 1, done.stderr
+    for word in words:
+        assert word in said[0], f"{word!r} is not in {said[0]!r}"
 
 
 class Mounts:
