@@ -153,37 +153,40 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
     """Agree with what was begun here before, or begin."""
     old = saved_plan(work.places)
     document = plan.document()
-    if old is not None and overwrite and (_differs(old, document) or any(changed_files(old["source"], plan))):
+    dropped, touched = agree(plan, old, overwrite) if old is not None else (False, [])
+    if dropped:
         reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
         work.drop()
         old = None
     work.may_replace = overwrite or bool(old and old.get("overwrite"))
     if work.may_replace:
         document["overwrite"] = True
-    if old is not None:
-        require_same_settings(plan.request.output, old, plan)
-        require_same_source(plan.request.output, old["source"], plan)
-        _, touched = changed_files(old["source"], plan)
-        if touched:
-            _redo_touched(plan, work, reporter, touched)
+    if touched:
+        units = [unit for unit in plan.units if plan.reads(unit) & set(touched)]
+        for unit in units:
+            work.forget(unit)
+        reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
     if old != document:
         work.save_plan(document)
 
 
-def _differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    return any(old[key] != new[key] for key in ("command", "settings"))
+def agree(plan: Plan, old: dict[str, Any], overwrite: bool) -> tuple[bool, list[str]]:
+    """What becomes of the unfinished conversion of plan.json `old`: whether it is dropped, and which files were touched since.
 
-
-def _redo_touched(plan: Plan, work: WorkDir, reporter: Reporter, touched: list[str]) -> None:
-    if not plan.request.tuning.get("verify_inputs"):
+    Raises OutputError or InputError, showing both values, where it was begun with other options or another input.
+    """
+    new = plan.document()
+    others, touched = changed_files(old["source"], plan)
+    if overwrite and (others or touched or any(old[key] != new[key] for key in ("command", "settings"))):
+        return True, []
+    require_same_settings(plan.request.output, old, plan)
+    require_same_source(plan.request.output, old["source"], plan)
+    if touched and not plan.request.tuning.get("verify_inputs"):
         raise InputError(
             f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and header); "
             "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over."
         )
-    units = [unit for unit in plan.units if plan.reads(unit) & set(touched)]
-    for unit in units:
-        work.forget(unit)
-    reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
+    return False, touched
 
 
 def _tell_of_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:

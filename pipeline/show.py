@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from ktconvert.pipeline import machine
-from ktconvert.pipeline.execute import SLACK, adopts, already_finished, fit_threads, unit_states
-from ktconvert.pipeline.plan import Plan, require_same_settings, require_same_source
+from ktconvert.pipeline.execute import SLACK, adopts, agree, already_finished, fit_threads, saved_plan, unit_states
+from ktconvert.pipeline.plan import Plan
 from ktconvert.pipeline.report import size
 from ktconvert.pipeline.workdir import locate
 
@@ -19,7 +20,7 @@ LISTED = 12  # units shown one by one at either end of a long run of equals
 def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
     """Print the plan; refuses what running it would refuse."""
     finished = already_finished(plan, overwrite)
-    document = describe(plan, finished)
+    document = describe(plan, finished, overwrite)
     if as_json:
         click.echo(json.dumps({"event": "plan", **document}))
         return
@@ -64,17 +65,19 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
     click.echo("\n".join(out))
 
 
-def describe(plan: Plan, finished: bool) -> dict[str, Any]:
+def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, Any]:
     """The plan as one JSON object."""
     places = locate(plan.request.output, adopt=adopts(plan))
     states = unit_states(plan, places)
-    if not finished and places.plan.exists():
-        from ktconvert.pipeline.execute import saved_plan
-
-        old = saved_plan(places)
-        if old is not None:
-            require_same_settings(plan.request.output, old, plan)
-            require_same_source(plan.request.output, old["source"], plan)
+    old = None if finished else saved_plan(places)
+    if old is not None:
+        dropped, touched = agree(plan, old, overwrite)
+        states = [
+            replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
+            if state.done and (dropped or plan.reads(state.unit) & set(touched))
+            else state
+            for state in states
+        ]
     done = {state.unit: finished or state.done for state in states}
     threads = fit_threads(plan)
     todo = [unit for unit in plan.units if not done[unit]]
