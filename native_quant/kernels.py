@@ -29,7 +29,6 @@ SCALED_KINDS = frozenset({"fp8_e4m3"})
 
 # n and k are multiples of this, by bits: the row block and the columns of a tile of kt-kernel's layout.
 MULTIPLE = {8: 64, 4: 128}
-STRIP_ROWS = 32
 
 
 def _text(pointer: Any) -> str:
@@ -102,14 +101,20 @@ def _read_environment() -> None:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _pointer(array: Array) -> Any:
-    return ffi.cast("void *", array.ctypes.data)
+# These checks run for every expert, so types are looked up here, once.
+_VOID, _SOURCE, _BYTES, _FLOATS = (ffi.typeof(t) for t in ("void *", "ktq_source *", "uint8_t[]", "float[]"))
+_UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+def _address(array: Array) -> Any:
+    """Where the first element lies, whatever the strides (ffi.from_buffer takes contiguous arrays only)."""
+    return ffi.cast(_VOID, array.__array_interface__["data"][0])
 
 
 def _source(
     values: Array, kind: str, scales: npt.NDArray[np.float32] | None, block: tuple[int, int], origin: tuple[int, int]
-) -> tuple[Any, list[Any]]:
-    """The C struct for one linear, and what must stay alive while it is used."""
+) -> tuple[Any, Any]:
+    """The C struct for one linear, and the array that must stay alive besides `values` while it is used."""
     if kind not in KINDS:
         raise ValueError(f"kind '{kind}' is not one of {', '.join(KINDS)}")
     number, dtype = KINDS[kind]
@@ -117,30 +122,22 @@ def _source(
         raise ValueError(f"values must have two dimensions, neither of them 0, not shape {values.shape}")
     if values.dtype != dtype:
         raise ValueError(f"{kind} values must be {dtype} in this machine's byte order, not {values.dtype!r}")
-    n, k = values.shape
+    (n, k), (row_stride, column_stride), item = values.shape, values.strides, dtype.itemsize
     # NumPy may give any stride to an axis of length 1.
-    row_stride, column_stride = (
-        s if d > 1 else dtype.itemsize for s, d in zip(values.strides, values.shape, strict=True)
-    )
-    if column_stride != dtype.itemsize and row_stride != dtype.itemsize:
+    row_stride = row_stride if n > 1 else item
+    column_stride = column_stride if k > 1 else item
+    if item not in (row_stride, column_stride):
         raise ValueError(f"one axis of values must be contiguous, not strides {values.strides}")
-    if min(row_stride, column_stride) < 0:
+    if row_stride < 0 or column_stride < 0:
         raise ValueError(f"values must not run backwards, as strides {values.strides} do")
 
-    struct = ffi.new("ktq_source *")
-    struct.kind, struct.values = number, _pointer(values)
-    struct.row_stride, struct.column_stride = row_stride, column_stride
-    keep: list[Any] = [struct, values]
-    if kind in SCALED_KINDS:
-        grid = _check_scales(kind, (n, k), scales, block, origin)
-        struct.scales = _pointer(grid)
-        struct.scales_per_row = grid.shape[1]
-        struct.block_rows, struct.block_columns = block
-        struct.first_row, struct.first_column = origin
-        keep.append(grid)
-    elif scales is not None:
-        raise ValueError(f"{kind} values have no scales")
-    return struct, keep
+    source = (number, _address(values), row_stride, column_stride)
+    if kind not in SCALED_KINDS:
+        if scales is not None:
+            raise ValueError(f"{kind} values have no scales")
+        return ffi.new(_SOURCE, source), None
+    grid = _check_scales(kind, (n, k), scales, block, origin)
+    return ffi.new(_SOURCE, (*source, _address(grid), grid.shape[1], *block, *origin)), grid
 
 
 def _check_scales(
@@ -167,30 +164,35 @@ def _check_bits(bits: int, n: int, k: int) -> None:
         raise ValueError(f"{bits}-bit weights need rows and columns in multiples of {MULTIPLE[bits]}, not {n} x {k}")
 
 
-def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> None:
+def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> tuple[Any, Any]:
+    """Pointers to packed weights and scales."""
     _check_bits(bits, n, k)
-    for name, array, dtype, size in (("weight", weight, np.uint8, n * k * bits // 8), ("scale", scale, np.float32, n)):
+    for name, array, dtype, size in (("weight", weight, _UINT8, n * k * bits // 8), ("scale", scale, _FLOAT32, n)):
         if array.dtype != dtype or array.shape != (size,):
-            raise ValueError(
-                f"{name} must be {np.dtype(dtype)} of shape ({size},), not {array.dtype} of shape {array.shape}"
-            )
-        if not array.flags.c_contiguous or not array.flags.aligned:
+            raise ValueError(f"{name} must be {dtype} of shape ({size},), not {array.dtype} of shape {array.shape}")
+        flags = array.flags
+        if not (flags.c_contiguous and flags.aligned):
             raise ValueError(f"{name} must be contiguous and aligned")
-        if writable and not array.flags.writeable:
+        if writable and not flags.writeable:
             raise ValueError(f"{name} must be writable")
+    return ffi.from_buffer(_BYTES, weight), ffi.from_buffer(_FLOATS, scale)
 
 
 class _Scratch(threading.local):
     """A buffer per thread that is kept between calls: faulting fresh pages in would cost a tenth of the work."""
 
     def __init__(self) -> None:
-        self.buffer: npt.NDArray[np.uint16] = np.empty(0, np.uint16)
+        self.columns = 0
+        self.buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.pointer: Any = ffi.NULL
 
     def get(self, k: int) -> Any:
-        """STRIP_ROWS * k uint16, on a cache line of its own."""
-        if self.buffer.size < STRIP_ROWS * k + 32:
-            self.buffer = np.empty(STRIP_ROWS * k + 32, np.uint16)
-        return ffi.cast("uint16_t *", (self.buffer.ctypes.data + 63) & ~63)
+        """32 * k uint16 (ktq.h), on a cache line of its own."""
+        if self.columns < k:
+            self.buffer = np.empty(32 * k * 2 + 64, np.uint8)
+            self.pointer = ffi.cast("uint16_t *", (self.buffer.ctypes.data + 63) & ~63)
+            self.columns = k
+        return self.pointer
 
 
 _scratch = _Scratch()
@@ -220,21 +222,12 @@ def quantize_pack(
     values, kind, scales, block, origin: as in quantizers.spec.Matrix. weight: uint8 [n*k*bits/8] and scale: float32 [n]
     are written. NonFinite: a value is infinite or NaN; weight and scale are then partly written.
     """
-    struct, keep = _source(values, kind, scales, block, origin)
+    source, keep = _source(values, kind, scales, block, origin)
     n, k = values.shape
-    _check_packed(bits, n, k, weight, scale, writable=True)
+    packed = _check_packed(bits, n, k, weight, scale, writable=True)
     _read_environment()
     bad_row = ffi.new("int64_t *")
-    error = lib.ktq_quantize_pack(
-        bits,
-        n,
-        k,
-        struct,
-        _scratch.get(k),
-        _pointer(weight),
-        _pointer(scale),
-        bad_row,
-    )
+    error = lib.ktq_quantize_pack(bits, n, k, source, _scratch.get(k), *packed, bad_row)
     if error == lib.KTQ_ENONFINITE:
         row = bad_row[0]
         decoded = decode(values[row : row + 1], kind, scales=scales, block=block, origin=(origin[0] + row, origin[1]))
@@ -252,11 +245,11 @@ def decode(
     origin: tuple[int, int] = (0, 0),
 ) -> npt.NDArray[np.uint16]:
     """A linear as BF16 bits: uint16 [n, k], rounded to nearest even. Any n and k."""
-    struct, keep = _source(values, kind, scales, block, origin)
+    source, keep = _source(values, kind, scales, block, origin)
     _read_environment()
     n, k = values.shape
     out = np.empty((n, k), np.uint16)
-    error = lib.ktq_decode(n, k, struct, _pointer(out))
+    error = lib.ktq_decode(n, k, source, ffi.from_buffer("uint16_t[]", out))
     del keep
     _raise(error)
     return out
@@ -266,18 +259,9 @@ def dequantize(
     bits: int, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], n: int, k: int
 ) -> npt.NDArray[np.float32]:
     """The numbers that packed weights stand for: float32 [n, k]; a code times its scale (INT4: 16 times the code)."""
-    _check_packed(bits, n, k, weight, scale, writable=False)
+    packed = _check_packed(bits, n, k, weight, scale, writable=False)
     out = np.empty((n, k), np.float32)
-    _raise(
-        lib.ktq_dequantize(
-            bits,
-            n,
-            k,
-            _pointer(weight),
-            _pointer(scale),
-            _pointer(out),
-        )
-    )
+    _raise(lib.ktq_dequantize(bits, n, k, *packed, ffi.from_buffer(_FLOATS, out)))
     return out
 
 
@@ -297,21 +281,12 @@ def error_sums(
     x is the source as BF16, y the dequantized weight. From them: relative error sqrt(dd/xx), cosine xy/sqrt(xx*yy).
     The order of the additions is fixed, so the sums are the same with every instruction set.
     """
-    struct, keep = _source(values, kind, scales, block, origin)
+    source, keep = _source(values, kind, scales, block, origin)
     n, k = values.shape
-    _check_packed(bits, n, k, weight, scale, writable=False)
+    packed = _check_packed(bits, n, k, weight, scale, writable=False)
     _read_environment()
     sums = ffi.new("double[4]")
-    error = lib.ktq_error_sums(
-        bits,
-        n,
-        k,
-        struct,
-        _scratch.get(k),
-        _pointer(weight),
-        _pointer(scale),
-        sums,
-    )
+    error = lib.ktq_error_sums(bits, n, k, source, _scratch.get(k), *packed, sums)
     del keep
     _raise(error)
     return sums[0], sums[1], sums[2], sums[3]

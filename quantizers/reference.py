@@ -63,7 +63,8 @@ def decode(
             rows = (origin[0] + np.arange(n)) // block[0]
             columns = (origin[1] + np.arange(k)) // block[1]
             unsigned = f32_to_bf16(fp8_e4m3_magnitude(values) * scales[np.ix_(rows, columns)])
-            return unsigned ^ (values & 0x80).astype(np.uint16) << 8
+            sign: U16 = np.left_shift(values & 0x80, 8, dtype=np.uint16)
+            return unsigned ^ sign
     raise ValueError(f"no such encoding: {kind}, scales {'absent' if scales is None else 'given'}")
 
 

@@ -15,7 +15,8 @@ enum {
     KT_K_BLOCK = 3584, /* columns of a column block */
 };
 
-/* The largest |x| of k BF16 values as BF16 bits without the sign; >= 0x7f80 if one of them is not finite. row: any alignment. */
+/* The largest |x| of k BF16 values as BF16 bits without the sign; >= 0x7f80 if one of them is not finite. row: any
+   alignment; k: a multiple of 64. */
 typedef uint16_t kt_amax_fn(const uint8_t *row, int64_t k);
 
 /* Rows that will be read next and may be brought nearer meanwhile: item_bytes for each column; 0: none. */

@@ -1,0 +1,199 @@
+"""GB/s of quantize+pack for every instruction set, beside memcpy and pure reading of memory in the same run.
+
+    python benchmarks/kernels.py [--json] [--size-mib 256] [--rounds 7] [--isa avx512 ...]
+
+All figures are gigabytes of source per CPU second of one thread (a busy machine takes time away, not CPU seconds); each is the
+median of `rounds`, and a round runs every job once, so that what the machine does meanwhile hits all of them. The source is
+larger than any cache and begins 8 bytes after a page, as tensors in safetensors files do. "through" writes to memory as large
+as the source's share, "reused" into one buffer again and again, as the converter does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import thread_time
+from typing import Any
+
+import numpy as np
+
+from ktconvert.native_quant import kernels
+
+MIB = 1 << 20
+SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "fp8_e4m3": 1}
+BLOCK = 128
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to time: `run` works on `size` bytes of source."""
+
+    name: str
+    isa: str
+    kind: str
+    bits: int
+    n: int
+    k: int
+    reused: bool
+    transposed: bool
+    size: int
+    run: Callable[[], None]
+
+
+def aligned(size: int, offset: int = 0) -> Any:
+    """Zeroed bytes that begin `offset` bytes after a page, all of them already mapped."""
+    raw = np.zeros(size + 2 * PAGE, np.uint8)
+    raw[::PAGE] = 1
+    start = -raw.ctypes.data % PAGE + offset
+    return raw[start : start + size]
+
+
+def make_source(kind: str, size: int) -> Any:
+    """Random weights: Gaussian values, or FP8 codes other than NaN."""
+    rng = np.random.default_rng(0)
+    buffer = aligned(size, 8)
+    if kind == "fp8_e4m3":
+        piece = rng.integers(0, 127, 4 * MIB, np.uint8) | rng.integers(0, 2, 4 * MIB, np.uint8) << 7
+    else:
+        x = (rng.standard_normal(4 * MIB) * 0.02).astype(np.float32)
+        bf16 = (x.view(np.uint32) >> 16).astype(np.uint16)
+        piece = {"bf16": bf16, "fp16": x.astype(np.float16), "f32": x}[kind].view(np.uint8)
+    for start in range(0, size, piece.size):
+        part = buffer[start : start + piece.size]
+        part[:] = piece[: part.size]
+    return buffer
+
+
+def quantize_job(
+    isa: str, kind: str, bits: int, n: int, k: int, source: Any, target: Any, reused: bool, transposed: bool = False
+) -> Job:
+    matrix_bytes = n * k * ITEM_BYTES[kind]
+    packed_bytes = n * k * bits // 8
+    count = max(1, source.size // matrix_bytes // (16 if isa == "scalar" else 1))
+    dtype = kernels.KINDS[kind][1]
+    scale = np.empty(n, np.float32)
+    options: dict[str, Any] = {}
+    if kind == "fp8_e4m3":
+        options = {"scales": np.full((-(-n // BLOCK), -(-k // BLOCK)), 1e-3, np.float32), "block": (BLOCK, BLOCK)}
+
+    def run() -> None:
+        kernels.set_isa(isa)
+        for i in range(count):
+            values = source[i * matrix_bytes : (i + 1) * matrix_bytes].view(dtype)
+            values = values.reshape(k, n).T if transposed else values.reshape(n, k)
+            at = 0 if reused else i * packed_bytes
+            kernels.quantize_pack(bits, values, kind, target[at : at + packed_bytes], scale, **options)
+
+    name = f"{kind}{' transposed' if transposed else ''} -> int{bits}"
+    return Job(name, isa, kind, bits, n, k, reused, transposed, count * matrix_bytes, run)
+
+
+def yardsticks(source: Any, target: Any) -> list[Job]:
+    words = source[: source.size // 64 * 64].view(np.uint64)
+    block = 4 * MIB
+
+    def read() -> None:
+        words.max()
+
+    def copy(reused: bool) -> Callable[[], None]:
+        def run() -> None:
+            for start in range(0, source.size, block):
+                at = 0 if reused else start
+                part = source[start : start + block]
+                np.copyto(target[at : at + part.size], part)
+
+        return run
+
+    def job(name: str, reused: bool, run: Callable[[], None]) -> Job:
+        return Job(name, "", "", 0, 0, 0, reused, False, source.size, run)
+
+    return [job("read", False, read), job("memcpy", False, copy(False)), job("memcpy", True, copy(True))]
+
+
+def all_jobs(isas: list[str], size: int) -> list[Job]:
+    sources = {kind: make_source(kind, size) for kind in ITEM_BYTES}
+    target = aligned(size)
+    jobs = yardsticks(sources["bf16"], target)
+    for isa in isas:
+        for n, k in SHAPES:
+            for bits in (8, 4):
+                for reused in (False, True):
+                    jobs.append(quantize_job(isa, "bf16", bits, n, k, sources["bf16"], target, reused))
+                for kind in ("fp8_e4m3", "fp16", "f32"):
+                    jobs.append(quantize_job(isa, kind, bits, n, k, sources[kind], target, True))
+                jobs.append(quantize_job(isa, "bf16", bits, n, k, sources["bf16"], target, True, transposed=True))
+    return jobs
+
+
+def measure(jobs: list[Job], rounds: int) -> list[float]:
+    """Median GB of source per CPU second, by job."""
+    seen: list[list[float]] = [[] for _ in jobs]
+    for _ in range(rounds):
+        for job, figures in zip(jobs, seen, strict=True):
+            start = thread_time()
+            job.run()
+            figures.append(job.size / (thread_time() - start) / 1e9)
+    return [statistics.median(figures) for figures in seen]
+
+
+def report(jobs: list[Job], rates: list[float]) -> list[dict[str, Any]]:
+    """One record per job: its rate, its ratio to memcpy of the same sort and to reading, and output bytes against BF16's."""
+    read, memcpy, memcpy_reused = rates[:3]
+    plain = {
+        (j.isa, j.bits, j.k): rate
+        for j, rate in zip(jobs, rates, strict=True)
+        if j.kind == "bf16" and j.reused and not j.transposed
+    }
+    records = []
+    for job, rate in zip(jobs, rates, strict=True):
+        record: dict[str, Any] = {
+            "what": job.name,
+            "into": "reused" if job.reused else "through",
+            "gb_per_cpu_second": rate,
+        }
+        if job.isa:
+            record |= {"isa": job.isa, "n": job.n, "k": job.k}
+            record["of_memcpy"] = rate / (memcpy_reused if job.reused else memcpy)
+            record["of_read"] = rate / read
+            same = plain.get((job.isa, job.bits, job.k), 0.0)
+            # Time per output byte: bytes in per byte out differ by encoding.
+            record["time_of_bf16"] = same / rate * ITEM_BYTES[job.kind] / 2
+        records.append(record)
+    return records
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    print(
+        f"{'what':26} {'isa':7} {'k':>5} {'into':8} {'GB/cpu-s':>9} {'x memcpy':>9} {'x read':>7} {'time/byte v bf16':>17}"
+    )
+    for r in records:
+        line = f"{r['what']:26} {r.get('isa', ''):7} {r.get('k', ''):>5} {r['into']:8} {r['gb_per_cpu_second']:9.2f}"
+        if "isa" in r:
+            line += f" {r['of_memcpy']:9.2f} {r['of_read']:7.2f} {r['time_of_bf16']:17.2f}"
+        print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument("--size-mib", type=int, default=256, help="bytes of source for each encoding")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--isa", nargs="*", choices=kernels.available_isas(), default=list(kernels.available_isas()))
+    options = parser.parse_args()
+    jobs = all_jobs(options.isa, options.size_mib * MIB)
+    records = report(jobs, measure(jobs, options.rounds))
+    if options.json:
+        json.dump({"rounds": options.rounds, "size_mib": options.size_mib, "results": records}, sys.stdout, indent=1)
+        print()
+    else:
+        show(records)
+
+
+if __name__ == "__main__":
+    main()
