@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from ktconvert.pipeline import machine
 
 GIB = 1 << 30
