@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline import journal
+from ktconvert.pipeline import journal, machine
+from ktconvert.pipeline.cli import main
 
 
 def load(name: str) -> ModuleType:
@@ -362,6 +364,24 @@ def test_the_next_start_says_where_the_last_one_died(bench: Bench) -> None:
     done = bench.run("resume", bench.output)
     assert re.search(r"process \d+\) died in cpu_experts.layer-001; 1 of 3 units are finished and kept", done.stderr)
     assert bench.units_made() == 2
+
+
+def test_the_next_start_says_that_memory_ran_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the kernel counts cannot be raised here, so the count is another one."""
+    bench.stop_after(1)
+    path = bench.work / "journal.jsonl"
+    path.write_text(re.sub(r'"oom_kills": \w+', '"oom_kills": 4', path.read_text()))
+    for kills, told in ((4, False), (5, True)):
+        monkeypatch.setattr(machine, "oom_kills", lambda kills=kills: kills)
+        with pytest.raises(SystemExit) as end:
+            monkeypatch.setattr(sys, "argv", ["ktconvert", "resume", str(bench.output), "--max-memory", "1MB"])
+            main()
+        assert end.value.code == 4  # one that small is refused, after it was said how the last run ended
+        said = capsys.readouterr().err
+        assert "1 of 3 units are finished and kept" in said
+        assert ("the kernel has killed for memory since then" in said) == told
 
 
 def test_a_death_at_the_very_end_is_told_too(bench: Bench) -> None:
