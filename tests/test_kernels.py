@@ -151,6 +151,21 @@ def test_any_exponent(isa: str, bits: int) -> None:
     assert_same(quantize_pack(bits, bits16, "bf16"), expected)
 
 
+@pytest.mark.parametrize("offset", [0, 2, 8, 31, 62])
+@pytest.mark.parametrize("k", [64, 128, 192, 320, 448])
+def test_the_largest_is_found_wherever_it_is(isa: str, k: int, offset: int) -> None:
+    """Each row's only large value is in another column, so that every column is the largest once."""
+    n = (k + 63) // 64 * 64
+    storage = np.zeros(n * k * 2 + 64, np.uint8)
+    values = storage[offset : offset + n * k * 2].view(np.uint16).reshape(n, k)
+    values[:] = 0x3C00
+    values[np.arange(n) % n, np.arange(n) % k] = 0xC2FE  # -127
+    kernels.set_isa(isa)
+    _, scale = quantize_pack(8, values, "bf16")
+    assert (scale == reference.row_scales(8, values)).all()
+    assert len(set(scale)) == 1
+
+
 @pytest.mark.parametrize("offset", [0, 1, 16, 63])
 def test_any_alignment(isa: str, offset: int) -> None:
     """Tensors begin where their file says, and a slice of columns begins anywhere."""
@@ -218,7 +233,11 @@ def test_every_code_decodes(name: str) -> None:
     options = {"scales": scales[:, None], "block": (1, 256)}
     cases: list[tuple[Any, str, dict[str, Any]]] = [
         (fp8, "fp8_e4m3", options),
-        (np.where(fp8 & 0x7F == 0x7F, 0, fp8).astype(np.uint8), "fp8_e4m3", options),  # a NaN in a row takes another way
+        (
+            np.where(fp8 & 0x7F == 0x7F, 0, fp8).astype(np.uint8),
+            "fp8_e4m3",
+            options,
+        ),  # a NaN in a row takes another way
         (np.arange(65536, dtype=np.uint16).reshape(256, 256), "fp16", {}),
         (every_f32_case().reshape(1024, -1), "f32", {}),
     ]
