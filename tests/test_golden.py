@@ -1,4 +1,4 @@
-"""kt-kernel's own bytes: from the NumPy definition and from every instruction set this CPU has."""
+"""kt-kernel's own bytes, and ours for other encodings: from the NumPy definition and every instruction set this CPU has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CASES = [
     ("int8", "nodd2_t1"),
     ("int8", "kblock_t1"),
 ]
-DTYPES = {"BF16": np.uint16, "I8": np.uint8, "F32": np.float32, "I64": np.int64}
+OURS = [(method, kind) for method in QUANTIZERS for kind in ("fp16", "f32", "fp8_e4m3")]
+DTYPES = {"BF16": np.uint16, "U16": np.uint16, "I8": np.uint8, "U8": np.uint8, "F32": np.float32, "I64": np.int64}
 
 
 def load(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -30,7 +31,7 @@ def load(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    metadata = header.pop("__metadata__")
+    metadata = header.pop("__metadata__", {})
     tensors = {}
     for name, entry in header.items():
         begin, end = (start + offset for offset in entry["data_offsets"])
@@ -65,18 +66,55 @@ def test_definition_gives_kt_kernels_bytes(method: str, case: str) -> None:
         same(f"{key}.scale", ours[1], scale)
 
 
-@pytest.mark.parametrize("isa", kernels.ISAS)
-@pytest.mark.parametrize(("method", "case"), CASES)
-def test_kernels_give_kt_kernels_bytes(method: str, case: str, isa: str) -> None:
-    if isa not in kernels.available_isas():
-        pytest.skip(f"this machine has no {isa}")
+@pytest.fixture(params=kernels.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in use; a machine without it says so."""
+    if request.param not in kernels.available_isas():
+        pytest.skip(f"this machine has no {request.param}")
     before = kernels.isa()
-    kernels.set_isa(isa)
-    try:
-        for key, part, weight, scale in parts(method, case):
-            ours = np.full_like(weight, 0xAA), np.full_like(scale, np.nan)
-            kernels.quantize_pack(QUANTIZERS[method].bits, part, "bf16", *ours)
-            same(f"{key}.weight", ours[0], weight)
-            same(f"{key}.scale", ours[1], scale)
-    finally:
-        kernels.set_isa(before)
+    kernels.set_isa(request.param)
+    yield request.param
+    kernels.set_isa(before)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("method", "case"), CASES)
+def test_kernels_give_kt_kernels_bytes(method: str, case: str) -> None:
+    for key, part, weight, scale in parts(method, case):
+        ours = np.full_like(weight, 0xAA), np.full_like(scale, np.nan)
+        kernels.quantize_pack(QUANTIZERS[method].bits, part, "bf16", *ours)
+        same(f"{key}.weight", ours[0], weight)
+        same(f"{key}.scale", ours[1], scale)
+
+
+def ours_of(method: str, kind: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Bits, tensors and how to decode them, of a golden file that `make golden` writes."""
+    quantizer = QUANTIZERS[method]
+    _, tensors = load(GOLDEN / f"amx_{method}.v{quantizer.version}.{kind}.safetensors")
+    options: dict[str, Any] = {}
+    if "in.scales" in tensors:
+        options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
+    return quantizer.bits, tensors, options
+
+
+@pytest.mark.parametrize(("method", "kind"), OURS)
+def test_definition_gives_our_bytes(method: str, kind: str) -> None:
+    """Red after a change to the numbers: raise the quantizer's version and run `make golden`."""
+    bits, tensors, options = ours_of(method, kind)
+    bf16 = reference.decode(tensors["in.values"], kind, **options)
+    weight, scale = reference.quantize_pack(bits, bf16)
+    same("bf16", bf16.reshape(-1), tensors["out.bf16"].reshape(-1))
+    same("weight", weight, tensors["out.weight"])
+    same("scale", scale, tensors["out.scale"])
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("method", "kind"), OURS)
+def test_kernels_give_our_bytes(method: str, kind: str) -> None:
+    bits, tensors, options = ours_of(method, kind)
+    for values in (tensors["in.values"], np.asfortranarray(tensors["in.values"])):
+        same("bf16", kernels.decode(values, kind, **options).reshape(-1), tensors["out.bf16"].reshape(-1))
+        weight, scale = np.empty_like(tensors["out.weight"]), np.empty_like(tensors["out.scale"])
+        kernels.quantize_pack(bits, values, kind, weight, scale, **options)
+        same("weight", weight, tensors["out.weight"])
+        same("scale", scale, tensors["out.scale"])

@@ -1,0 +1,50 @@
+"""Writes the golden files that are ours (`make golden`): other encodings than BF16, from the NumPy definition alone.
+
+kt-kernel's own files in this folder are another program's bytes and are never written here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from ktconvert.quantizers import QUANTIZERS, reference
+
+FOLDER = Path(__file__).parent
+N, K = 128, 128
+BLOCK = (48, 80)  # partial blocks at both ends
+
+
+def sources() -> dict[str, Any]:
+    """One linear in each encoding, with a row of zeros, one of subnormals, an outlier and both signs of zero."""
+    rng = np.random.default_rng(20240229)
+    x = rng.standard_normal((N, K)).astype(np.float32) * 0.05
+    x[1] = 0
+    x[2] = -0.0
+    x[3] *= np.float32(1e-7)
+    x[5, 9] = 60000
+    fp8 = rng.integers(0, 256, (N, K)).astype(np.uint8)
+    fp8[fp8 & 0x7F == 0x7F] = 0x7E
+    fp8[1], fp8[2], fp8[3] = 0, 0x80, fp8[3] & 0x87
+    return {"fp16": x.astype(np.float16).view(np.uint16), "f32": x, "fp8_e4m3": fp8}
+
+
+def main() -> None:
+    scales = np.random.default_rng(7).uniform(1e-4, 1e-2, (-(-N // BLOCK[0]), -(-K // BLOCK[1]))).astype(np.float32)
+    for kind, values in sources().items():
+        options = {"scales": scales, "block": BLOCK} if kind == "fp8_e4m3" else {}
+        bf16 = reference.decode(values, kind, **options)
+        for quantizer in QUANTIZERS.values():
+            weight, scale = reference.quantize_pack(quantizer.bits, bf16)
+            tensors = {"in.values": values, "out.bf16": bf16, "out.weight": weight, "out.scale": scale}
+            if options:
+                tensors |= {"in.scales": scales, "in.block": np.array(BLOCK)}
+            path = FOLDER / f"amx_{quantizer.name}.v{quantizer.version}.{kind}.safetensors"
+            path.write_bytes(save(tensors))
+
+
+if __name__ == "__main__":
+    main()
