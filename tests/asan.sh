@@ -1,7 +1,7 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # Builds the extension with AddressSanitizer and UndefinedBehaviorSanitizer into build/asan and runs the kernels' tests on it.
 # Usage: tests/asan.sh [PYTHON]   (the interpreter with ktconvert's dependencies; default .venv/bin/python)
-set -euo pipefail
+set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${1:-.venv/bin/python}")
 out=build/asan
@@ -19,4 +19,4 @@ KTCONVERT_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -
 libasan=$("${CC:-gcc}" -print-file-name=libasan.so)
 export PYTHONPATH="$PWD/$out/lib" LD_PRELOAD="$libasan" ASAN_OPTIONS="detect_leaks=0:handle_sigbus=0"
 "$python" -c "import ktconvert.native_quant._ktq as m; assert '/asan/' in m.__file__, m.__file__"
-exec "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_golden.py
+exec "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_kernel_calls.py tests/test_golden.py

@@ -32,7 +32,7 @@ typedef struct {
 } ktq_source;
 
 /* Quantizes to `bits` (4 or 8), one scale per row, and packs. n and k: multiples of 64 (8 bits) or 128 (4 bits).
-   scratch: 32*k uint16; weight: n*k*bits/8 bytes; scale: n floats.
+   scratch: 32*k uint16, best on a boundary of 64 bytes; weight: n*k*bits/8 bytes; scale: n floats.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; weight and scale are then partly written. */
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
                       float *scale, int64_t *bad_row);

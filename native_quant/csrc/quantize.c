@@ -24,59 +24,67 @@ static float scale_of(int bits, uint16_t amax_bits) {
     return scale < SMALLEST_NORMAL ? 0.0f : scale;
 }
 
+/* 16 rows as BF16, evenly spaced, and what quantizing them takes. */
+typedef struct {
+    const uint8_t *rows;
+    int64_t row_stride;
+    float reciprocal[KT_HALF_ROWS];
+    int subnormals_matter;
+} half_tile;
+
+/* Decodes (if need be) and measures rows first..first+15. Returns the first that is not finite, or -1. */
+static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *source, int64_t first, int64_t k, uint16_t *scratch,
+                       float *scale, half_tile *half) {
+    half->subnormals_matter = 0;
+    for (int r = 0; r < KT_HALF_ROWS; r++) {
+        const uint8_t *row = kt_bf16_row(kernels, source, first + r, k, scratch);
+        if (r == 0) half->rows = row;
+        if (r == 1) half->row_stride = row - half->rows;
+        uint16_t amax = kernels->amax(row, k);
+        if (amax >= KT_BF16_INFINITY) return first + r;
+        float d = scale[first + r] = scale_of(bits, amax);
+        half->reciprocal[r] = d != 0.0f ? 1.0f / d : 0.0f;
+        half->subnormals_matter |= d != 0.0f && d < SUBNORMALS_MATTER;
+    }
+    return -1;
+}
+
 /* 16 rows to their half tiles. FORMAT.md: row blocks, then column blocks, then strips of 32 rows, then tiles, then halves. */
-static void pack_half(kt_pack_fn *pack, int bits, int64_t k, int64_t first_row, const uint8_t *rows, int64_t row_stride,
-                      const float *reciprocal, uint8_t *weight, const kt_ahead *ahead) {
+static void pack(kt_pack_fn *kernel, int bits, int64_t first, int64_t k, const half_tile *half, uint8_t *weight, const kt_ahead *ahead) {
     int64_t block_rows = bits == 8 ? 64 : 128;
-    int64_t row_block = first_row / block_rows * block_rows;
-    int64_t strip = (first_row - row_block) / KT_STRIP_ROWS * KT_STRIP_ROWS;
-    int64_t half = first_row % KT_STRIP_ROWS / KT_HALF_ROWS;
+    int64_t row_block = first / block_rows * block_rows;
+    int64_t strip = (first - row_block) / KT_STRIP_ROWS * KT_STRIP_ROWS;
+    int64_t in_tile = first % KT_STRIP_ROWS / KT_HALF_ROWS * KT_HALF_BYTES;
     for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
         int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
         int64_t element = row_block * k + c * block_rows + strip * columns;
         kt_ahead here = {ahead->first + c * ahead->item_bytes, ahead->row_stride, ahead->item_bytes};
-        pack(rows + 2 * c, row_stride, columns, reciprocal, weight + element * bits / 8 + half * KT_HALF_BYTES, &here);
+        kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal, weight + element * bits / 8 + in_tile, &here);
     }
 }
 
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
                       float *scale, int64_t *bad_row) {
     int error = kt_check_shape(bits, n, k);
-    if (!error) error = source && weight && scale && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
+    if (!error) error = source && scratch && weight && scale && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;
-    if (!scratch) return KTQ_EINVAL;
 
     const kt_kernels *kernels = kt_current();
-    unsigned state = kt_enter();
     kt_pack_fn *best = bits == 8 ? kernels->pack_int8 : kernels->pack_int4;
-    kt_pack_fn *careful = bits == 8 ? kt_pack_int8_scalar : kt_pack_int4_scalar;
+    kt_pack_fn *scalar = bits == 8 ? kt_pack_int8_scalar : kt_pack_int4_scalar;
+    unsigned state = kt_enter();
     *bad_row = -1;
-    for (int64_t first = 0; first < n && *bad_row < 0; first += KT_HALF_ROWS) {
-        const uint8_t *rows = NULL;
-        int64_t row_stride = 0;
-        float reciprocal[KT_HALF_ROWS];
-        kt_pack_fn *pack = best;
-        for (int r = 0; r < KT_HALF_ROWS; r++) {
-            const uint8_t *row = kt_bf16_row(kernels, source, first + r, k, scratch);
-            if (r == 0) rows = row;
-            if (r == 1) row_stride = row - rows;
-            uint16_t amax = kernels->amax(row, k);
-            if (amax >= KT_BF16_INFINITY) {
-                *bad_row = first + r;
-                break;
-            }
-            float d = scale[first + r] = scale_of(bits, amax);
-            reciprocal[r] = d != 0.0f ? 1.0f / d : 0.0f;
-            if (d != 0.0f && d < SUBNORMALS_MATTER) pack = careful;
-        }
+    for (int64_t first = 0; first < n; first += KT_HALF_ROWS) {
+        half_tile half;
+        *bad_row = measure(kernels, bits, source, first, k, scratch, scale, &half);
         if (*bad_row >= 0) break;
-        kt_ahead ahead = {rows, 0, 0};
+        kt_ahead ahead = {half.rows, 0, 0};
         if (kt_is_row_contiguous(source) && first + KT_HALF_ROWS < n) {
             ahead.first = (const uint8_t *)source->values + (first + KT_HALF_ROWS) * source->row_stride;
             ahead.row_stride = source->row_stride;
             ahead.item_bytes = kt_item_bytes(source->kind);
         }
-        pack_half(pack, bits, k, first, rows, row_stride, reciprocal, weight, &ahead);
+        pack(half.subnormals_matter ? scalar : best, bits, first, k, &half, weight, &ahead);
     }
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;

@@ -1,0 +1,146 @@
+"""How the kernels are called: wrong arguments, the choice of an instruction set, and files that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.native_quant import kernels
+
+
+@pytest.fixture(autouse=True)
+def _restore_isa() -> Iterator[None]:
+    before = kernels.isa()
+    yield
+    kernels.set_isa(before)
+
+
+def good() -> dict[str, Any]:
+    return {
+        "bits": 8,
+        "values": np.zeros((64, 128), np.uint16),
+        "kind": "bf16",
+        "weight": np.zeros(64 * 128, np.uint8),
+        "scale": np.zeros(64, np.float32),
+    }
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+FP8 = {"kind": "fp8_e4m3", "values": np.zeros((64, 128), np.uint8)}
+BAD_CALLS: dict[str, dict[str, Any]] = {
+    "bits": {"bits": 2},
+    "kind": {"kind": "bf17"},
+    "rows": {"values": np.zeros((63, 128), np.uint16)},
+    "columns": {"values": np.zeros((64, 100), np.uint16)},
+    "int4 needs 128": {"bits": 4, "weight": np.zeros(64 * 64, np.uint8)},
+    "empty": {"values": np.zeros((0, 128), np.uint16)},
+    "one dimension": {"values": np.zeros(64 * 128, np.uint16)},
+    "dtype": {"values": np.zeros((64, 128), np.float32)},
+    "byte order": {"values": np.zeros((64, 128), ">u2")},
+    "no contiguous axis": {"values": np.zeros((128, 256), np.uint16)[::2, ::2]},
+    "backwards": {"values": np.zeros((64, 128), np.uint16)[::-1]},
+    "weight too short": {"weight": np.zeros(64 * 128 - 1, np.uint8)},
+    "weight too long": {"weight": np.zeros(64 * 128 + 1, np.uint8)},
+    "weight dtype": {"weight": np.zeros(64 * 128, np.int8)},
+    "weight with gaps": {"weight": np.zeros(2 * 64 * 128, np.uint8)[::2]},
+    "weight read-only": {"weight": read_only(np.zeros(64 * 128, np.uint8))},
+    "scale length": {"scale": np.zeros(63, np.float32)},
+    "scale dtype": {"scale": np.zeros(64, np.float64)},
+    "scale misaligned": {"scale": np.zeros(64 * 4 + 1, np.uint8)[1:].view(np.float32)},
+    "bf16 with scales": {"scales": np.ones((1, 1), np.float32)},
+    "fp8 without scales": FP8,
+    "fp8 scales dtype": FP8 | {"scales": np.ones((1, 1)), "block": (64, 128)},
+    "fp8 scales too few": FP8 | {"scales": np.ones((1, 1), np.float32), "block": (64, 127)},
+    "fp8 origin beyond": FP8 | {"scales": np.ones((1, 1), np.float32), "block": (64, 128), "origin": (1, 0)},
+    "fp8 block 0": FP8 | {"scales": np.ones((64, 128), np.float32), "block": (0, 1)},
+    "fp8 origin negative": FP8 | {"scales": np.ones((64, 128), np.float32), "origin": (-1, 0)},
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_wrong_arguments_are_refused(what: str) -> None:
+    kernels.quantize_pack(**good())
+    with pytest.raises(ValueError) as caught:
+        kernels.quantize_pack(**(good() | BAD_CALLS[what]))
+    assert str(caught.value)
+
+
+def test_isa_can_be_chosen() -> None:
+    assert kernels.available_isas()[0] == "scalar"
+    for name in kernels.available_isas():
+        kernels.set_isa(name)
+        assert kernels.isa() == name
+    kernels.set_isa(None)
+    assert kernels.isa() == kernels.available_isas()[-1]
+    with pytest.raises(ValueError, match="scalar"):
+        kernels.set_isa("sse9")
+    for name in set(kernels.ISAS) - set(kernels.available_isas()):
+        with pytest.raises(ValueError, match="does not offer"):
+            kernels.set_isa(name)
+
+
+def test_every_family_ends_in_scalar() -> None:
+    families: dict[str, list[int]] = {}
+    for family, name in kernels.KERNELS:
+        families.setdefault(family, []).append(kernels.ISAS.index(name))
+    for family, order in families.items():
+        assert order == sorted(order, reverse=True), f"{family}: best first"
+        assert order[-1] == 0, f"{family}: scalar last"
+
+
+PROGRAM = """
+from ktconvert.native_quant import kernels
+try:
+    print(kernels.isa())
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(("value", "answer"), [("scalar", "scalar"), (" AVX2 ", "avx2"), ("sse9", "refused"), ("", "")])
+def test_environment_chooses_the_isa(value: str, answer: str) -> None:
+    if answer == "avx2" and "avx2" not in kernels.available_isas():
+        answer = "refused"
+    environment = os.environ | {"KTCONVERT_ISA": value}
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith(answer or kernels.available_isas()[-1])
+    assert not ran.stderr
+
+
+SIGBUS_PROGRAM = """
+import mmap, os, sys, tempfile
+import numpy as np
+from ktconvert.native_quant import kernels
+with tempfile.NamedTemporaryFile() as file:
+    os.truncate(file.name, 1 << 20)
+    mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    values = np.frombuffer(mapping, np.uint16).reshape(-1, 1024)
+    os.truncate(file.name, 4096)
+    kernels.guard_sigbus("ktconvert: %s was cut short while it was read.")
+    if sys.argv[1] == "ours":
+        kernels.register_mapping(values.ctypes.data, values.nbytes, "model-00001.safetensors")
+    else:
+        kernels.register_mapping(values.ctypes.data, 4096, "another file")
+        kernels.register_mapping(values.ctypes.data + 8192, values.nbytes, "a file already closed")
+        kernels.unregister_mapping(values.ctypes.data + 8192)
+    kernels.quantize_pack(8, values, "bf16", np.empty(values.size, np.uint8), np.empty(len(values), np.float32))
+"""
+
+
+@pytest.mark.parametrize(
+    ("whose", "code", "text"),
+    [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
+)
+def test_unreadable_page_is_explained(whose: str, code: int, text: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", SIGBUS_PROGRAM, whose], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (code, text)
