@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -137,7 +138,8 @@ def test_fp8_blocks_are_decoded_and_the_scale_may_sit_in_another_shard(
         scales = rng.uniform(1e-4, 1e-2, grid).astype(np.float32)
         stacked |= {projection: codes, f"{projection}.weight_scale_inv": scales}
         spread = scales.repeat(block[0], 1)[:, :n].repeat(block[1], 2)[:, :, :k]
-        decoded[projection] = reference.f32_to_bf16(reference.fp8_e4m3_to_f32(codes) * spread)
+        exact = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(spread)
+        decoded[projection] = exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
     source = write_qwen(tmp_path / "fp8", {0: stacked}, "F8_E4M3", **config)
 

@@ -55,4 +55,6 @@ def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
             if inner in typing_only:
                 continue
             for module, line in imports(inner):
-                assert module.split(".")[0] not in HEAVY, f"{path}:{line}: import {module} inside the function that uses it"
+                assert module.split(".")[0] not in HEAVY, (
+                    f"{path}:{line}: import {module} inside the function that uses it"
+                )

@@ -33,7 +33,9 @@ def peer_python() -> str:
 def run_peer(python: str, scratch: Path, **job: object) -> None:
     """Let the peer do one job, in a process of its own: its thread pool is a singleton that keeps the first T."""
     path = scratch / "job.json"
-    path.write_text(json.dumps({"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK} | job))
+    path.write_text(
+        json.dumps({"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK} | job)
+    )
     done = subprocess.run(
         [python, str(ROOT / "tests" / "rig" / "peer.py"), str(path)], capture_output=True, text=True, timeout=300
     )
@@ -43,7 +45,9 @@ def run_peer(python: str, scratch: Path, **job: object) -> None:
 def convert(out: Path, method: str, numa: int, *more: str) -> None:
     """Our own conversion, as a user runs it."""
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(MODEL), "-o", str(out)]
-    subprocess.run([*command, "--quant-method", method, "--threadpool-count", str(numa), "-q", *more], check=True, timeout=120)
+    subprocess.run(
+        [*command, "--quant-method", method, "--threadpool-count", str(numa), "-q", *more], check=True, timeout=120
+    )
 
 
 def kt_files(folder: Path) -> dict[str, bytes]:
@@ -84,7 +88,10 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(6, HIDDEN, generator=generator).to(torch.bfloat16)
     ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(6)])
-    save_file({"hidden": hidden, "ids": ids, "weights": torch.rand(6, TOPK, generator=generator)}, tmp_path / "inputs.safetensors")
+    save_file(
+        {"hidden": hidden, "ids": ids, "weights": torch.rand(6, TOPK, generator=generator)},
+        tmp_path / "inputs.safetensors",
+    )
     for layer in (0, 1):
         outs = []
         for folder in (merged, loose, theirs):
