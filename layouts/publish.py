@@ -18,7 +18,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import ResourceError
+from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.layouts.shards import ALIGNMENT
 
 STAGING_BYTES = 4 << 20
@@ -192,12 +192,19 @@ def sha256_file(path: Path) -> str:
 
 
 def copy_file(source: Path, path: Path) -> tuple[int, str]:
-    """Copy a companion file in pieces, synced; returns its size in bytes and sha256."""
+    """Copy a companion file in pieces, synced; returns its size in bytes and sha256.
+
+    Raises InputError if it becomes shorter meanwhile.
+    """
     with explained(path), source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         with DirectFile(path, size) as target:
-            while piece := file.read(STAGING_BYTES):
+            left = size
+            while left and (piece := file.read(min(STAGING_BYTES, left))):
                 target.append(piece)
+                left -= len(piece)
+            if left:
+                raise InputError(f"{source}: became shorter while it was copied; put the old file back and resume.")
             return size, target.close()
 
 

@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.safetensors import read_header
 from ktconvert.layouts.checkpoints.source import INDEX
 from ktconvert.layouts.shards import index_json
 from ktconvert.pipeline.appear import appear
-from ktconvert.pipeline.plan import Plan, tool_version
+from ktconvert.pipeline.plan import Plan, require_unchanged, tool_version
 from ktconvert.pipeline.run import records
 from ktconvert.pipeline.workdir import WorkDir
 
@@ -63,6 +63,7 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         size, sha256 = publish.copy_file(source, target / name)
         files.append({"name": name, "size": size, "sha256": sha256})
+    require_unchanged(plan)
     facts = plan.facts
     if assembly.config is not None:
         files.append(_written(target, CONFIG, card.config_json(assembly.config, facts, tool_version())))

@@ -22,7 +22,7 @@ from ktconvert.pipeline import machine
 from ktconvert.pipeline.assemble import CARD, CONFIG, SOURCE_CARD, Assembly, assemble
 from ktconvert.pipeline.execute import begun_with, hash_inputs
 from ktconvert.pipeline.graph import Stage, Unit
-from ktconvert.pipeline.plan import Plan, Request, SourceFile
+from ktconvert.pipeline.plan import Plan, Request, SourceFile, changed_since
 from ktconvert.pipeline.stages import carry_over, cpu_experts
 
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
@@ -90,15 +90,17 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         kept_layers=kept,
         card_notes=notes,
     )
+    files = _source_files(source, request, hashed)
+    companion_files = [file for file in files if file.header_sha256 is None]
     plan = Plan(
         request=replace(request, settings=settings, input=request.input),
-        source=_source_files(source, request, hashed),
+        source=files,
         stages=tuple(number_shards(stages)) if merge else tuple(stages),
         facts=facts | ({"kept_layers": list(kept)} if kept else {}),
         notes=notes,
         peak_memory=lambda threads: _peak_memory(layout, model, layers, parts, settings, threads),
         assemble=lambda work: assemble(plan, assembly, work),
-        source_changed=source.changed,
+        source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
         reads=lambda unit: _reads(source, unit),
         extra_bytes=sum(path.stat().st_size for _, path in companions),
     )

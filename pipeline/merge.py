@@ -14,7 +14,7 @@ from ktconvert.layouts.parts import Part
 from ktconvert.pipeline.assemble import CONFIG, Assembly, assemble
 from ktconvert.pipeline.convert import BASE_MEMORY, OWN_NAMES, number_shards
 from ktconvert.pipeline.graph import Unit
-from ktconvert.pipeline.plan import Plan, Request, SourceFile
+from ktconvert.pipeline.plan import Plan, Request, SourceFile, changed_since
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
@@ -61,7 +61,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
     )
 
     def changed() -> list[str]:
-        return [f.path.name for f in files if not f.path.exists() or f.path.stat().st_mtime_ns != f.mtime_ns]
+        return changed_since(identity, root) + (changed_since(originals, original) if original else [])
 
     plan = Plan(
         request=request,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,28 @@ def changed_files(old: list[dict[str, Any]], plan: Plan) -> tuple[list[str], lis
         elif a.get("mtime_ns", b.mtime_ns) != b.mtime_ns and not (a.get("sha256") and a.get("sha256") == b.sha256):
             touched.append(name)
     return sorted(other), sorted(touched)
+
+
+def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
+    """The names of those files in a folder whose size or time of change is another by now."""
+
+    def now(name: str) -> tuple[int, int] | None:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns
+
+    return [file.name for file in files if now(file.name) != (file.size, file.mtime_ns)]
+
+
+def require_unchanged(plan: Plan) -> None:
+    """Raise InputError if a file of the input is not what it was when the plan was made."""
+    changed = plan.source_changed()
+    if changed:
+        raise InputError(
+            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back and resume."
+        )
 
 
 def require_same_source(output: Path, old: list[dict[str, Any]], plan: Plan) -> None:

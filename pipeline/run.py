@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 from ktconvert.layouts import publish
-from ktconvert.layouts.errors import InputError, ResourceError
+from ktconvert.layouts.errors import ResourceError
 from ktconvert.pipeline import machine
 from ktconvert.pipeline.graph import Stage, Unit
-from ktconvert.pipeline.plan import Plan
+from ktconvert.pipeline.plan import Plan, require_unchanged
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.workdir import WorkDir, done_reason
 
@@ -134,11 +134,7 @@ def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Contex
     context.reporter.event("start", unit=name)
     partial = work.places.partial / unit.stored_name
     result = stage.run(unit, partial, context)
-    changed = plan.source_changed()
-    if changed:
-        raise InputError(
-            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back and resume."
-        )
+    require_unchanged(plan)
     stored = work.places.store / unit.stored_name
     if unit.folder:
         publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder

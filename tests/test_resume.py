@@ -543,6 +543,22 @@ def test_an_edited_companion_is_noticed_and_copied_anew(bench: Bench) -> None:
     bench.finished_as(bench.fresh("--verify-inputs"))
 
 
+def test_an_edited_loose_file_is_noticed_by_merge(bench: Bench, begun: Callable[..., Done]) -> None:
+    assert begun("merge").returncode == 0
+    points = len(bench.calls())
+    shutil.rmtree(bench.output)
+    assert begun("merge", kill=points * 2 // 3).returncode == killpoint.KILLED
+    file = next((bench.base / "loose").rglob("INT4_up_1_*quant_.kt"))
+    rig.edit(file)
+    for again in (begun("merge"), bench.run("resume", bench.output)):
+        rig.refused(again, 5, file.name, "--verify-inputs")
+    assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
+    made = rig.tree(bench.output)
+    shutil.rmtree(bench.output)
+    assert begun("merge", "--verify-inputs").returncode == 0
+    bench.finished_as(made)
+
+
 def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
     wanted = bench.fresh()
     bench.stop_after(2)
@@ -810,17 +826,19 @@ def test_interrupted_twice_it_stops_at_once(
     assert rig.names(tmp_path) == ["out"]
 
 
-def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])
+def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_path: Path, name: str) -> None:
     source, wanted = larger
-    output, shard = tmp_path / "out", source / "model-00003-of-00006.safetensors"
-    times = shard.stat()
+    output, file = tmp_path / "out", source / name
+    times = file.stat()
     with rig.held(source, output) as process:
-        rig.edit(shard)
+        rig.edit(file)
         process.send_signal(signal.SIGCONT)
         _, said = process.communicate(timeout=rig.TIMEOUT)
-    rig.edit(shard)
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    rig.edit(file)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert process.returncode == 5, said
-    assert f"{shard.name} changed while it was being read" in said
-    assert rig.ktconvert("resume", output).returncode == 0
+    assert f"{name} changed while it was being read" in said
+    done = rig.ktconvert("resume", output)
+    assert done.returncode == 0, done.stderr
     assert rig.differing(rig.tree(output), wanted) == []
