@@ -220,9 +220,9 @@ def _notes(model: MoeModel, layout: Layout, layers: tuple[int, ...], settings: M
         notes.append(
             f"FP8 to {layout.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
         )
-    elif layout.quantizer.bits == 4:
+    if layout.quantizer.bits == 4:
         notes.append(
-            "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
+            f"{layout.name} has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
         )
     return notes
 

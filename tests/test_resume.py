@@ -441,7 +441,7 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
     assert bench.cpu(kill=last).returncode == killpoint.KILLED  # all made, and assembled under the final names
     rig.edit(bench.source / SHARD)
     wanted["after"] = bench.fresh("--verify-inputs")
-    assert wanted["before"] != wanted["after"]
+    assert "model-00002-of-00003.safetensors" in rig.differing(wanted["before"], wanted["after"])
     kept = bench.base / "kept"
     shutil.copytree(bench.work, kept)
     done = bench.run("resume", bench.output, "--verify-inputs")

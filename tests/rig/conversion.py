@@ -83,11 +83,11 @@ def checkpoint(
     return folder
 
 
-def edit(path: Path, at: int = -2, *, keep_time: bool = False) -> None:
-    """Change one byte of a file, its size kept; the time of change moves on, unless it is to be kept."""
+def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
+    """Change one bit of a file (of the last weight, its sign), its size kept; the time of change moves on, unless it is to be kept."""
     before = path.stat()
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[at] ^= 0x80
     path.write_bytes(data)
     moved = before.st_mtime_ns + (0 if keep_time else 1_000_000_000)
     os.utime(path, ns=(before.st_atime_ns, moved))
