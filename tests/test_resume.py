@@ -646,15 +646,27 @@ def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
 
 @pytest.mark.parametrize("point", [20, 60, 100])
 def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point: int) -> None:
-    """Same names, sizes, headers, and even times: only --overwrite goes from one to the other, and it starts over."""
+    """Same names, sizes and headers, so the same fingerprints: --overwrite starts over, wherever that is cut off."""
     other = rig.checkpoint(bench.base / "other", layers=LAYERS, seed=7)
     wanted = bench.fresh(source=other)
     assert bench.cpu(kill=point).returncode == killpoint.KILLED
     rig.refused(bench.cpu(source=other), 5, "--overwrite")
+    kept = bench.base / "kept"
+    shutil.copytree(bench.work, kept)
     done = bench.cpu("--overwrite", source=other)
     assert done.returncode == 0, done.stderr
     assert bench.units_made() == LAYERS
     bench.finished_as(wanted)
+    calls = bench.calls()
+    unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
+    for n in sorted({*rig.thinned(len(calls), 4), *unrecorded}):
+        shutil.rmtree(bench.output)
+        shutil.copytree(kept, bench.work)
+        assert bench.cpu("--overwrite", source=other, kill=n).returncode == killpoint.KILLED
+        died = killpoint.killed_before(bench.log)
+        done = bench.cpu("--overwrite", source=other)
+        assert done.returncode == 0, f"{died}: {done.stderr}"
+        assert rig.differing(rig.tree(bench.output), wanted) == [], died
 
 
 # ---- --resume-layer --------------------------------------------------------------------------------------------------
