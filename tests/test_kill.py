@@ -263,6 +263,25 @@ def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
     return [(chance.randint(1, matrix.points), chance.randint(1, matrix.points)) for _ in range(count)]
 
 
+@pytest.mark.parametrize("matrix", ["overwrite", "overwrite, no hard links"], indirect=True)
+def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) -> None:
+    """Killed right after the swap, on a file system that gives folders other inode numbers when it is mounted again.
+
+    What lies in the work folder is the old output then: files of the right names and sizes, and none of the right bytes.
+    """
+    output = matrix.prepare("swapped")
+    assert matrix.run(output, 0).returncode == 0
+    calls = killpoint.calls(matrix.log(output))
+    swap = next(n for n, call in enumerate(calls, 1) if call.name == "renameat2")
+    shutil.rmtree(output.parent)
+    output = matrix.prepare("killed")
+    assert matrix.run(output, swap + 1).returncode == killpoint.KILLED
+    assert not rig.differing(matrix.tree(output), matrix.wanted)
+    book = Path(f"{output}.work/journal.jsonl")
+    book.write_text(re.sub(r'"inode": \d+', '"inode": 1', book.read_text()))
+    matrix.finish(output, True, "with another inode")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("matrix_in_memory", CASES, indirect=True)
 def test_killed_before_every_call_then_resumed(matrix_in_memory: Matrix) -> None:
