@@ -19,8 +19,8 @@ from ktconvert.layouts.output import is_output, measure, open_output
 from ktconvert.layouts.parts import ExpertGrid
 from ktconvert.pipeline import journal, machine
 from ktconvert.pipeline.report import size
-from ktconvert.pipeline.verify_report import facts, facts_rows
-from ktconvert.pipeline.verify_structure import check_structure
+from ktconvert.pipeline.verify.report import facts, facts_rows
+from ktconvert.pipeline.verify.structure import check_structure
 from ktconvert.pipeline.workdir import Places, locate
 
 COUNTS = (1, 2, 4, 8)  # NUMA parts that machines have

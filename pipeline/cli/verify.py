@@ -45,10 +45,10 @@ def verify(output: Path, **given: Any) -> None:
     With --against ANOTHER OUTPUT the tensors that differ are named. Exit code 6 if anything is not as it should be.
     """
     from ktconvert.layouts import LAYOUTS
-    from ktconvert.pipeline import verify_report
     from ktconvert.pipeline.report import Reporter
-    from ktconvert.pipeline.verify import Wish
-    from ktconvert.pipeline.verify import verify as look
+    from ktconvert.pipeline.verify import report as verify_report
+    from ktconvert.pipeline.verify.output import Wish
+    from ktconvert.pipeline.verify.output import verify as look
 
     # stdout is the report's alone: one table, or one JSON object.
     told = Reporter(verbosity=-1 if given["quiet"] else int(given["verbose"]))

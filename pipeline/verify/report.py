@@ -9,9 +9,9 @@ from typing import Any
 from ktconvert.layouts.card import ranges
 from ktconvert.layouts.output import Measure, Output
 from ktconvert.pipeline.report import size
-from ktconvert.pipeline.verify import Report
-from ktconvert.pipeline.verify_source import worst
-from ktconvert.pipeline.verify_structure import said
+from ktconvert.pipeline.verify.output import Report
+from ktconvert.pipeline.verify.source import worst
+from ktconvert.pipeline.verify.structure import said
 
 SHOWN = 10  # problems printed per check; --json has them all
 

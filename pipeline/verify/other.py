@@ -9,8 +9,8 @@ from ktconvert.layouts.output import Measure, Output, Place, Stored
 from ktconvert.layouts.output import measure as measure_of
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages.ordered import in_order
-from ktconvert.pipeline.verify_source import PIECE, first_difference
-from ktconvert.pipeline.verify_structure import Check, said
+from ktconvert.pipeline.verify.source import PIECE, first_difference
+from ktconvert.pipeline.verify.structure import Check, said
 
 Key = tuple[Place, str]
 

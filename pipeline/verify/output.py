@@ -19,9 +19,9 @@ from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.output import Measure, Output, is_output, measure, open_output
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages.ordered import in_order
-from ktconvert.pipeline.verify_other import compare_outputs
-from ktconvert.pipeline.verify_source import LayerError, compare_source, source_bytes
-from ktconvert.pipeline.verify_structure import (
+from ktconvert.pipeline.verify.other import compare_outputs
+from ktconvert.pipeline.verify.source import LayerError, compare_source, source_bytes
+from ktconvert.pipeline.verify.structure import (
     Check,
     check_options,
     check_structure,

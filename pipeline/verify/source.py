@@ -22,7 +22,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages.cpu_experts import error_figures
 from ktconvert.pipeline.stages.ordered import in_order
-from ktconvert.pipeline.verify_structure import Check
+from ktconvert.pipeline.verify.structure import Check
 
 SAMPLED = 8  # experts per layer whose error is measured, unless all are
 PIECE = 4 << 20  # bytes of a copied tensor compared at a time
