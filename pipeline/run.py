@@ -23,6 +23,7 @@ from ktconvert.pipeline.plan import Plan, require_unchanged
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.workdir import WorkDir, done_reason
 
+SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
 LANES = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
 
@@ -116,7 +117,8 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
             for thread in crew:
                 thread.start()
             for thread in crew:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(SIGNAL_DELAY)
     finally:
         reporter.end()
     if failures:
