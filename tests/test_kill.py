@@ -130,7 +130,12 @@ class Matrix:
         done = self.run(output, 0)
         assert done.returncode == 0, done.stderr
         self.wanted = self.tree(output)
-        self.points: int = killpoint.count(self.log(output))
+        calls = killpoint.calls(self.log(output))
+        self.points = len(calls)
+        # The first and the last of the renames by which the output appears; with threads, about there.
+        own = (f"{output}.work/", f"{output}/.ktconvert/")
+        last = [n for n, c in enumerate(calls, 1) if c.second and not c.second.startswith(own) and "rename" in c.name]
+        self.appearing = sorted({last[0], last[-1]})
 
     def prepare(self, name: str) -> Path:
         output = self.base / name / "out"
@@ -250,8 +255,9 @@ def matrix_in_memory(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: P
 
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_here_and_there_then_resumed(matrix: Matrix) -> None:
-    """Once at some points; then twice, while resuming too."""
-    rig.in_parallel(matrix.killed, rig.thinned(matrix.points, 8))
+    """Once at some points, and wherever the output appears; then twice, while resuming too."""
+    appears = [n + late for n in matrix.appearing for late in (0, 1)]
+    rig.in_parallel(matrix.killed, sorted({*rig.thinned(matrix.points, 8), *appears}))
     pairs = some_pairs(matrix, 3)
     rig.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
     matrix.sources_untouched()

@@ -792,8 +792,8 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     source, wanted = larger
     output = tmp_path / "out"
     with rig.held(source, output) as process:
-        process.send_signal(number)
         process.send_signal(signal.SIGCONT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=rig.TIMEOUT)
     assert process.returncode == code, said
     assert "finishing the layer in flight" in said
@@ -820,8 +820,8 @@ def test_interrupted_twice_it_stops_at_once(
     output = tmp_path / "out"
     with rig.held(source, output) as process:
         assert process.stderr is not None
-        process.send_signal(number)
         process.send_signal(signal.SIGCONT)
+        process.send_signal(number)
         for line in process.stderr:
             if "finishing the layer in flight" in line:
                 break
