@@ -23,6 +23,7 @@ from ktconvert.pipeline.assemble import CARD, CONFIG, SOURCE_CARD, Assembly, ass
 from ktconvert.pipeline.execute import begun_with, hash_inputs
 from ktconvert.pipeline.graph import Stage, Unit
 from ktconvert.pipeline.plan import Plan, Request, SourceFile, changed_since
+from ktconvert.pipeline.run import LANES, WAITING
 from ktconvert.pipeline.stages import carry_over, cpu_experts
 
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
@@ -282,7 +283,8 @@ def _peak_memory(
     ]
     buffers = max(cpu_experts.buffer_bytes(layout, grid) for grid in grids)
     scratch = max(cpu_experts.scratch_bytes(grid) for grid in grids)
-    return BASE_MEMORY + (threads + 4) * buffers + threads * scratch
+    packing = threads + WAITING
+    return BASE_MEMORY + (packing + 2 * LANES) * buffers + packing * scratch
 
 
 def _base_model(source: TensorSource) -> str | None:

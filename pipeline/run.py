@@ -24,6 +24,7 @@ from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.workdir import WorkDir, done_reason
 
 SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
+WAITING = 2  # packing threads beyond those asked for: so many wait for the disk at any time
 LANES = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
 
@@ -111,8 +112,8 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
                 failures.append(error)
 
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:
-            context = Context(pool, window=-(-threads // lanes) + 1, reporter=reporter)
+        with ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack") as pool:
+            context = Context(pool, window=-(-(threads + WAITING) // lanes) + 1, reporter=reporter)
             crew = [threading.Thread(target=lane, args=(context,), name=f"lane-{i}") for i in range(lanes)]
             for thread in crew:
                 thread.start()
