@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ktconvert.layouts import manifest, publish
 from ktconvert.layouts.checkpoints.source import INDEX
-from ktconvert.layouts.errors import OutputError, VerificationError
+from ktconvert.layouts.errors import OutputError
 from ktconvert.pipeline.workdir import Places, WorkDir
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -51,13 +51,11 @@ def _rename(places: Places, may_replace: bool) -> None:
 def _move_in(places: Places, names: list[str], may_replace: bool) -> None:
     """File by file. Before the first the old index goes, after the last the new one comes: nothing mixed can be loaded."""
     output, target = places.output, places.assembly
-    places.before.mkdir(exist_ok=True)
-    if (output / manifest.NAME).exists() and not (places.before / manifest.NAME).exists():
-        publish.publish(output / manifest.NAME, places.before / manifest.NAME)
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)
     publish.sync_folder(output)
-    _remove_old(places, {*names, manifest.NAME}, may_replace)
+    if may_replace:
+        publish.keep_only(output, {*names, manifest.NAME}, spare={*NOT_OURS, places.root.name})
     last = [name for name in (manifest.NAME, INDEX) if name == manifest.NAME or name in names]
     folders = {output}
     for name in names:
@@ -69,16 +67,3 @@ def _move_in(places: Places, names: list[str], may_replace: bool) -> None:
         publish.sync_folder(folder)
     for name in last:
         publish.publish(target / name, output / name)
-
-
-def _remove_old(places: Places, names: set[str], may_replace: bool) -> None:
-    """Remove what an earlier output of ours had and this one has not; everything else too, where that was allowed."""
-    try:
-        before = manifest.read(places.before)
-    except VerificationError:
-        before = None
-    for file in before["files"] if before else ():
-        if file["name"] not in names:
-            (places.output / file["name"]).unlink(missing_ok=True)
-    if may_replace:
-        publish.keep_only(places.output, names, spare={*NOT_OURS, places.root.name})

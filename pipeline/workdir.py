@@ -18,7 +18,7 @@ from ktconvert.pipeline import machine
 from ktconvert.pipeline.graph import Result, Unit
 
 INSIDE = ".ktconvert"
-OURS = {"lock", "plan.json", "journal.jsonl", "partial", "store", "out", "old", "before"}
+OURS = {"lock", "plan.json", "journal.jsonl", "partial", "store", "out", "old"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ class Places:
     def old(self) -> Path:
         """What lay at the output, where two folders cannot be swapped in one step."""
         return self.root / "old"
-
-    @property
-    def before(self) -> Path:
-        """The manifest that lay in an output that files are moved into one by one."""
-        return self.root / "before"
 
     @property
     def finals(self) -> tuple[Path, ...]:
