@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ktconvert.layouts.errors import ResourceError
 from ktconvert.pipeline import journal, machine
 from ktconvert.pipeline.cli import main
 
@@ -215,6 +217,28 @@ def test_nothing_counts_before_it_is_durable(bench: Bench, begun: Callable[..., 
 
 
 @pytest.mark.parametrize("which", CONVERSIONS)
+def test_where_files_move_in_the_index_comes_last(bench: Bench, begun: Callable[..., Done], which: str) -> None:
+    """An output that is a link to a folder cannot be renamed to."""
+    real = bench.output.with_name("out-real")
+    real.mkdir()
+    bench.output.symlink_to(real)
+    assert begun(which).returncode == 0
+    seen = False
+    disk, last = Disk(), "manifest.json" if which == "loose" else "model.safetensors.index.json"
+
+    def ours() -> set[str]:
+        return {name for name in disk.unsafe("out-real") if ".ktconvert" not in name}
+
+    for call in bench.calls():
+        if call.name == "rename" and call.second == f"out-real/{last}":
+            seen = True
+            assert ours() == set(), "the index comes before what it names is durable"
+        disk.apply(call)
+    assert seen
+    assert ours() == set()
+
+
+@pytest.mark.parametrize("which", CONVERSIONS)
 def test_a_unit_is_synced_renamed_and_recorded_in_this_order(
     bench: Bench, begun: Callable[..., Done], which: str
 ) -> None:
@@ -263,6 +287,23 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, stopped: Path) -> None:
         book.append({"event": "end"}, sync=True)
         book.close()
         assert path.read_bytes() == b"".join(lines[:-1]) + b'{"event": "end"}\n'
+
+
+def test_a_record_that_did_not_fit_hides_no_other(tmp_path: Path) -> None:
+    path, limit = tmp_path / "journal.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    book = journal.Journal(path)
+    book.append({"event": "start", "unit": "first"})
+    before = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limit[1]))  # room for a part of a line
+    try:
+        with pytest.raises(ResourceError):
+            book.append({"event": "start", "unit": "second"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_bytes() == before
+    book.append({"event": "start", "unit": "third"})
+    book.close()
+    assert [record.get("unit") for record in journal.read(path)] == [None, "first", "third"]
 
 
 @pytest.mark.parametrize("left", ["none of it", "a byte", "half", "all but a brace", "all but the end of line"])
