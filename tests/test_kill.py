@@ -237,18 +237,18 @@ def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
         if mounts is not None and mounts.refusal:
             pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
         prefix = mounts.prefix if mounts is not None else ()
-        servers = stack.enter_context(forks.Forks(case.preload(inputs), rig.CORES + 1, prefix))
+        servers = stack.enter_context(forks.Forks(case.preload(inputs), rig.CORES, prefix))
         yield Matrix(case, inputs, base, servers, mounts)
 
 
 @pytest.fixture
-def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
+def matrix_on_disk(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
     with prepared(CASES[request.param], inputs, tmp_path) as made:
         yield made
 
 
 @pytest.fixture
-def matrix_in_memory(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
+def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
     with rig.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as made:
         yield made
 
@@ -261,6 +261,11 @@ def test_killed_here_and_there_then_resumed(matrix: Matrix) -> None:
     pairs = some_pairs(matrix, 3)
     rig.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
     matrix.sources_untouched()
+
+
+@pytest.mark.parametrize("matrix_on_disk", ["merged", "loose"], indirect=True)
+def test_killed_here_and_there_on_a_disk(matrix_on_disk: Matrix) -> None:
+    rig.in_parallel(matrix_on_disk.killed, rig.thinned(matrix_on_disk.points, 8))
 
 
 def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
@@ -289,19 +294,18 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("matrix_in_memory", CASES, indirect=True)
-def test_killed_before_every_call_then_resumed(matrix_in_memory: Matrix) -> None:
-    matrix = matrix_in_memory
+@pytest.mark.parametrize("matrix", CASES, indirect=True)
+def test_killed_before_every_call_then_resumed(matrix: Matrix) -> None:
     print(f"{matrix.points} kill points")
     rig.in_parallel(matrix.killed, range(1, matrix.points + 1))
     matrix.sources_untouched()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("matrix_in_memory", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
-def test_killed_while_resuming_many_times(matrix_in_memory: Matrix) -> None:
-    pairs = some_pairs(matrix_in_memory, 50)
-    rig.in_parallel(lambda n: matrix_in_memory.killed_twice(*pairs[n]), range(len(pairs)))
+@pytest.mark.parametrize("matrix", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
+def test_killed_while_resuming_many_times(matrix: Matrix) -> None:
+    pairs = some_pairs(matrix, 50)
+    rig.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
 
 
 @pytest.mark.slow

@@ -128,6 +128,7 @@ def held(
         while process.poll() is None and not (book.exists() and b'"start"' in book.read_bytes()):
             time.sleep(0.001)
         process.send_signal(signal.SIGSTOP)
+        _wait_until_stopped(process)
         if process.poll() is None and len(journal.finished(journal.read(book))) < 2:
             break
         process.send_signal(signal.SIGCONT)  # it was too fast for us
@@ -138,6 +139,16 @@ def held(
     finally:
         process.kill()
         process.communicate()
+
+
+def _wait_until_stopped(process: subprocess.Popen[str]) -> None:
+    """SIGSTOP reaches a thread when its system call ends; what that call does is seen until then."""
+    tasks = Path(f"/proc/{process.pid}/task")
+    while process.poll() is None:
+        states = {path.joinpath("stat").read_text().rpartition(")")[2].split()[0] for path in tasks.iterdir()}
+        if states <= {"T", "Z", "X"}:
+            return
+        time.sleep(0.001)
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -228,7 +239,7 @@ def differing(found: Tree, wanted: Tree) -> list[str]:
 
 def in_parallel(job: Callable[[int], Any], numbers: Iterable[int]) -> list[Any]:
     """job(n) for every n, a few at a time; processes do the work. The first failure is raised."""
-    with ThreadPoolExecutor(CORES + 1) as pool:
+    with ThreadPoolExecutor(CORES) as pool:
         return list(pool.map(job, numbers))
 
 

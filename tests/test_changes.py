@@ -1,0 +1,289 @@
+"""What was begun with another input or other options is refused with both values, or redone, never mixed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def load(name: str) -> ModuleType:
+    path = Path(__file__).parent / "rig" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+made = load("bench")
+killpoint, rig, servers, bench = made.killpoint, made.rig, made.servers, made.bench
+LAYERS, SHARD = made.LAYERS, made.SHARD
+Bench = Any
+Done = Any
+
+
+# ---- a changed input -------------------------------------------------------------------------------------------------
+
+SHARD = "model-00002-of-00004.safetensors"  # layer 1
+
+
+@pytest.mark.parametrize("again", ["resume", "the same command"])
+def test_an_edited_weight_is_noticed_and_converted_again(bench: Bench, again: str) -> None:
+    bench.stop_after(2)
+    rig.edit(bench.source / SHARD)
+
+    def go(*options: str) -> Done:
+        return bench.run("resume", bench.output, *options) if again == "resume" else bench.cpu(*options)
+
+    store = rig.identity(bench.work / "store")
+    rig.refused(go(), 5, SHARD, "--verify-inputs")
+    assert rig.identity(bench.work / "store") == store
+    done = go("--verify-inputs")
+    assert done.returncode == 0, done.stderr
+    assert bench.units_made() == 2  # the layer that reads it, and the one that was missing
+    bench.finished_as(bench.fresh("--verify-inputs"))
+
+
+def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
+    wanted = {"before": bench.fresh()}
+    assert bench.cpu().returncode == 0
+    last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
+    shutil.rmtree(bench.output)
+    assert bench.cpu(kill=last).returncode == killpoint.KILLED  # all made, and assembled under the final names
+    rig.edit(bench.source / SHARD)
+    wanted["after"] = bench.fresh("--verify-inputs")
+    assert "model-00002-of-00003.safetensors" in rig.differing(wanted["before"], wanted["after"])
+    kept = bench.base / "kept"
+    shutil.copytree(bench.work, kept)
+    done = bench.run("resume", bench.output, "--verify-inputs")
+    assert done.returncode == 0, done.stderr
+    points = len(bench.calls())
+    for n in rig.thinned(points, 10):
+        shutil.rmtree(bench.output)
+        shutil.copytree(kept, bench.work)
+        assert bench.run("resume", bench.output, "--verify-inputs", kill=n).returncode == killpoint.KILLED
+        died = killpoint.killed_before(bench.log)
+        done = bench.run("resume", bench.output, "--verify-inputs")
+        assert done.returncode == 0, f"{died}: {done.stderr}"
+        assert rig.differing(rig.tree(bench.output), wanted["after"]) == [], died
+
+
+def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
+    wanted = bench.fresh("--verify-inputs")
+    bench.stop_after(2)
+    os.utime(bench.source / SHARD)
+    rig.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
+    assert bench.cpu("--verify-inputs").returncode == 0
+    assert bench.units_made() == 2
+    bench.finished_as(wanted)
+
+
+def test_with_hashes_a_touched_input_costs_nothing(bench: Bench) -> None:
+    wanted = bench.fresh("--verify-inputs")
+    bench.stop_after(2, "--verify-inputs")
+    os.utime(bench.source / SHARD)
+    assert bench.run("resume", bench.output).returncode == 0
+    assert bench.units_made() == 1
+    bench.finished_as(wanted)
+
+
+def test_with_hashes_an_edit_is_seen_whatever_its_time_says(bench: Bench) -> None:
+    bench.stop_after(2, "--verify-inputs")
+    rig.edit(bench.source / SHARD, keep_time=True)
+    done = bench.run("resume", bench.output)
+    rig.refused(done, 5, SHARD)
+    assert re.search(r"content of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}", done.stderr)
+
+
+def _resize(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "header": (lambda source: rig.edit(source / SHARD, 30), r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
+    "companion's size": (lambda source: _resize(source / "tokenizer.json"), r"tokenizer.json had \d+ bytes, has \d+"),
+    "companion gone": (lambda source: (source / "tokenizer.json").unlink(), r"tokenizer.json is gone"),
+    "companion new": (lambda source: (source / "more.txt").write_text("x"), r"more.txt is new"),
+    "config": (lambda source: _resize(source / "config.json"), r"config.json had \d+ bytes, has \d+"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> None:
+    change, said = CHANGES[what]
+    bench.stop_after(2)
+    if what == "header":  # still a header that can be read: one more space in its metadata would be another size
+        path = bench.source / SHARD
+        path.write_bytes(path.read_bytes().replace(b'"format": "pt"', b'"format": "tp"', 1))
+    else:
+        change(bench.source)
+    store = rig.identity(bench.work / "store")
+    for done in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--verify-inputs")):
+        rig.refused(done, 5)
+        assert re.search(said, done.stderr), done.stderr
+    assert rig.identity(bench.work / "store") == store
+
+
+@pytest.mark.parametrize("what", ["cut off", "gone", "all gone"])
+def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str) -> None:
+    wanted = bench.fresh()
+    bench.stop_after(2)
+    victim = bench.source if what == "all gone" else bench.source / SHARD
+    away = bench.base / "away"
+    if what == "cut off":
+        data, times = victim.read_bytes(), victim.stat()
+        victim.write_bytes(data[:-100])
+    else:
+        victim.rename(away)
+    rig.refused(bench.run("resume", bench.output), 5, str(victim) if what == "all gone" else SHARD)
+    if what == "cut off":
+        victim.write_bytes(data)
+        os.utime(victim, ns=(times.st_atime_ns, times.st_mtime_ns))
+    else:
+        away.rename(victim)
+    assert bench.run("resume", bench.output).returncode == 0
+    bench.finished_as(wanted)
+
+
+def test_an_edited_companion_is_noticed_and_copied_anew(bench: Bench) -> None:
+    bench.stop_after(2)
+    rig.edit(bench.source / "tokenizer.json", 9)
+    rig.refused(bench.run("resume", bench.output), 5, "tokenizer.json", "--verify-inputs")
+    assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
+    assert bench.units_made() == 1
+    bench.finished_as(bench.fresh("--verify-inputs"))
+
+
+def test_an_edited_loose_file_is_noticed_by_merge(bench: Bench) -> None:
+    assert bench.begin("merge").returncode == 0
+    points = len(bench.calls())
+    shutil.rmtree(bench.output)
+    assert bench.begin("merge", kill=points * 2 // 3).returncode == killpoint.KILLED
+    file = next((bench.base / "loose").rglob("INT4_up_1_*quant_.kt"))
+    rig.edit(file)
+    for again in (bench.begin("merge"), bench.run("resume", bench.output)):
+        rig.refused(again, 5, file.name, "--verify-inputs")
+    assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
+    made = rig.tree(bench.output)
+    shutil.rmtree(bench.output)
+    assert bench.begin("merge", "--verify-inputs").returncode == 0
+    bench.finished_as(made)
+
+
+def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
+    wanted = bench.fresh()
+    bench.stop_after(2)
+    moved = bench.base / "elsewhere"
+    bench.source.rename(moved)
+    rig.refused(bench.run("resume", bench.output), 5, str(bench.source))
+    assert bench.cpu(source=moved).returncode == 0
+    assert bench.units_made() == 1
+    bench.finished_as(wanted)
+
+
+# ---- a changed option ------------------------------------------------------------------------------------------------
+
+OTHER_OPTIONS = {
+    "--quant-method was int4, is int8": ("--quant-method", "int8"),
+    "--threadpool-count was 2, is 1": ("--threadpool-count", "1"),
+    "--layers was all, is 0-1": ("--layers", "0-1"),
+    "--non-experts was skip, is copy": ("--non-experts", "copy"),
+    "--max-shard-size was not given, is 80000": ("--max-shard-size", "80KB"),
+    "--no-merge-safetensor was False, is True": ("--no-merge-safetensor",),
+    "--save-backward-weights was False, is True": ("--save-backward-weights",),
+}
+
+
+@pytest.mark.parametrize("said", OTHER_OPTIONS)
+def test_a_changed_option_is_refused_with_both_values(bench: Bench, said: str) -> None:
+    bench.stop_after(1)
+    before = rig.identity(bench.work / "store")
+    rig.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    assert rig.identity(bench.work / "store") == before
+    assert bench.cpu().returncode == 0
+    assert bench.units_made() == 2
+    finished = rig.identity(bench.output)
+    rig.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    assert rig.identity(bench.output) == finished
+
+
+def test_a_dry_run_refuses_what_the_run_would(bench: Bench) -> None:
+    bench.stop_after(1)
+    other = ("--threadpool-count", "1", "--dry-run")
+    before = rig.identity(bench.work)
+    rig.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1")
+    done = bench.cpu(*other, "--overwrite")
+    assert done.returncode == 0
+    assert f"{LAYERS} to run" in done.stderr
+    rig.edit(bench.source / SHARD)
+    rig.refused(bench.cpu("--dry-run"), 5, SHARD, "--verify-inputs")
+    assert bench.cpu("--dry-run", "--overwrite").returncode == 0
+    assert rig.identity(bench.work) == before
+
+
+def test_another_command_is_refused(bench: Bench) -> None:
+    loose = bench.base / "loose"
+    assert bench.cpu("--no-merge-safetensor", output=loose).returncode == 0
+    bench.stop_after(1)
+    rig.refused(bench.run("merge", "-i", loose, "-o", bench.output), 7, "command was cpu, is merge")
+
+
+def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:
+    wanted = bench.fresh()
+    bench.stop_after(1)
+    where = ("-i", bench.source, "-o", bench.output)
+    many = bench.run("cpu", *where, "--cpuinfer-threads", "64", "--max-memory", "2GiB", "-v", "--gpu", kill=25)
+    assert many.returncode == killpoint.KILLED
+    done = bench.run("resume", bench.output, "-q", "--json", "--max-memory", "1GiB", "--cpuinfer-threads", "1")
+    assert done.returncode == 0, done.stderr
+    bench.finished_as(wanted)
+
+
+@pytest.mark.parametrize("units", [0, 1, 3])
+@pytest.mark.parametrize("back", [False, True], ids=["to B", "and back to A"])
+def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
+    """Option A, killed; B, refused, then let with --overwrite, and killed; then A again: never a byte of the other."""
+    other = ("--layers", "0-1", "--threadpool-count", "1")
+    wanted = bench.fresh() if back else bench.fresh(*other)
+    bench.stop_after(units)
+    rig.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1", "--overwrite")
+    if back:
+        for n in (12, 30, 45, 60, 75):
+            assert bench.cpu(*other, "--overwrite", kill=n).returncode in (0, killpoint.KILLED)
+    done = bench.cpu("--overwrite") if back else bench.cpu(*other, "--overwrite")
+    assert done.returncode == 0, done.stderr
+    bench.finished_as(wanted)
+
+
+@pytest.mark.parametrize("point", [20, 60, 100])
+def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point: int) -> None:
+    """Same names, sizes and headers, so the same fingerprints: --overwrite starts over, wherever that is cut off."""
+    other = rig.checkpoint(bench.base / "other", layers=LAYERS, seed=7)
+    wanted = bench.fresh(source=other)
+    assert bench.cpu(kill=point).returncode == killpoint.KILLED
+    rig.refused(bench.cpu(source=other), 5, "--overwrite")
+    kept = bench.base / "kept"
+    shutil.copytree(bench.work, kept)
+    done = bench.cpu("--overwrite", source=other)
+    assert done.returncode == 0, done.stderr
+    assert bench.units_made() == LAYERS
+    bench.finished_as(wanted)
+    calls = bench.calls()
+    unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
+    for n in sorted({*rig.thinned(len(calls), 4), *unrecorded}):
+        shutil.rmtree(bench.output)
+        shutil.copytree(kept, bench.work)
+        assert bench.cpu("--overwrite", source=other, kill=n).returncode == killpoint.KILLED
+        died = killpoint.killed_before(bench.log)
+        done = bench.cpu("--overwrite", source=other)
+        assert done.returncode == 0, f"{died}: {done.stderr}"
+        assert rig.differing(rig.tree(bench.output), wanted) == [], died

@@ -1,0 +1,105 @@
+"""Real conversions met at work: Ctrl-C once and twice, SIGTERM, an input that is edited meanwhile."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ktconvert.pipeline import journal
+
+
+def load(name: str) -> ModuleType:
+    path = Path(__file__).parent / "rig" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+rig = load("conversion")
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A source of a few seconds, and what comes of it."""
+    return rig.larger(tmp_path_factory.mktemp("larger"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_once_it_finishes_the_layers_in_flight(
+    larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    source, wanted = larger
+    output = tmp_path / "out"
+    with rig.held(source, output) as process:
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=rig.TIMEOUT)
+    assert process.returncode == code, said
+    assert "finishing the layer in flight" in said
+    assert f"ktconvert resume {output}" in said
+    assert not output.exists()
+    records = journal.read(tmp_path / "out.work/journal.jsonl")
+    started = [r["unit"] for r in records if r.get("event") == "start"]
+    assert sorted(r["unit"] for r in journal.finished(records).values()) == sorted(started)
+    assert 0 < len(started) < 5
+    assert records[-1] == {"event": "end"}
+    done = rig.ktconvert("resume", output)
+    assert done.returncode == 0, done.stderr
+    assert "died" not in done.stderr
+    assert f"resuming: {len(started)} of 5 units are finished" in done.stderr
+    assert rig.differing(rig.tree(output), wanted) == []
+    assert rig.names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_twice_it_stops_at_once(
+    larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    source, wanted = larger
+    output = tmp_path / "out"
+    with rig.held(source, output) as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(number)
+        for line in process.stderr:
+            if "finishing the layer in flight" in line:
+                break
+        process.send_signal(number)
+        _, said = process.communicate(timeout=rig.TIMEOUT)
+    assert process.returncode == code, said
+    if "stopped at once" in said:  # it may have been done with the layer before the second signal came
+        done = rig.ktconvert("resume", output)
+        assert re.search(r"died in cpu_experts.layer-00\d", done.stderr)
+    else:
+        done = rig.ktconvert("cpu", "-i", source, "-o", output)
+    assert done.returncode == 0, done.stderr
+    assert rig.differing(rig.tree(output), wanted) == []
+    assert rig.names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])
+def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_path: Path, name: str) -> None:
+    source, wanted = larger
+    output, file = tmp_path / "out", source / name
+    times = file.stat()
+    with rig.held(source, output) as process:
+        rig.edit(file)
+        process.send_signal(signal.SIGCONT)
+        _, said = process.communicate(timeout=rig.TIMEOUT)
+    rig.edit(file)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert process.returncode == 5, said
+    assert f"{name} changed while it was being read" in said
+    done = rig.ktconvert("resume", output)
+    assert done.returncode == 0, done.stderr
+    assert rig.differing(rig.tree(output), wanted) == []
