@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import resource
 import shutil
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
