@@ -49,7 +49,10 @@ def _rename(places: Places, may_replace: bool) -> None:
 
 
 def _move_in(places: Places, names: list[str], may_replace: bool) -> None:
-    """File by file. Before the first the old index goes, after the last the new one comes: nothing mixed can be loaded."""
+    """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a mixture.
+
+    A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until this has ended.
+    """
     output, target = places.output, places.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)

@@ -94,7 +94,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     files = _source_files(source, request, hashed)
     companion_files = [file for file in files if file.header_sha256 is None]
     plan = Plan(
-        request=replace(request, settings=settings, input=request.input),
+        request=replace(request, settings=settings),
         source=files,
         stages=tuple(number_shards(stages)) if merge else tuple(stages),
         facts=facts | ({"kept_layers": list(kept)} if kept else {}),

@@ -120,7 +120,7 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
         _adopt_plan(plan, work, reporter, overwrite)
         _tell_of_death(work, plan, reporter)
         threads = _require_room(plan, work, reporter)
-        stop = StopFlag(reporter)
+        stop = StopFlag()
         with stop.installed(), recorded(work):
             run_units(plan, work, reporter, threads, stop)
             work.journal.append({"event": "start", "unit": "assemble"})

@@ -48,9 +48,8 @@ class Context:
 class StopFlag:
     """The first SIGINT or SIGTERM finishes the units in flight, the second ends the process at once. Both can be resumed."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self) -> None:
         self.number = 0
-        self._reporter = reporter
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler."""
@@ -58,7 +57,7 @@ class StopFlag:
             os.write(2, b"\nstopped at once; `ktconvert resume` goes on from the last finished layer\n")
             os._exit(128 + number)
         self.number = number
-        os.write(2, b"\nfinishing the layer in flight; once more to stop at once\n")
+        os.write(2, b"\nfinishing the layers in flight; once more to stop at once\n")
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopFlag]:

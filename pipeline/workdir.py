@@ -145,9 +145,8 @@ class WorkDir:
         """The output is complete: nothing here is needed any more. The plan goes first, the lock last."""
         for name in ("plan.json", *sorted(OURS - {"plan.json", "lock"}), "lock"):
             publish.remove_tree(self.places.root / name)
-        with contextlib.suppress(
-            OSError
-        ):  # another process may wait for the lock, NFS keeps open files until they are closed
+        # Another process may wait for the lock; NFS keeps open files until they are closed.
+        with contextlib.suppress(OSError):
             self.places.root.rmdir()
 
 

@@ -45,7 +45,7 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
         process.send_signal(number)
         _, said = process.communicate(timeout=rig.TIMEOUT)
     assert process.returncode == code, said
-    assert "finishing the layer in flight" in said
+    assert "finishing the layers in flight" in said
     assert f"ktconvert resume {output}" in said
     assert not output.exists()
     records = journal.read(tmp_path / "out.work/journal.jsonl")
@@ -72,7 +72,7 @@ def test_interrupted_twice_it_stops_at_once(
         process.send_signal(signal.SIGCONT)
         process.send_signal(number)
         for line in process.stderr:
-            if "finishing the layer in flight" in line:
+            if "finishing the layers in flight" in line:
                 break
         process.send_signal(number)
         _, said = process.communicate(timeout=rig.TIMEOUT)
