@@ -19,6 +19,7 @@
 #include <immintrin.h>
 
 #include "kernels.h"
+#include "words_avx512.h"
 
 /* round-half-to-even(fl32(x * reciprocal)) of 32 BF16 values: int16, in their order.
  *
@@ -43,29 +44,15 @@ KT_TARGET_AVX512 static inline __m512i kt_int8_codes(const uint8_t *bf16, float 
     return _mm512_packs_epi16(kt_int16_codes(_mm512_loadu_si512(bf16), r), kt_int16_codes(_mm512_loadu_si512(bf16 + 64), r));
 }
 
-/* rows[16], quads in the order of vpacksswb -> the 1024 bytes of a half tile. Two rounds of interleaving 32- and 64-bit items
-   turn each 4 x 4 block of quads that shares a lane; two rounds of moving lanes bring those of one quad together. */
+/* rows[16], quads in the order of vpacksswb -> the 1024 bytes of a half tile. */
 KT_TARGET_AVX512 static inline void kt_store_quads(const __m512i *rows, uint8_t *half) {
-    __m512i turned[4][4]; /* [g][q]: in lane l, the q-th quad of lane l of rows 4g..4g+3 */
-    for (int g = 0; g < 4; g++) {
-        const __m512i *r = rows + 4 * g;
-        __m512i low01 = _mm512_unpacklo_epi32(r[0], r[1]), high01 = _mm512_unpackhi_epi32(r[0], r[1]);
-        __m512i low23 = _mm512_unpacklo_epi32(r[2], r[3]), high23 = _mm512_unpackhi_epi32(r[2], r[3]);
-        turned[g][0] = _mm512_unpacklo_epi64(low01, low23);
-        turned[g][1] = _mm512_unpackhi_epi64(low01, low23);
-        turned[g][2] = _mm512_unpacklo_epi64(high01, high23);
-        turned[g][3] = _mm512_unpackhi_epi64(high01, high23);
-    }
-    for (int q = 0; q < 4; q++) {
-        __m512i a = turned[0][q], b = turned[1][q], c = turned[2][q], d = turned[3][q];
-        __m512i ab02 = _mm512_shuffle_i32x4(a, b, 0x88), ab13 = _mm512_shuffle_i32x4(a, b, 0xdd); /* lanes 0 2, 1 3 of each */
-        __m512i cd02 = _mm512_shuffle_i32x4(c, d, 0x88), cd13 = _mm512_shuffle_i32x4(c, d, 0xdd);
-        uint8_t *to = half + 64 * (q < 2 ? q : q + 6); /* the first quad of lane l is 2l, the third 2l + 8 */
-        _mm512_storeu_si512(to, _mm512_shuffle_i32x4(ab02, cd02, 0x88));
-        _mm512_storeu_si512(to + 128, _mm512_shuffle_i32x4(ab13, cd13, 0x88));
-        _mm512_storeu_si512(to + 256, _mm512_shuffle_i32x4(ab02, cd02, 0xdd));
-        _mm512_storeu_si512(to + 384, _mm512_shuffle_i32x4(ab13, cd13, 0xdd));
-    }
+    __m512i quads[16];
+    kt_transpose_words(rows, quads);
+    for (int lane = 0; lane < 4; lane++)
+        for (int q = 0; q < 4; q++) { /* the first quad of lane l is 2l, the third 2l + 8 */
+            int quad = 2 * lane + (q < 2 ? q : q + 6);
+            _mm512_storeu_si512(half + 64 * quad, quads[4 * lane + q]);
+        }
 }
 
 /* Asks for `columns` columns from `column` on of row r of the 16 rows that come next, into L2, so that memory is busy while

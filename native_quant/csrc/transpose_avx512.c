@@ -3,29 +3,13 @@
  * are left to the scalar kernel. */
 #include <immintrin.h>
 
-#include "kernels.h"
+#include "words_avx512.h"
 
 /* words[i] word j -> at out + rows[j] * pitch, word i, for the 16 rows that `rows` names. */
 KT_TARGET_AVX512 static inline void store_transposed(const __m512i *words, const uint8_t *rows, uint8_t *out, int64_t pitch) {
-    __m512i turned[4][4]; /* [g][q]: in lane l, word 4l + q of words[4g..4g+3] */
-    for (int g = 0; g < 4; g++) {
-        const __m512i *w = words + 4 * g;
-        __m512i low01 = _mm512_unpacklo_epi32(w[0], w[1]), high01 = _mm512_unpackhi_epi32(w[0], w[1]);
-        __m512i low23 = _mm512_unpacklo_epi32(w[2], w[3]), high23 = _mm512_unpackhi_epi32(w[2], w[3]);
-        turned[g][0] = _mm512_unpacklo_epi64(low01, low23);
-        turned[g][1] = _mm512_unpackhi_epi64(low01, low23);
-        turned[g][2] = _mm512_unpacklo_epi64(high01, high23);
-        turned[g][3] = _mm512_unpackhi_epi64(high01, high23);
-    }
-    for (int q = 0; q < 4; q++) {
-        __m512i a = turned[0][q], b = turned[1][q], c = turned[2][q], d = turned[3][q];
-        __m512i ab02 = _mm512_shuffle_i32x4(a, b, 0x88), ab13 = _mm512_shuffle_i32x4(a, b, 0xdd); /* lanes 0 2, 1 3 of each */
-        __m512i cd02 = _mm512_shuffle_i32x4(c, d, 0x88), cd13 = _mm512_shuffle_i32x4(c, d, 0xdd);
-        _mm512_storeu_si512(out + rows[q] * pitch, _mm512_shuffle_i32x4(ab02, cd02, 0x88));
-        _mm512_storeu_si512(out + rows[4 + q] * pitch, _mm512_shuffle_i32x4(ab13, cd13, 0x88));
-        _mm512_storeu_si512(out + rows[8 + q] * pitch, _mm512_shuffle_i32x4(ab02, cd02, 0xdd));
-        _mm512_storeu_si512(out + rows[12 + q] * pitch, _mm512_shuffle_i32x4(ab13, cd13, 0xdd));
-    }
+    __m512i turned[16];
+    kt_transpose_words(words, turned);
+    for (int j = 0; j < 16; j++) _mm512_storeu_si512(out + rows[j] * pitch, turned[j]);
 }
 
 /* 16 columns of 32 float32. */
