@@ -7,6 +7,7 @@ numbers are defined in quantizers/NUMERICS.md and are the same, bit for bit, wha
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from itertools import count, takewhile
 from typing import Any
@@ -26,6 +27,9 @@ KINDS: dict[str, tuple[int, np.dtype[Any]]] = {
     "fp8_e4m3": (lib.KTQ_FP8_E4M3, np.dtype(np.uint8)),
 }
 SCALED_KINDS = frozenset({"fp8_e4m3"})
+
+# How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
+ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
 
 # n and k are multiples of this, by bits: the row block and the columns of a tile of kt-kernel's layout.
 MULTIPLE = {8: 64, 4: 128}
@@ -64,7 +68,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def isa() -> str:
-    """The instruction set in use: what KTCONVERT_ISA or set_isa says, else the best there is."""
+    """The instruction set in use: what KTCONVERT_ISA, KT_KERNEL_CPU_VARIANT or set_isa says, else the best there is."""
     _read_environment()
     return ISAS[lib.ktq_isa()]
 
@@ -85,25 +89,45 @@ def _set_isa(name: str | None, where: str) -> None:
         raise ValueError(f"{where}this machine does not offer '{name}': choose one of {', '.join(available_isas())}")
 
 
+# What kt-kernel's KT_KERNEL_CPU_VARIANT asks for, by our names; like kt-kernel we pass over values that it does not know.
+_KT_VARIANTS = {
+    "amx": "amx",
+    "avx512_bf16": "avx512vnni",
+    "avx512_vbmi": "avx512vnni",
+    "avx512_vnni": "avx512vnni",
+    "avx512_base": "avx512",
+    "avx2": "avx2",
+}
+
+
 def _read_environment() -> None:
-    """KTCONVERT_ISA, once, at first use; a wrong value is wrong at every use."""
+    """KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, once, at first use; a wrong value is wrong at every use."""
     global _environment_read
     if _environment_read:
         return
     with _environment_lock:
         if not _environment_read:
             name = os.environ.get("KTCONVERT_ISA", "").strip().lower()
+            variant = _KT_VARIANTS.get(os.environ.get("KT_KERNEL_CPU_VARIANT", "").strip().lower())
             if name:
                 _set_isa(name, "KTCONVERT_ISA: ")
+            elif variant:
+                _set_isa(variant, "KT_KERNEL_CPU_VARIANT: ")
             _environment_read = True
+            if os.environ.get("KTCONVERT_DEBUG") == "1":
+                source = "KTCONVERT_ISA" if name else "KT_KERNEL_CPU_VARIANT" if variant else "the best there is"
+                offered = ", ".join(available_isas())
+                print(f"ktconvert: computes with {ISAS[lib.ktq_isa()]} ({source}) of {offered}", file=sys.stderr)
 
 
 # --- checks ---------------------------------------------------------------------------------------
 
 
 # These checks run for every expert, so types are looked up here, once.
-_VOID, _SOURCE, _BYTES, _FLOATS = (ffi.typeof(t) for t in ("void *", "ktq_source *", "uint8_t[]", "float[]"))
-_UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+_VOID, _SOURCE, _BYTES, _FLOATS, _WORDS = (
+    ffi.typeof(t) for t in ("void *", "ktq_source *", "uint8_t[]", "float[]", "uint16_t[]")
+)
+_UINT8, _INT32, _UINT16, _FLOAT32 = (np.dtype(t) for t in (np.uint8, np.int32, np.uint16, np.float32))
 
 
 def _address(array: Array) -> Any:
@@ -167,15 +191,19 @@ def _check_bits(bits: int, n: int, k: int) -> None:
 def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> tuple[Any, Any]:
     """Pointers to packed weights and scales."""
     _check_bits(bits, n, k)
-    for name, array, dtype, size in (("weight", weight, _UINT8, n * k * bits // 8), ("scale", scale, _FLOAT32, n)):
-        if array.dtype != dtype or array.shape != (size,):
-            raise ValueError(f"{name} must be {dtype} of shape ({size},), not {array.dtype} of shape {array.shape}")
-        flags = array.flags
-        if not (flags.c_contiguous and flags.aligned):
-            raise ValueError(f"{name} must be contiguous and aligned")
-        if writable and not flags.writeable:
-            raise ValueError(f"{name} must be writable")
+    _check_array("weight", weight, _UINT8, (n * k * bits // 8,), writable)
+    _check_array("scale", scale, _FLOAT32, (n,), writable)
     return ffi.from_buffer(_BYTES, weight), ffi.from_buffer(_FLOATS, scale)
+
+
+def _check_array(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(f"{name} must be {dtype} of shape {shape}, not {array.dtype} of shape {array.shape}")
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        raise ValueError(f"{name} must be contiguous and aligned")
+    if writable and not flags.writeable:
+        raise ValueError(f"{name} must be writable")
 
 
 class _Scratch(threading.local):
@@ -229,11 +257,60 @@ def quantize_pack(
     bad_row = ffi.new("int64_t *")
     error = lib.ktq_quantize_pack(bits, n, k, source, _scratch.get(k), *packed, bad_row)
     if error == lib.KTQ_ENONFINITE:
-        row = bad_row[0]
-        decoded = decode(values[row : row + 1], kind, scales=scales, block=block, origin=(origin[0] + row, origin[1]))
-        raise NonFinite(row, int(np.argmax((decoded[0] & 0x7FFF) >= 0x7F80)))
+        raise _non_finite(bad_row[0], values, kind, scales, block, origin)
     del keep
     _raise(error)
+
+
+def quantize_groups(
+    bits: int,
+    values: Array,
+    kind: str,
+    packed: npt.NDArray[np.int32],
+    scale: npt.NDArray[np.uint16],
+    *,
+    group: int = 128,
+    rounding: str = "library",
+    scales: npt.NDArray[np.float32] | None = None,
+    block: tuple[int, int] = (1, 1),
+    origin: tuple[int, int] = (0, 0),
+) -> None:
+    """Quantizes a linear to 4 or 8 bits, one BF16 scale per group of columns, in compressed-tensors' packed order.
+
+    values, kind, scales, block, origin: as in quantizers.spec.Matrix; any n, and k a multiple of the group, which is one
+    of 32. rounding: a row of ROUNDINGS. packed: int32 [n, k*bits/32] and scale: uint16 [n, k/group] are written.
+    NonFinite: a value is infinite or NaN; packed and scale are then partly written. Equations: NUMERICS.md, section 6.
+    """
+    source, keep = _source(values, kind, scales, block, origin)
+    n, k = values.shape
+    if bits not in MULTIPLE:
+        raise ValueError(f"bits must be 4 or 8, not {bits}")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding '{rounding}' is not one of {', '.join(ROUNDINGS)}")
+    if group < 32 or group % 32 or k % group:
+        raise ValueError(f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k} columns")
+    _check_array("packed", packed, _INT32, (n, k * bits // 32), writable=True)
+    _check_array("scale", scale, _UINT16, (n, k // group), writable=True)
+    _read_environment()
+    bad_row = ffi.new("int64_t *")
+    out = ffi.from_buffer(_BYTES, packed), ffi.from_buffer(_WORDS, scale)
+    error = lib.ktq_quantize_groups(bits, group, ROUNDINGS[rounding], n, k, source, _scratch.get(k), *out, bad_row)
+    if error == lib.KTQ_ENONFINITE:
+        raise _non_finite(bad_row[0], values, kind, scales, block, origin)
+    del keep
+    _raise(error)
+
+
+def _non_finite(
+    row: int,
+    values: Array,
+    kind: str,
+    scales: npt.NDArray[np.float32] | None,
+    block: tuple[int, int],
+    origin: tuple[int, int],
+) -> NonFinite:
+    decoded = decode(values[row : row + 1], kind, scales=scales, block=block, origin=(origin[0] + row, origin[1]))
+    return NonFinite(row, int(np.argmax((decoded[0] & 0x7FFF) >= 0x7F80)))
 
 
 def decode(
@@ -290,6 +367,24 @@ def error_sums(
     del keep
     _raise(error)
     return sums[0], sums[1], sums[2], sums[3]
+
+
+def gemm(bits: int, activations: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8], n: int) -> npt.NDArray[np.int32]:
+    """Dot products of int8 [m, k] (-127..127) with the codes of a packed weight [n, k]: int32 [m, n].
+
+    One of the runtime's kernels alone, for tests and benchmarks.
+    """
+    if activations.ndim != 2 or activations.dtype != np.int8 or 0 in activations.shape:
+        raise ValueError(f"activations must be int8 [m, k], not {activations.dtype} of shape {activations.shape}")
+    m, k = activations.shape
+    _check_bits(bits, n, k)
+    if weight.dtype != _UINT8 or weight.shape != (n * k * bits // 8,) or not weight.flags.c_contiguous:
+        raise ValueError(f"weight must be contiguous uint8 of shape ({n * k * bits // 8},)")
+    _read_environment()
+    out = np.empty((m, n), np.int32)
+    rows = ffi.from_buffer("int8_t[]", np.ascontiguousarray(activations))
+    _raise(lib.ktq_gemm(bits, m, n, k, rows, ffi.from_buffer(_BYTES, weight), ffi.from_buffer("int32_t[]", out)))
+    return out
 
 
 # --- mapped files that cannot be read -------------------------------------------------------------

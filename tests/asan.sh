@@ -10,13 +10,15 @@ out=build/asan
 rm -rf "$out"
 mkdir -p "$out/lib/ktconvert/native_quant"
 for folder in pipeline quantizers layouts; do ln -s "$PWD/$folder" "$out/lib/ktconvert/$folder"; done
+ln -s "$PWD/native_quant/runtime" "$out/lib/ktconvert/native_quant/runtime"
 for file in native_quant/*.py; do ln -s "$PWD/$file" "$out/lib/ktconvert/native_quant/"; done
 
-KTCONVERT_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1" \
+KTCONVERT_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -fno-var-tracking -O1" \
     "$python" setup.py -q build_ext --build-temp "$out/temp" --build-lib "$out/lib"
 
 # PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
 libasan=$("${CC:-gcc}" -print-file-name=libasan.so)
 export PYTHONPATH="$PWD/$out/lib" LD_PRELOAD="$libasan" ASAN_OPTIONS="detect_leaks=0:handle_sigbus=0"
 "$python" -c "import ktconvert.native_quant._ktq as m; assert '/asan/' in m.__file__, m.__file__"
-exec "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_kernel_calls.py tests/test_golden.py
+exec "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_groups.py tests/test_kernel_calls.py tests/test_golden.py \
+    tests/test_gemm.py tests/test_elementwise.py tests/test_runtime.py tests/test_runtime_load.py tests/test_pool.py

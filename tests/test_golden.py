@@ -66,17 +66,6 @@ def test_definition_gives_kt_kernels_bytes(method: str, case: str) -> None:
         same(f"{key}.scale", ours[1], scale)
 
 
-@pytest.fixture(params=kernels.ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in use; a machine without it says so."""
-    if request.param not in kernels.available_isas():
-        pytest.skip(f"this machine has no {request.param}")
-    before = kernels.isa()
-    kernels.set_isa(request.param)
-    yield request.param
-    kernels.set_isa(before)
-
-
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("method", "case"), CASES)
 def test_kernels_give_kt_kernels_bytes(method: str, case: str) -> None:

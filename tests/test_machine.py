@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ktconvert.pipeline import machine
+from ktconvert.native_quant import machine
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -208,7 +208,7 @@ def test_this_machine() -> None:
 def test_affinity_of_this_process_is_counted() -> None:
     one = min(os.sched_getaffinity(0))
     code = (
-        f"import os; from ktconvert.pipeline import machine; os.sched_setaffinity(0, [{one}]);"
+        f"import os; from ktconvert.native_quant import machine; os.sched_setaffinity(0, [{one}]);"
         "print(machine.logical_cpus(), machine.physical_cores(), machine.allowed_cpus())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

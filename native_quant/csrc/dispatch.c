@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-#define KT_ISA_TEXT(name) #name,
+#define KT_ISA_TEXT(name, contains) #name,
 static const char *const names[KT_ISA_COUNT] = {KT_ISAS(KT_ISA_TEXT)};
 #undef KT_ISA_TEXT
 
@@ -18,7 +18,17 @@ static const struct {
 #undef KERNEL
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
-/* tables[isa]: the best kernel of each family that needs no more than isa. Written once, when the library is loaded. */
+#define KT_ISA_PARENT(name, contains) KT_ISA_##contains,
+static const int contains[KT_ISA_COUNT] = {KT_ISAS(KT_ISA_PARENT)};
+#undef KT_ISA_PARENT
+
+/* Whether whoever has `isa` has `other`. */
+static int includes(int isa, int other) {
+    while (isa > other) isa = contains[isa];
+    return isa == other;
+}
+
+/* tables[isa]: the best kernel of each family that isa includes. Written once, when the library is loaded. */
 static kt_kernels tables[KT_ISA_COUNT];
 static unsigned available;
 static int best;
@@ -29,7 +39,7 @@ __attribute__((constructor)) static void choose(void) {
     for (int isa = 0; isa < KT_ISA_COUNT; isa++) {
         kt_kernels *table = &tables[isa];
 #define KERNEL(family, needs) \
-    if (KT_ISA_##needs <= isa && !table->family) table->family = kt_##family##_##needs;
+    if (!table->family && includes(isa, KT_ISA_##needs)) table->family = kt_##family##_##needs;
 #include "kernels.def"
 #undef KERNEL
         if (available >> isa & 1) best = isa;
@@ -81,6 +91,7 @@ const char *ktq_strerror(int error) {
     case KTQ_ENONFINITE: return "a value is infinite or not a number";
     case KTQ_EFULL: return "too many mapped files are registered";
     case KTQ_ESYSTEM: return "the system refused";
+    case KTQ_ENOMEM: return "there is not enough memory";
     }
     return "unknown error";
 }

@@ -3,17 +3,28 @@
 #ifndef KT_ISA_H
 #define KT_ISA_H
 
-/* Worst first. "avx512" is the Skylake-X set: no VNNI, no VBMI. */
-#define KT_ISAS(X) X(scalar) X(avx2) X(avx512) X(amx)
+/* Worst first, each with the one that it contains. "avx512" is the Skylake-X set: no VNNI, no VBMI. */
+#define KT_ISAS(X) \
+    X(scalar, scalar) X(avx2, scalar) X(avxvnni, avx2) X(avx512, avx2) X(avx512vnni, avx512) X(amx, avx512vnni)
 
-#define KT_ISA_NUMBER(name) KT_ISA_##name,
+#define KT_ISA_NUMBER(name, contains) KT_ISA_##name,
 enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };
 #undef KT_ISA_NUMBER
 
-/* cpu.c: AVX2 and F16C. */
-#define KT_TARGET_AVX2 __attribute__((target("avx2,f16c")))
+/* cpu.c: AVX2, FMA and F16C. */
+#define KT_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 /* cpu.c: AVX-512 F, BW, VL, DQ on top of AVX2. */
-#define KT_TARGET_AVX512 __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
+#define KT_TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
+/* cpu.c: AVX-512 VNNI on top of AVX-512. */
+#define KT_TARGET_AVX512VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#ifndef KT_EMULATED
+/* cpu.c: the 256-bit dot products of AVX-VNNI on top of AVX2. */
+#define KT_TARGET_AVXVNNI __attribute__((target("avx2,fma,f16c,avxvnni")))
+#else /* for tests on a CPU with AVX-512 VNNI only (tests/emulated.sh): dpbusd256.h as AVX-512 encodes it */
+#define KT_TARGET_AVXVNNI KT_TARGET_AVX512VNNI
+#endif
+/* cpu.c: AMX tiles and their int8 dot products on top of AVX-512 VNNI. */
+#define KT_TARGET_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")))
 
 /* A bit per instruction set (1 << KT_ISA_avx2 ...) that this CPU and this kernel allow. Asks the kernel for AMX: call once. */
 unsigned kt_cpu_isas(void);

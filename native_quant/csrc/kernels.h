@@ -13,6 +13,8 @@ enum {
     KT_HALF_BYTES = 1024,
     KT_TILE_BYTES = 2048,
     KT_K_BLOCK = 3584, /* columns of a column block */
+    KT_GROUP_COLUMNS = 32, /* a group of columns is a multiple of it */
+    KT_MAX_COLUMNS = 65536, /* of a weight that is multiplied: int32 sums hold 255 * 127 per column */
 };
 
 /* The largest |x| of k BF16 values as BF16 bits without the sign; >= 0x7f80 if one of them is not finite. row: any
@@ -32,6 +34,10 @@ typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns
                         const kt_ahead *ahead);
 typedef kt_pack_fn kt_pack_int8_fn, kt_pack_int4_fn;
 
+/* One row of k BF16 values in groups (NUMERICS.md, section 6): k * bits / 8 bytes of codes and k / group scales. row: any alignment;
+   group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value is not finite, else 1. */
+typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale);
+
 /* rows x columns values of `kind` to BF16; FP8 is multiplied by scale. Row r begins at in + r * in_stride (bytes, any alignment)
    and goes to out + r * out_pitch (values). */
 typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
@@ -42,6 +48,77 @@ typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_
 typedef void kt_transpose_fn(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
                              uint8_t *out, int64_t row_pitch);
 
+/* 32 rows of a packed weight. block: where their row block begins; row: the first of them, counted in the block. */
+typedef struct {
+    const uint8_t *block;
+    int64_t row;
+} kt_strip;
+
+/* Strip number `index` of a packed weight [n, k]. */
+static inline kt_strip kt_strip_of(int bits, const void *weight, int64_t k, int64_t index) {
+    int64_t block_rows = bits == 8 ? 64 : 128, row = index * KT_STRIP_ROWS;
+    return (kt_strip){(const uint8_t *)weight + row / block_rows * block_rows * k * bits / 8, row % block_rows};
+}
+
+/* The tiles of a strip's columns first .. end of the column block, one after the other. first: a multiple of KT_K_BLOCK. */
+static inline const uint8_t *kt_strip_tiles(int bits, const kt_strip *strip, int64_t k, int64_t first) {
+    int64_t block_rows = bits == 8 ? 64 : 128, columns = k - first < KT_K_BLOCK ? k - first : KT_K_BLOCK;
+    return strip->block + (first * block_rows + strip->row * columns) * bits / 8;
+}
+
+/* Integer dot products of m rows of activations with the 32 rows of each strip, over all k columns, exact:
+   c[s * c_pitch + t * 32 + r] = sum over j of a[t * a_pitch + j] * code[strip s][r][j].
+   a: -127..127; a_pitch bytes a row; rows up to a multiple of 32 may be read, and those of c written.
+   sums[t * sums_pitch + b]: the sum of row t's activations in column block b, for kernels that multiply unsigned codes.
+   c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of 64. */
+typedef struct {
+    int64_t m, k;
+    const int8_t *a;
+    int64_t a_pitch;
+    const int32_t *sums;
+    int64_t sums_pitch;
+    int64_t strips;
+    const kt_strip *strip;
+    int32_t *c;
+    int64_t c_pitch;
+    uint8_t *scratch;
+} kt_gemm;
+enum { KT_GEMM_SCRATCH = KT_STRIP_ROWS * KT_K_BLOCK };
+typedef void kt_gemm_fn(const kt_gemm *job);
+typedef kt_gemm_fn kt_gemm_int8_fn, kt_gemm_int4_fn;
+
+/* One row of activations as int8 (NUMERICS.md, section 5). x: k values, BF16 if is_bf16, else float32; k: a multiple of 64.
+   Writes q[k] and sums[column block]; returns the scale, NaN (and codes 0) if a value is not finite. */
+typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int8_t *q, int32_t *sums);
+
+/* What the codes q of a float32 row leave of it, if they are coarse: if their mean square is below KT_COARSE_ENERGY, writes codes q2
+   and sums of x - q * scale in steps of scale * KT_REMAINDER_UNIT and returns that step; else 0. */
+#define KT_REMAINDER_UNIT (1.0f / 254.0f)
+enum { KT_COARSE_ENERGY = 144 };
+typedef float kt_remainder_fn(const float *x, int64_t k, float scale, const int8_t *q, int8_t *q2, int32_t *sums);
+
+/* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit: 1, or 16 for
+   4-bit codes. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]: float32. */
+typedef struct {
+    int exact;
+    int64_t m;
+    float unit;
+    const float *token_scale;
+    const int32_t *acc[2]; /* gate and up; or the one of down */
+    const float *row_scale[2];
+    float *out;
+    int64_t out_pitch;
+} kt_outputs;
+/* out = silu(gate) * up. */
+typedef void kt_swiglu_fn(const kt_outputs *job);
+/* out = y of acc[0]. */
+typedef void kt_scale_rows_fn(const kt_outputs *job);
+
+/* out[c] = the sum over i, in that order, of fma(rows[i][c], weights[i], ...), from 0. columns: a multiple of 32. */
+typedef void kt_combine_fn(int64_t terms, const float *const *rows, const float *weights, int64_t columns, float *out);
+/* out[c] = rows[0][c] + rows[1][c] + ... as BF16. columns: a multiple of 32. */
+typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t columns, uint16_t *out);
+
 #define KERNEL(family, isa) kt_##family##_fn kt_##family##_##isa;
 #include "kernels.def"
 #undef KERNEL
@@ -49,8 +126,16 @@ typedef void kt_transpose_fn(int item_bytes, const uint8_t *in, int64_t column_s
 typedef struct {
     kt_amax_fn *amax;
     kt_pack_fn *pack_int8, *pack_int4;
+    kt_groups_fn *groups;
     kt_decode_fn *decode;
     kt_transpose_fn *transpose;
+    kt_gemm_fn *gemm_int8, *gemm_int4;
+    kt_quantize_row_fn *quantize_row;
+    kt_remainder_fn *remainder;
+    kt_swiglu_fn *swiglu;
+    kt_scale_rows_fn *scale_rows;
+    kt_combine_fn *combine;
+    kt_merge_fn *merge;
 } kt_kernels;
 
 /* The kernels in use (dispatch.c). */
@@ -65,6 +150,10 @@ int kt_is_row_contiguous(const ktq_source *source);
 /* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1, 2 ...;
    the rows of a half tile stay valid together. */
 const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k, uint16_t *scratch);
+/* source.c: rows first .. first+rows-1 (at most 32) as BF16: where the first lies, and how far apart they are in bytes. Where they
+   must be decoded, they are in scratch (32*k uint16). */
+const uint8_t *kt_bf16_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                            uint16_t *scratch, int64_t *row_stride);
 /* quantize.c: columns of a tile for this number of bits; n and k must be multiples (KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE). */
 int kt_check_shape(int bits, int64_t n, int64_t k);
 
@@ -73,6 +162,12 @@ int kt_check_shape(int bits, int64_t n, int64_t k);
 static inline unsigned kt_enter(void) {
     unsigned before = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(0x1f80);
+    return before;
+}
+/* That of the forward: as in kt-kernel, subnormals are 0 (FTZ and DAZ). */
+static inline unsigned kt_enter_forward(void) {
+    unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(0x9fc0);
     return before;
 }
 static inline void kt_leave(unsigned before) {

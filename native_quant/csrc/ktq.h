@@ -13,7 +13,7 @@
 /* cdef begin */
 
 /* What a function returns; ktq_strerror has the sentences. */
-enum { KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM };
+enum { KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM, KTQ_ENOMEM };
 
 /* The encodings of a source. */
 enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3 };
@@ -37,6 +37,16 @@ typedef struct {
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
                       float *scale, int64_t *bad_row);
 
+/* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. */
+enum { KTQ_LIBRARY, KTQ_FLOAT32 };
+
+/* Quantizes to `bits` (4 or 8), one BF16 scale per `group` columns of a row, and packs codes in the order of the columns, low bits
+   first. group: a multiple of 32 that divides k; n: any. scratch: 32*k uint16, best on a boundary of 64 bytes;
+   packed: n*k*bits/8 bytes; scale: n*k/group BF16.
+   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; packed and scale are then partly written. */
+int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch,
+                        uint8_t *packed, uint16_t *scale, int64_t *bad_row);
+
 /* The source as BF16: out[n][k]. A NaN of FP16 or F32 becomes 0x7fc0, one of FP8 0x7fc0 with the code's sign. */
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);
 
@@ -47,6 +57,60 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
    Added in float64 in one fixed order, whatever the instruction set. scratch: 32*k uint16. */
 int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, const uint8_t *weight,
                    const float *scale, double *sums);
+
+/* --- the runtime: what was packed, multiplied ----------------------------------------------------------------------- */
+
+/* Threads that work together: for each of `groups` groups (NUMA nodes) threads[g] threads, each pinned to its CPU of `cpus`
+   (one after the other, group by group; -1: not pinned). The first thread of group 0 is whoever calls ktq_forward. A pool does one forward at
+   a time; other callers wait. A child made by fork() starts threads of its own. */
+typedef struct ktq_pool ktq_pool;
+int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **pool);
+void ktq_pool_free(ktq_pool *pool);
+
+/* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. */
+typedef struct {
+    const void *gate, *up, *down;
+    const float *gate_scale, *up_scale, *down_scale;
+} ktq_expert;
+
+/* The routed experts of a layer: parts[part * experts + expert], each part with `width` columns of the intermediate size. */
+typedef struct {
+    int bits;
+    int64_t experts, parts, hidden, width;
+    const ktq_expert *expert;
+} ktq_moe;
+
+/* out[t] = the sum over j of weights[t][j] * expert ids[t][j] (hidden[t]). hidden, out: BF16 [tokens, hidden];
+   ids, weights: [tokens, topk]. Ids that are negative, not below experts, or marked in skip[experts] (may be NULL) add nothing.
+   add: 1 if the sum is added to what out holds (rounded once, in the end), 0 if it takes its place. */
+typedef struct {
+    int exact; /* 1: round where kt-kernel rounds; 0: round less */
+    int64_t tokens, topk;
+    const uint16_t *hidden;
+    const int64_t *ids;
+    const float *weights;
+    const uint8_t *skip;
+    uint16_t *out;
+    int add;
+} ktq_call;
+
+int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
+
+/* The same in the background, one after the other in the order of submission. A job may be submitted again once it was
+   waited for; submit and wait can be given to cudaLaunchHostFunc. moe and call are copied, what they point to is not.
+   ktq_job_wait returns at once if nothing was submitted; ktq_job_result says how the last run ended. */
+typedef struct ktq_job ktq_job;
+int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **job);
+void ktq_job_submit(void *job);
+void ktq_job_wait(void *job);
+int ktq_job_result(const ktq_job *job);
+void ktq_job_free(ktq_job *job);
+
+/* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]: one kernel alone, for tests. */
+int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c);
+
+/* Binds the pages of a block to a NUMA node (mbind); KTQ_ESYSTEM where the kernel refuses. */
+int ktq_bind_memory(void *address, size_t length, int node);
 
 /* Instruction sets, worst first: 0 "scalar" .. ktq_isa_count() - 1 "amx". */
 int ktq_isa_count(void);

@@ -33,12 +33,16 @@ static void say(const char *text) {
     }
 }
 
+static atomic_flag told = ATOMIC_FLAG_INIT;
+
 static void on_sigbus(int number, siginfo_t *info, void *context) {
     (void)context;
     const char *at = info->si_addr;
     for (int i = 0; i < MAPPINGS; i++) {
         size_t length = atomic_load(&mappings[i].length);
         if (!length || at < mappings[i].address || (size_t)(at - mappings[i].address) >= length) continue;
+        if (atomic_flag_test_and_set(&told))
+            for (;;) pause(); /* another thread is telling it, and ends the process */
         say(opening);
         say(mappings[i].name);
         say(closing);

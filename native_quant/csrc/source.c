@@ -87,6 +87,15 @@ const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, 
     return (const uint8_t *)(scratch + r % rows * k);
 }
 
+const uint8_t *kt_bf16_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                            uint16_t *scratch, int64_t *row_stride) {
+    int as_stored = source->kind == KTQ_BF16 && kt_is_row_contiguous(source);
+    *row_stride = as_stored ? source->row_stride : k * (int64_t)sizeof *scratch;
+    if (as_stored) return (const uint8_t *)source->values + first * source->row_stride;
+    decode_rows(kernels, source, first, rows, k, scratch);
+    return (const uint8_t *)scratch;
+}
+
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out) {
     int error = source && out ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;

@@ -36,6 +36,7 @@ CONVERSIONS = {
     "merged": ("cpu",),
     "loose": ("cpu", "--no-merge-safetensor"),
     "cut and copied": ("cpu", "--max-shard-size", "80KB", "--non-experts", "copy"),
+    "for the GPU": ("gpu", "--quant-method", "RTN", "--max-shard-size", "80KB"),
     "merge": ("merge", "--max-tensors", "9"),
 }
 

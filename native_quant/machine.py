@@ -1,4 +1,4 @@
-"""What this machine offers a conversion: CPUs, NUMA nodes, memory, disk; read from /proc, /sys and the process itself.
+"""What this machine offers: CPUs, NUMA nodes, memory, disk; read from /proc, /sys and the process itself.
 
 Nothing here starts a process or needs a privilege, and every function answers, with a stated default, where a file
 is absent (containers, kernels without NUMA, other vendors). Sizes are bytes. `root` is where /proc and /sys are looked
@@ -71,6 +71,17 @@ def numa_nodes(root: Path = ROOT, cpus: Collection[int] | None = None) -> tuple[
         if members if cpus is None else members.intersection(cpus):
             found.append(int(folder.name.removeprefix("node")))
     return tuple(sorted(found)) or (0,)
+
+
+def core_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[int, tuple[int, ...]]:
+    """One CPU number per physical core among those of this process, by memory node; hyperthreads of a core count once."""
+    cpus = affinity() if cpus is None else cpus
+    nodes: dict[int, tuple[int, ...]] = {}
+    for node in numa_nodes(root, cpus):
+        members = _parse_list(_read(root / f"sys/devices/system/node/node{node}/cpulist") or "") or frozenset(cpus)
+        first = {_core_of(cpu, root): cpu for cpu in sorted(members.intersection(cpus), reverse=True)}
+        nodes[node] = tuple(sorted(first.values()))
+    return nodes
 
 
 def cpu_name(root: Path = ROOT) -> str:

@@ -1,0 +1,265 @@
+"""What forward.py found, as tables, and beside it what is to be reached."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mixtures import Shape
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One side in one cell, by call: median wall seconds, all wall seconds, CPU seconds of the process, of kt-kernel's workers alone."""
+
+    wall: float
+    walls: list[float]
+    cpu: float
+    workers: float | None
+
+    @classmethod
+    def of(cls, turns: Sequence[Mapping[str, Any]]) -> Figures:
+        """Medians over the turns that a worker reported."""
+        walls = [wall for turn in turns for wall in turn["walls"]]
+        workers = [turn["workers"] for turn in turns if turn["workers"] is not None]
+        return cls(
+            statistics.median(walls),
+            walls,
+            statistics.median(turn["cpu"] for turn in turns),
+            statistics.median(workers) if workers else None,
+        )
+
+    @property
+    def work(self) -> float:
+        """CPU seconds without kt-kernel's thread that only waits."""
+        return self.cpu if self.workers is None else self.workers
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape, method, number of threads, tokens and routing.
+
+    bytes       of weights and scales of the experts touched
+    read        bytes a second that as many threads read, measured in between; read_cpu: in a CPU second
+    ceilings    INT8 operations a second that as many threads do: "amx" with operands in L2, "vnni" on registers
+    differing   BF16 values, of `elements`, in which exact mode is not the other side's; distance: default mode's, relative
+    figures     by side; the first is ours
+    """
+
+    shape: str
+    method: str
+    threads: int
+    tokens: int
+    routing: str
+    distinct: float
+    busiest: float
+    bytes: float
+    operations: float
+    read: float
+    read_cpu: float
+    ceilings: dict[str, float]
+    differing: int | None
+    elements: int
+    distance: float | None
+    figures: dict[str, Figures]
+
+    @property
+    def ours(self) -> Figures:
+        """The first side."""
+        return next(iter(self.figures.values()))
+
+    @property
+    def of_read(self) -> float:
+        """The share of the read bandwidth, by wall time."""
+        return self.bytes / self.ours.wall / self.read
+
+    @property
+    def of_read_cpu(self) -> float:
+        """The same by CPU time, which a busy machine changes less."""
+        return self.bytes / self.ours.cpu / self.read_cpu
+
+    @property
+    def rate(self) -> float:
+        """INT8 operations a second."""
+        return self.operations / self.ours.wall
+
+    def ratio(self, name: str) -> float:
+        """How much longer that side takes."""
+        return self.figures[name].wall / self.ours.wall
+
+
+@dataclass(frozen=True)
+class Load:
+    """load_weights_from_tensors: bytes of BF16, and by side the seconds of each round, `saved` and `unsaved`."""
+
+    shape: str
+    method: str
+    threads: int
+    bytes: int
+    seconds: dict[str, list[dict[str, float]]]
+
+    def median(self, side: str, what: str) -> float:
+        """Seconds."""
+        return statistics.median(one[what] for one in self.seconds[side])
+
+
+def show_load(load: Load) -> None:
+    """One line."""
+    told = []
+    for side in load.seconds:
+        unsaved, saved = load.median(side, "unsaved"), load.median(side, "saved")
+        cpu = load.median(side, "unsaved_cpu")
+        told.append(
+            f"{side} {unsaved:.2f} s ({cpu:.2f} of CPU) = {load.bytes / unsaved / 1e9:.2f} GB/s, {saved:.2f} s with saving"
+        )
+    plural = "s" * (load.threads > 1)
+    print(
+        f"\n{load.shape} {load.method}, {load.threads} thread{plural}, from BF16 tensors: {'; '.join(told)}", flush=True
+    )
+
+
+def show_heading(
+    shape: Shape, method: str, threads: int, layers: int, most: Mapping[str, float], sides: Sequence[str]
+) -> None:
+    """Above a table."""
+    told = ", ".join(f"{what} {rate / 1e12:.2f} TOPS" for what, rate in most.items())
+    if "amx" not in most:
+        told += ("; " if told else "") + "no AMX here"
+    print(f"\n{shape.name} {method}, {threads} thread{'s' * (threads > 1)}, {layers} layers in turn; {told}")
+    line = f"{'tokens':>6} {'routing':12} {'experts':>7} {'busiest':>7} {sides[0] + ' ms':>13} "
+    line += f"{'GB/s':>6} {'% read':>6} {'by CPU':>6} {'TOPS':>6}"
+    for name in sides[1:]:
+        line += f" | {name + ' ms':>13} {'x wall':>6} {'x CPU':>6}"
+    print(line + (f" | {'differ':>7} {'off by':>8}" if len(sides) > 1 else ""))
+
+
+def show_cell(cell: Cell) -> None:
+    """One line of the table."""
+    line = (
+        f"{cell.tokens:6} {cell.routing:12} {cell.distinct:7.1f} {cell.busiest:7.1f} {cell.ours.wall * 1e3:13.3f} "
+        f"{cell.bytes / cell.ours.wall / 1e9:6.2f} {cell.of_read:6.0%} {cell.of_read_cpu:6.0%} {cell.rate / 1e12:6.3f}"
+    )
+    for name, other in list(cell.figures.items())[1:]:
+        line += f" | {other.wall * 1e3:13.3f} {cell.ratio(name):6.2f} {other.work / cell.ours.cpu:6.2f}"
+    if cell.differing is not None and cell.distance is not None:
+        line += f" | {cell.differing:7} {cell.distance:8.1e}"
+    print(line, flush=True)
+
+
+# --- what is to be reached ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A target: what was measured against it, in the unit of `least`."""
+
+    target: str
+    value: float
+    least: float
+    where: str = ""
+
+
+def show_targets(cells: Sequence[Cell], loads: Sequence[Load]) -> None:
+    """Every target for which there are figures; those of AMX machines carry no verdict elsewhere."""
+    amx = any("amx" in cell.ceilings for cell in cells)
+    rows = [*_varied(cells), *(_loads(loads))]
+    rows += [] if amx else _without_amx(cells)
+    if rows:
+        print("targets")
+    for row in rows:
+        _show(row, "met" if row.value >= row.least else "MISSED")
+    rows = _with_amx(cells)
+    if rows:
+        print("targets of a machine with AMX" + ("" if amx else ", which this one is not: no verdict"))
+    for row in rows:
+        _show(row, ("met" if row.value >= row.least else "MISSED") if amx else "")
+
+
+def _show(row: Reached, verdict: str) -> None:
+    print(f"  {row.target:62} {row.value:7.2f}  at least {row.least:<5} {verdict:7} {row.where}")
+
+
+def _least(target: str, least: float, found: Iterable[tuple[float, Cell]]) -> list[Reached]:
+    """The worst of the cells that a target is about; nothing where none was measured."""
+    worst = min(found, key=lambda one: one[0], default=None)
+    if worst is None:
+        return []
+    value, cell = worst
+    where = f"{cell.shape} {cell.method}, {cell.tokens} tokens {cell.routing}, {cell.threads} threads"
+    return [Reached(target, value, least, where)]
+
+
+def _ratios(cells: Iterable[Cell], name: str = "kt") -> list[tuple[float, Cell]]:
+    return [(cell.ratio(name), cell) for cell in cells if name in cell.figures]
+
+
+def _without_amx(cells: Sequence[Cell]) -> list[Reached]:
+    return _least("x kt-kernel's AVX-512 variant, wall, its worst cell", 1.0, _ratios(cells))
+
+
+def _varied(cells: Sequence[Cell]) -> list[Reached]:
+    """AVX2 against the best of AVX-512, where both were measured."""
+    found = []
+    for cell in cells:
+        wide = [figures.wall for name, figures in cell.figures.items() if name in ("avx512", "avx512vnni")]
+        if wide and "avx2" in cell.figures:
+            found.append((min(wide) / cell.figures["avx2"].wall, cell))
+    return _least("AVX2, x our AVX-512, its worst cell", 0.5, found)
+
+
+def _loads(loads: Sequence[Load]) -> list[Reached]:
+    told = (
+        ("saved", "unsaved", "wall", "it always saves"),
+        ("saved_cpu", "unsaved_cpu", "CPU", "it always saves"),
+        ("unsaved", "unsaved", "wall", "kept from saving, which its callers cannot ask for"),
+    )
+    return [
+        Reached(
+            f"{load.shape} {load.method} from tensors, x kt-kernel, {unit}",
+            load.median("kt", theirs) / load.median("ours", ours),
+            10.0,
+            where,
+        )
+        for load in loads
+        if "kt" in load.seconds
+        for theirs, ours, unit, where in told
+    ]
+
+
+def _with_amx(cells: Sequence[Cell]) -> list[Reached]:
+    """The table of targets, row by row."""
+    rows = []
+    balanced = [cell for cell in cells if cell.routing == "balanced"]
+    one = {(c.shape, c.method, c.tokens): c for c in balanced if c.threads == 1}
+    for method, share, times in (("int8", 0.85, 1.4), ("int4", 0.80, 1.8)):
+        decode = [c for c in balanced if (c.method, c.tokens, c.threads) == (method, 1, 1)]
+        rows += _least(f"{method}, 1 token, 1 thread: share of read bandwidth", share, [(c.of_read, c) for c in decode])
+        rows += _least(f"{method}, 1 token, 1 thread: x kt-kernel", times, _ratios(decode))
+    pairs = [(c, one.get((c.shape, c.method, c.tokens))) for c in balanced if c.threads == 2]
+    rows += _least("2 threads, x our 1 thread", 1.7, [(s.ours.wall / c.ours.wall, c) for c, s in pairs if s])
+    few = [c for c in cells if 4 <= c.tokens <= 16 and c.busiest <= 8]
+    rows += _least("4 to 16 tokens, at most 8 for an expert: share of read", 0.75, [(c.of_read, c) for c in few])
+    for shape, method, tokens, threads, times in (
+        ("Qwen3-30B-A3B", "int4", 64, 0, 3.0),
+        ("Qwen3-30B-A3B", "int8", 64, 0, 2.2),
+        ("DeepSeek-V3", "", 64, 0, 1.5),
+        ("Qwen3-30B-A3B", "", 1024, 2, 2.0),
+        ("Qwen3-30B-A3B", "", 1024, 1, 1.7),
+        ("DeepSeek-V3", "", 1024, 0, 1.75),
+    ):
+        these = [
+            c
+            for c in balanced
+            if c.shape == shape and c.tokens == tokens and method in ("", c.method) and threads in (0, c.threads)
+        ]
+        asked = " ".join(
+            part for part in (shape, method, f"{tokens} tokens", f"{threads} threads" * bool(threads)) if part
+        )
+        rows += _least(f"{asked}: x kt-kernel", times, _ratios(these))
+    prefill = [c for c in balanced if (c.shape, c.tokens) == ("DeepSeek-V3", 1024) and "amx" in c.ceilings]
+    rows += _least(
+        "DeepSeek-V3 1024 tokens: share of AMX from L2", 0.6, [(c.rate / c.ceilings["amx"], c) for c in prefill]
+    )
+    return rows

@@ -1,0 +1,105 @@
+"""What a forward is measured with: layers of random experts on disk, hidden states, and which experts their tokens go to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+BITS = {"int4": 4, "int8": 8}
+TOPK = 8
+ZIPF = 1.5  # concentrated: the expert of rank r is as likely as r ** -1.5
+PROJECTIONS = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The experts of one layer."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+
+    def expert_bytes(self, method: str) -> int:
+        """Bytes of one expert's weights and scales, as they lie in the file."""
+        return 3 * self.hidden * self.intermediate * BITS[method] // 8 + 4 * (2 * self.intermediate + self.hidden)
+
+    @property
+    def token_operations(self) -> int:
+        """Multiplications and additions that one token costs."""
+        return 2 * 3 * self.hidden * self.intermediate * TOPK
+
+
+SHAPES = {
+    "qwen3": Shape("Qwen3-30B-A3B", 2048, 768, 128),
+    "deepseek": Shape("DeepSeek-V3", 7168, 2048, 16),
+    "small": Shape("a small mixture", 512, 256, 16),  # to try the script itself
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of a forward in several variants, in files that every worker reads.
+
+    folder    hidden.npy uint16 [V, T, H] (BF16 bits), ids.npy int64 [V, T, k], weights.npy float32 [V, T, k]
+    distinct  experts that a variant touches, on average
+    busiest   tokens of a variant's busiest expert, on average
+    """
+
+    folder: Path
+    tokens: int
+    routing: str
+    distinct: float
+    busiest: float
+
+
+def make_batch(folder: Path, shape: Shape, tokens: int, routing: str) -> Batch:
+    """Write the inputs of one cell; fewer tokens have more variants, so that decoding does not meet the same experts again."""
+    rng = np.random.default_rng(tokens)
+    variants = max(2, min(16, 64 // tokens))
+    at = folder / f"inputs-{tokens}-{routing}"
+    at.mkdir(exist_ok=True)
+    hidden = rng.standard_normal((variants, tokens, shape.hidden), np.float32)
+    ids = np.stack([_route(rng, shape.experts, tokens, routing) for _ in range(variants)])
+    weights = rng.random((variants, tokens, TOPK), np.float32) + 0.1
+    np.save(at / "hidden.npy", (hidden.view(np.uint32) >> 16).astype(np.uint16))
+    np.save(at / "ids.npy", ids)
+    np.save(at / "weights.npy", weights / weights.sum(2, keepdims=True))
+    counts = [np.bincount(one.ravel(), minlength=shape.experts) for one in ids]
+    distinct, busiest = np.mean([(c > 0).sum() for c in counts]), np.mean([c.max() for c in counts])
+    return Batch(at, tokens, routing, float(distinct), float(busiest))
+
+
+def _route(rng: np.random.Generator, experts: int, tokens: int, routing: str) -> npt.NDArray[np.int64]:
+    """Distinct experts for every token: the TOPK first of a random order, in which popular ones tend to come first."""
+    likely = np.zeros(experts) if routing == "balanced" else -ZIPF * np.log(1.0 + rng.permutation(experts))
+    order = np.argsort(
+        -(likely + rng.gumbel(size=(tokens, experts))), axis=1
+    )  # Gumbel's trick: drawing without replacement
+    return np.ascontiguousarray(order[:, :TOPK], np.int64)
+
+
+def write_source(folder: Path, shape: Shape) -> None:
+    """Random BF16 experts: gate.npy and up.npy uint16 [E, I, H], down.npy [E, H, I], bits. No two rows are alike."""
+    rng = np.random.default_rng(0)
+    piece = ((rng.standard_normal(5_000_011, np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
+    for name in PROJECTIONS:
+        rows, columns = (shape.hidden, shape.intermediate) if name == "down" else (shape.intermediate, shape.hidden)
+        np.save(folder / f"{name}.npy", np.resize(np.roll(piece, len(name)), (shape.experts, rows, columns)))
+
+
+def merge_layers(loose: Path, out: Path, layers: int) -> None:
+    """As many layers as asked for of the one in `loose`, merged as `ktconvert merge` does: each has pages of its own."""
+    for layer in range(1, layers):
+        shutil.copytree(loose / "_layer_0", loose / f"_layer_{layer}", copy_function=os.link)
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "merge", "-i", str(loose), "-o", str(out), "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ktconvert merge: {done.stderr[-1000:]}")

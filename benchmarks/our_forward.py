@@ -1,0 +1,115 @@
+"""A worker of forward.py: our runtime, and the yardsticks. KTCONVERT_ISA says which instruction set it uses.
+
+python our_forward.py SCRATCH THREADS
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ceilings import Ceilings
+from mixtures import PROJECTIONS
+from turns import serve, timed
+
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+
+
+class Ours:
+    """The layers that are open, and the inputs of the cell at hand."""
+
+    def __init__(self, scratch: Path, threads: int) -> None:
+        self.scratch = scratch
+        self.pool = Pool(threads)
+        self.layers: list[Experts] = []
+        self.inputs: tuple[Any, Any, Any] = (None, None, None)
+        self.out: Any = None
+        self.ceilings: Ceilings | None = None
+
+    def about(self) -> str:
+        """What this worker runs on."""
+        return f"ktconvert with {kernels.isa()}"
+
+    def quantize(self, source: str, method: str, out: str) -> None:
+        """Write the loose files of layer 0."""
+        with Experts.from_bf16(*_source(source), method=f"AMX{method.upper()}", pool=self.pool) as experts:
+            experts.save(out)
+
+    def load_source(self, source: str, method: str, scratch: str) -> dict[str, float]:
+        """Seconds of from_bf16, and with a save() after it, which also waits for the disk."""
+        tensors = _source(source)
+        begun, cpu = time.perf_counter(), time.process_time()
+        with Experts.from_bf16(*tensors, method=f"AMX{method.upper()}", pool=self.pool) as experts:
+            wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
+            experts.save(scratch)
+        return {"unsaved": wall, "unsaved_cpu": cpu, "saved": time.perf_counter() - begun}
+
+    def open(self, folder: str, layers: int, method: str, memory: str, **shape: int) -> None:
+        """Load the layers that calls rotate over."""
+        given: dict[str, Any] = {"method": f"AMX{method.upper()}", "memory": memory, "pool": self.pool}
+        self.layers = [
+            Experts.load(
+                folder,
+                layer,
+                num_experts=shape["experts"],
+                hidden=shape["hidden"],
+                intermediate=shape["intermediate"],
+                **given,
+            )
+            for layer in range(layers)
+        ]
+
+    def batch(self, folder: str) -> None:
+        """Take the inputs of a cell."""
+        hidden, ids, weights = (np.load(Path(folder) / f"{name}.npy") for name in ("hidden", "ids", "weights"))
+        self.inputs = hidden, ids, weights
+        self.out = np.empty_like(hidden[0])
+
+    def call(self, number: int) -> None:
+        """The layer changes from call to call, the variant when all layers had it."""
+        self._forward(self.layers[number % len(self.layers)], number // len(self.layers))
+
+    def time(self, first: int, count: int, warm: bool) -> dict[str, Any]:
+        """Seconds of each call."""
+        return timed(self.call, first, count, warm)
+
+    def answer(self, path: str, exact: bool) -> dict[str, Any]:
+        """Write what layer 0 gives for variant 0; the seconds of this one call."""
+        self.layers[0].exact = exact
+        seconds = timed(self.call, 0, 1, False)
+        self.layers[0].exact = False
+        np.save(path, self.out)
+        return seconds
+
+    def read(self) -> dict[str, float]:
+        """Bytes a second, and a CPU second, that this machine reads."""
+        return self._yardsticks().read()
+
+    def operations(self) -> dict[str, float]:
+        """INT8 operations a second that this machine does."""
+        return self._yardsticks().operations()
+
+    def _forward(self, experts: Experts, variant: int) -> None:
+        hidden, ids, weights = self.inputs
+        v = variant % len(hidden)
+        experts.forward(hidden[v], ids[v], weights[v], out=self.out)
+
+    def _yardsticks(self) -> Ceilings:
+        if self.ceilings is None:
+            self.ceilings = Ceilings(self.scratch, self.pool.threads)
+        return self.ceilings
+
+
+def _source(folder: str) -> list[Any]:
+    return [np.load(Path(folder) / f"{name}.npy") for name in PROJECTIONS]
+
+
+if __name__ == "__main__":
+    ours = Ours(Path(sys.argv[1]), int(sys.argv[2]))
+    verbs = ("about", "quantize", "load_source", "open", "batch", "time", "answer", "read", "operations")
+    serve({name: getattr(ours, name) for name in verbs})

@@ -1,0 +1,122 @@
+"""A worker of forward.py, for a Python that has kt-kernel: the same calls as our_forward.py, through its own API.
+
+python peer_forward.py THREADS
+
+Calls go to its C++ object at once (forward_task, submit, sync), without the copies that its wrapper makes first: in its favour.
+KT_KERNEL_CPU_VARIANT says which instruction set it uses.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"  # there may be no CUDA stream
+
+import numpy as np
+import torch
+from turns import serve, timed
+
+for _name in ("zeros", "empty", "full"):  # a CPU-only torch cannot pin memory, and kt-kernel 0.7.2 asks for it
+
+    def _unpinned(*args, _real=getattr(torch, _name), **options):  # noqa: B008
+        options.pop("pin_memory", None)
+        return _real(*args, **options)
+
+    setattr(torch, _name, _unpinned)
+
+import kt_kernel  # noqa: E402
+from kt_kernel.utils import amx  # noqa: E402
+
+MOST_TOKENS = 1024  # a multiple of 32, or kt-kernel ends the process
+TOPK = 8
+
+
+class Unsaved(amx.MOEConfig):
+    """Its wrapper asks for saving whatever the caller wants; this one does not hear it."""
+
+    save = property(lambda self: False, lambda self, wanted: None)
+
+
+class Peer:
+    """The layers that are open, and the inputs of the cell at hand."""
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.layers = []
+        self.variants = []
+        self.inputs = ()
+        self.out = None
+
+    def about(self):
+        if amx.AMXInt4_MOE is None:
+            raise RuntimeError(f"its {kt_kernel.__cpu_variant__} variant has no AMXINT4 and AMXINT8")
+        return f"kt-kernel {kt_kernel.__version__} with its {kt_kernel.__cpu_variant__} variant"
+
+    def load_source(self, source, method, scratch):
+        """Seconds of load_weights_from_tensors, which always saves the loose files too, and of the same kept from saving."""
+        tensors = [
+            torch.from_numpy(np.load(Path(source) / f"{name}.npy")).view(torch.bfloat16)
+            for name in ("gate", "up", "down")
+        ]
+        experts, intermediate, hidden = tensors[0].shape
+        order = torch.arange(experts, dtype=torch.int64)
+        seconds = {}
+        config = amx.MOEConfig
+        for name, made in (("unsaved", Unsaved), ("saved", config)):
+            moe = self._wrapper(scratch, 0, method, experts, hidden, intermediate)
+            amx.MOEConfig = made
+            begun, cpu = time.perf_counter(), time.process_time()
+            moe.load_weights_from_tensors(*tensors, order)
+            seconds |= {name: time.perf_counter() - begun, f"{name}_cpu": time.process_time() - cpu}
+            del moe
+        return seconds
+
+    def open(self, folder, layers, method, experts, hidden, intermediate):
+        self.layers = [self._wrapper(folder, layer, method, experts, hidden, intermediate) for layer in range(layers)]
+        for layer in self.layers:
+            layer.load_weights(torch.arange(experts, dtype=torch.int64))
+
+    def batch(self, folder):
+        hidden, ids, weights = (np.load(Path(folder) / f"{name}.npy") for name in ("hidden", "ids", "weights"))
+        self.inputs = hidden, ids, weights
+        self.out = np.empty_like(hidden[0])
+        self.count = np.array([len(self.out)], np.int32)
+        self.variants = [tuple(a.ctypes.data for a in (ids[v], weights[v], hidden[v])) for v in range(len(hidden))]
+
+    def call(self, number):
+        self._forward(self.layers[number % len(self.layers)], number // len(self.layers))
+
+    def time(self, first, count, warm):
+        return timed(self.call, first, count, warm)
+
+    def answer(self, path):
+        seconds = timed(self.call, 0, 1, False)
+        np.save(path, self.out)
+        return seconds
+
+    def _forward(self, layer, variant):
+        ids, weights, hidden = self.variants[variant % len(self.variants)]
+        task = layer.moe.forward_task(self.count.ctypes.data, TOPK, ids, weights, hidden, self.out.ctypes.data, False)
+        layer.cpu_infer.submit(task)
+        layer.cpu_infer.sync()
+
+    def _wrapper(self, folder, layer, method, experts, hidden, intermediate):
+        return kt_kernel.KTMoEWrapper(
+            layer_idx=layer,
+            num_experts=experts,
+            num_experts_per_tok=TOPK,
+            hidden_size=hidden,
+            moe_intermediate_size=intermediate,
+            gpu_experts_mask=torch.zeros(experts, dtype=torch.bool),
+            cpuinfer_threads=self.threads,
+            threadpool_count=1,
+            weight_path=folder,
+            chunked_prefill_size=MOST_TOKENS,
+            cpu_save=False,
+            method=f"AMX{method.upper()}",
+        )
+
+
+peer = Peer(int(sys.argv[1]))
+serve({name: getattr(peer, name) for name in ("about", "load_source", "open", "batch", "time", "answer")})

@@ -1,0 +1,117 @@
+"""Worker processes that take turns: one works while every other is stopped. Standard library only: it also runs in kt-kernel's venv.
+
+A worker reads requests, one JSON object a line, and answers each with one line. Its standard output goes to its log, so that what a
+library prints cannot be taken for an answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+LONG = 0.25  # seconds; a call that lasts longer needs no untimed one before it
+
+
+class Worker:
+    """One process that answers; stopped whenever it is not asked, so that no idle thread of it takes time from another's turn."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=dict(os.environ | dict(env or {})),
+            )
+
+    def ask(self, do: str, **given: Any) -> Any:
+        """Let it do one thing. RuntimeError with the end of its log when it cannot."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.send_signal(signal.SIGCONT)
+        try:
+            print(json.dumps({"do": do} | given), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"{self.name} ended during '{do}':\n{self.log.read_text(errors='replace')[-2000:]}")
+        process.send_signal(signal.SIGSTOP)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}, {do}: {answer['error']}")
+        return answer["value"]
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def serve(verbs: Mapping[str, Callable[..., Any]]) -> None:
+    """The worker's side: answer requests until there are no more; `verbs` say what can be asked for."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a stopped process would outlive its parent
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"value": verbs[request.pop("do")](**request)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def timed(call: Callable[[int], None], first: int, count: int, warm: bool) -> dict[str, Any]:
+    """Calls `first`, `first` + 1, ..., each timed; an untimed one before them if `warm`.
+
+    walls    seconds of each call
+    cpu      CPU seconds of the whole process, by call
+    workers  CPU seconds of kt-kernel's worker threads alone, by call; None where there are none
+    """
+    if warm:
+        call(first + count)
+    walls = []
+    workers, cpu = _worker_seconds(), time.process_time()
+    for i in range(first, first + count):
+        begun = time.perf_counter()
+        call(i)
+        walls.append(time.perf_counter() - begun)
+    cpu = time.process_time() - cpu
+    after = _worker_seconds()
+    return {
+        "walls": walls,
+        "cpu": cpu / count,
+        "workers": None if workers is None or after is None else (after - workers) / count,
+    }
+
+
+def _worker_seconds() -> float | None:
+    """CPU seconds of the threads that kt-kernel named numa_*: its workers, without the thread that spins for the caller."""
+    total, found = 0, False
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            if (task / "comm").read_text().startswith("numa_"):
+                total += int((task / "schedstat").read_text().split()[0])
+                found = True
+        except OSError:
+            continue
+    return total / 1e9 if found else None

@@ -1,0 +1,99 @@
+/* What the 256-bit kernels for dot products share. A register holds 8 rows x 4 columns of codes, 8 sums, or 4 activations 8 times. */
+#ifndef KT_GEMM_AVX2_H
+#define KT_GEMM_AVX2_H
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "gemm_steps.h"
+
+enum { KT_FETCH_AHEAD = 4096 }; /* bytes, of a strip that is read once */
+
+KT_INLINE KT_TARGET_AVX2 __m256i kt_load(const void *p) {
+    return _mm256_loadu_si256((const __m256i *)p);
+}
+
+KT_INLINE KT_TARGET_AVX2 void kt_store(void *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)p, x);
+}
+
+KT_INLINE KT_TARGET_AVX2 __m256i kt_four(const int8_t *a) {
+    int32_t four;
+    memcpy(&four, a, 4);
+    return _mm256_set1_epi32(four);
+}
+
+/* An address from which others are a constant away. GCC 12 would keep each of them in a register of its own. */
+KT_INLINE const uint8_t *kt_base(const uint8_t *p) {
+    __asm__("" : "+r"(p));
+    return p;
+}
+
+/* One line, into L2, with every other quad; moves on. */
+KT_INLINE void kt_fetch_next(int quad, const uint8_t **ahead, int64_t step) {
+    if (quad % 2) return;
+    _mm_prefetch((const char *)*ahead, _MM_HINT_T1);
+    *ahead += step;
+}
+
+/* sum + x. Compilers know that the order of additions is free; where loops are unrolled GCC 12 adds up late and runs out of
+   registers. Here they see nothing to reorder. */
+KT_INLINE KT_TARGET_AVX2 __m256i kt_add16(__m256i sum, __m256i x) {
+    sum = _mm256_add_epi16(sum, x);
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
+KT_INLINE KT_TARGET_AVX2 __m256i kt_add32(__m256i sum, __m256i x) {
+    sum = _mm256_add_epi32(sum, x);
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
+/* A byte of two 4-bit codes, each + 8: unsigned. */
+KT_INLINE KT_TARGET_AVX2 __m256i kt_unsigned_pair(const uint8_t *p) {
+    return _mm256_xor_si256(kt_load(p), _mm256_set1_epi8((char)0x88));
+}
+
+KT_INLINE KT_TARGET_AVX2 __m256i kt_low(__m256i pair) {
+    return _mm256_and_si256(pair, _mm256_set1_epi8(15));
+}
+
+KT_INLINE KT_TARGET_AVX2 __m256i kt_high(__m256i pair) {
+    return kt_low(_mm256_srli_epi16(pair, 4));
+}
+
+/* Half tiles of 128 columns to two half tiles of 64, code + 8 in each byte. */
+KT_TARGET_AVX2 static inline void kt_unpack_int4(const uint8_t *tiles, int64_t columns, uint8_t *codes) {
+    for (int64_t j = 0; j < columns; j += 128, tiles += KT_TILE_BYTES, codes += 2 * KT_TILE_BYTES)
+        for (int i = 0; i < KT_TILE_BYTES; i += 32) {
+            __m256i pair = kt_unsigned_pair(tiles + i);
+            kt_store(codes + i, kt_low(pair));
+            kt_store(codes + KT_TILE_BYTES + i, kt_high(pair));
+        }
+}
+
+KT_TARGET_AVX2 static inline void kt_copy_bytes(const int8_t *a, int64_t columns, int8_t *out) {
+    for (int64_t j = 0; j < columns; j += 32) kt_store(out + j, kt_load(a + j));
+}
+
+/* The tables' functions for 1 .. KT_FEW tokens, from two inline ones that take the number of tokens first:
+   tile_few(tokens, tile, a, c) for one tile of a strip, and block as in kt_block_fn. */
+#define KT_DEFINE_FEW(N, TARGET, TILE_COLUMNS)                                                                                      \
+    TARGET static void few_##N(int64_t strips, const uint8_t *const *tiles, int64_t columns, const int8_t *a, int32_t *const *c) {  \
+        for (int64_t j = 0; j < columns; j += (TILE_COLUMNS))                                                                       \
+            for (int64_t s = 0; s < strips; s++) tile_few(N, tiles[s] + j / (TILE_COLUMNS) * KT_TILE_BYTES, a + j, c[s]);           \
+    }
+#define KT_DEFINE_BLOCK(N, TARGET)                                                                                                  \
+    TARGET static void block_##N(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c, const uint8_t *ahead,          \
+                                 int64_t step) {                                                                                    \
+        block(N, codes, columns, a, c, ahead, step);                                                                                \
+    }
+#define KT_DEFINE_ALL(TARGET, TILE_COLUMNS)                                                                                         \
+    KT_DEFINE_FEW(1, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(2, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(3, TARGET, TILE_COLUMNS)            \
+    KT_DEFINE_FEW(4, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(5, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(6, TARGET, TILE_COLUMNS)            \
+    KT_DEFINE_BLOCK(1, TARGET) KT_DEFINE_BLOCK(2, TARGET) KT_DEFINE_BLOCK(3, TARGET)                                                \
+    KT_DEFINE_BLOCK(4, TARGET) KT_DEFINE_BLOCK(5, TARGET) KT_DEFINE_BLOCK(6, TARGET)
+#define KT_ALL(name) {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6}
+
+#endif

@@ -1,0 +1,19 @@
+/* What the dot products of AVX-512 and of AMX have in common: chunks, the columns of a strip that are multiplied at a time. */
+#ifndef KT_GEMM_AVX512_H
+#define KT_GEMM_AVX512_H
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+#define KT_INLINE static inline __attribute__((always_inline))
+
+enum { KT_CHUNK = 512 }; /* columns: of AMX */
+
+/* The tiles of a strip's columns from `first` on, a multiple of 128. */
+static inline const uint8_t *kt_chunk_tiles(const kt_gemm *job, int bits, int64_t strip, int64_t first) {
+    int64_t in_block = first % KT_K_BLOCK;
+    return kt_strip_tiles(bits, &job->strip[strip], job->k, first - in_block) + in_block * KT_STRIP_ROWS * bits / 8;
+}
+
+#endif

@@ -1,0 +1,35 @@
+/* vpdpbusd: four unsigned by four signed bytes, added to an int32, in one instruction. Weights are the unsigned ones. */
+#ifndef KT_GEMM_AVXVNNI_H
+#define KT_GEMM_AVXVNNI_H
+
+#include "dpbusd256.h"
+#include "gemm_avx2.h"
+
+KT_INLINE KT_TARGET_AVXVNNI void block(int tokens, const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,
+                                       const uint8_t *ahead, int64_t step) {
+    for (int h = 0; h < 2; h++, c += KT_HALF_ROWS) {
+        __m256i sum[KT_FEW][2];
+#pragma GCC unroll 6
+        for (int t = 0; t < tokens; t++)
+            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_STRIP_ROWS + v * 8);
+        const uint8_t *at = codes + h * KT_HALF_BYTES;
+        for (int64_t j = 0; j < columns; j += 32, at += j % 64 ? 512 : KT_TILE_BYTES - 512) {
+#pragma GCC unroll 8
+            for (int q = 0; q < 8; q++) {
+                __m256i low = kt_load(at + q * 64), high = kt_load(at + q * 64 + 32);
+                kt_fetch_next(q, &ahead, step);
+#pragma GCC unroll 6
+                for (int t = 0; t < tokens; t++) {
+                    __m256i four = kt_four(a + t * KT_CHUNK_PITCH + j + 4 * q);
+                    sum[t][0] = KT_DPBUSD256(sum[t][0], low, four);
+                    sum[t][1] = KT_DPBUSD256(sum[t][1], high, four);
+                }
+            }
+        }
+#pragma GCC unroll 6
+        for (int t = 0; t < tokens; t++)
+            for (int v = 0; v < 2; v++) kt_store(c + t * KT_STRIP_ROWS + v * 8, sum[t][v]);
+    }
+}
+
+#endif

@@ -1,0 +1,18 @@
+/* Dot products with AMXINT8 weights. */
+#include "gemm_avx512vnni.h"
+
+enum { BITS = 8, OFFSET = 128 };
+
+/* A flipped sign bit adds 128. */
+TARGET static inline __m512i low_codes(__m512i bytes) {
+    return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
+}
+TARGET static inline __m512i high_codes(__m512i bytes) {
+    return bytes;
+}
+
+#include "gemm_avx512_kernel.h"
+
+void kt_gemm_int8_avx512vnni(const kt_gemm *job) {
+    gemm(job);
+}

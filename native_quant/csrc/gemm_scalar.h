@@ -1,0 +1,30 @@
+/* Dot products as they are defined; the codes as FORMAT.md orders them. */
+#ifndef KT_GEMM_SCALAR_H
+#define KT_GEMM_SCALAR_H
+
+#include "kernels.h"
+
+/* Code (r, j) of a strip's column block: r < 32, j counted from the block's first column. */
+static inline int kt_code(int bits, const uint8_t *tiles, int64_t r, int64_t j) {
+    int64_t tile_columns = bits == 8 ? 64 : 128, in_tile = j % tile_columns;
+    uint8_t byte = tiles[j / tile_columns * KT_TILE_BYTES + r / 16 * KT_HALF_BYTES + in_tile % 64 / 4 * 64 + r % 16 * 4 + in_tile % 4];
+    if (bits == 8) return (int8_t)byte;
+    return (int8_t)(in_tile < 64 ? byte << 4 : byte & 0xf0) >> 4;
+}
+
+static inline void kt_gemm_plain(int bits, const kt_gemm *job) {
+    for (int64_t s = 0; s < job->strips; s++)
+        for (int64_t t = 0; t < job->m; t++)
+            for (int64_t r = 0; r < KT_STRIP_ROWS; r++) {
+                int32_t sum = 0;
+                for (int64_t first = 0; first < job->k; first += KT_K_BLOCK) {
+                    const uint8_t *tiles = kt_strip_tiles(bits, &job->strip[s], job->k, first);
+                    int64_t columns = job->k - first < KT_K_BLOCK ? job->k - first : KT_K_BLOCK;
+                    const int8_t *a = job->a + t * job->a_pitch + first;
+                    for (int64_t j = 0; j < columns; j++) sum += a[j] * kt_code(bits, tiles, r, j);
+                }
+                job->c[s * job->c_pitch + t * KT_STRIP_ROWS + r] = sum;
+            }
+}
+
+#endif

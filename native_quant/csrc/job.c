@@ -1,0 +1,81 @@
+/* Forwards in the background: a thread per pool that takes submitted jobs in their order and calls ktq_forward. */
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "pool.h"
+
+enum { SPINS = 1000 };
+
+struct ktq_job {
+    ktq_pool *pool;
+    ktq_moe moe;
+    ktq_call call;
+    ktq_job *next;
+    int result;
+    atomic_int pending;
+};
+
+static void *serve(void *argument) {
+    kt_queue *queue = argument;
+    pthread_mutex_lock(&queue->lock);
+    for (;;) {
+        while (!queue->first && !queue->stop) pthread_cond_wait(&queue->submitted, &queue->lock);
+        if (!queue->first) break;
+        ktq_job *job = queue->first;
+        queue->first = job->next;
+        pthread_mutex_unlock(&queue->lock);
+        job->result = ktq_forward(job->pool, &job->moe, &job->call);
+        pthread_mutex_lock(&queue->lock);
+        atomic_store(&job->pending, 0);
+        pthread_cond_broadcast(&queue->finished);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return NULL;
+}
+
+int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **made) {
+    if (!pool || !moe || !call || !made) return KTQ_EINVAL;
+    ktq_job *job = calloc(1, sizeof *job);
+    if (!job) return KTQ_ENOMEM;
+    *job = (ktq_job){.pool = pool, .moe = *moe, .call = *call};
+    *made = job;
+    return KTQ_OK;
+}
+
+void ktq_job_submit(void *argument) {
+    ktq_job *job = argument;
+    ktq_job_wait(job); /* the same buffers */
+    kt_queue *queue = kt_pool_queue(job->pool, serve);
+    if (!queue) {
+        job->result = ktq_forward(job->pool, &job->moe, &job->call); /* no thread to be had: now */
+        return;
+    }
+    pthread_mutex_lock(&queue->lock);
+    job->next = NULL;
+    atomic_store(&job->pending, 1);
+    ktq_job **last = &queue->first;
+    while (*last) last = &(*last)->next;
+    *last = job;
+    pthread_cond_signal(&queue->submitted);
+    pthread_mutex_unlock(&queue->lock);
+}
+
+void ktq_job_wait(void *argument) {
+    ktq_job *job = argument;
+    for (int spin = 0; spin < SPINS && atomic_load(&job->pending); spin++) kt_pause();
+    if (!atomic_load(&job->pending)) return;
+    kt_queue *queue = kt_pool_queue(job->pool, serve);
+    if (!queue) return;
+    pthread_mutex_lock(&queue->lock);
+    while (atomic_load(&job->pending)) pthread_cond_wait(&queue->finished, &queue->lock);
+    pthread_mutex_unlock(&queue->lock);
+}
+
+int ktq_job_result(const ktq_job *job) {
+    return job ? job->result : KTQ_EINVAL;
+}
+
+void ktq_job_free(ktq_job *job) {
+    if (job) ktq_job_wait(job);
+    free(job);
+}

@@ -1,0 +1,297 @@
+/* The forward of a layer's routed experts: which token goes where, in which pieces, in which memory. moe_tasks.c does the work.
+ *
+ *     hidden --quantize--> a --gate·up, silu--> h --quantize--> hq --down--> y --weighted sum--> out
+ *            per token       per expert and         per row        per expert    per token
+ *                            strips of 32                          and strips
+ *
+ * Rows of a, h, hq and y are (token, expert) pairs, sorted by expert, so that an expert's tokens lie one after the other. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "moe.h"
+
+enum { MAX_PARTS = 64, MAX_TOPK = 4096, TASKS_PER_THREAD = 8, MIN_PANEL = 128 };
+/* Bytes of a pass's rows, which bounds its tokens; and of y, which is read again soon after it was written. */
+enum { ROWS_BUDGET = 256 << 20, PANELS_BUDGET = 16 << 20 };
+/* A strip costs its bytes from memory as much as this many tokens cost work. */
+enum { STRIP_COST = 16 };
+
+static int check(const ktq_moe *moe, const ktq_call *call) {
+    if (!moe || !call || !moe->expert || call->tokens < 0 || call->topk < 1 || call->topk > MAX_TOPK) return KTQ_EINVAL;
+    if (moe->hidden > KT_MAX_COLUMNS || moe->width > KT_MAX_COLUMNS) return KTQ_EINVAL;
+    if (moe->experts < 1 || moe->parts < 1 || moe->parts > MAX_PARTS) return KTQ_EINVAL;
+    if (call->tokens && (!call->hidden || !call->ids || !call->weights || !call->out)) return KTQ_EINVAL;
+    int error = kt_check_shape(moe->bits, moe->width, moe->hidden);
+    return error ? error : kt_check_shape(moe->bits, moe->hidden, moe->width);
+}
+
+/* --- which token goes where ---------------------------------------------------------------------------------------- */
+
+static int64_t expert_at(const kt_pass *pass, int64_t i) {
+    int64_t id = pass->call->ids[pass->first_token * pass->call->topk + i];
+    return id < 0 || id >= pass->moe->experts || (pass->call->skip && pass->call->skip[id]) ? -1 : id;
+}
+
+static int by_tokens(const void *left, const void *right) {
+    const kt_bucket *a = left, *b = right;
+    if (a->m != b->m) return a->m < b->m ? 1 : -1;
+    return a->expert < b->expert ? -1 : a->expert > b->expert;
+}
+
+/* Fills bucket, the most wanted expert first, and row_of. place: [experts]. */
+static void sort_tokens(kt_pass *pass, int64_t *place) {
+    int64_t pairs = pass->tokens * pass->call->topk;
+    memset(place, 0, (size_t)pass->moe->experts * sizeof *place);
+    for (int64_t i = 0; i < pairs; i++) {
+        int64_t id = expert_at(pass, i);
+        if (id >= 0) place[id]++;
+    }
+    pass->buckets = 0;
+    for (int64_t id = 0; id < pass->moe->experts; id++)
+        if (place[id]) pass->bucket[pass->buckets++] = (kt_bucket){.expert = id, .m = place[id]};
+    qsort(pass->bucket, (size_t)pass->buckets, sizeof *pass->bucket, by_tokens);
+    pass->rows = 0;
+    for (int64_t b = 0; b < pass->buckets; b++) {
+        place[pass->bucket[b].expert] = pass->bucket[b].first = pass->rows;
+        pass->rows += pass->bucket[b].m;
+    }
+    for (int64_t i = 0; i < pairs; i++) {
+        int64_t id = expert_at(pass, i);
+        pass->row_of[i] = id < 0 ? -1 : place[id]++;
+    }
+}
+
+/* --- in which pieces ----------------------------------------------------------------------------------------------- */
+
+static void add(kt_group *group, kt_task task) {
+    group->task[group->tasks++] = task;
+}
+
+/* How many of a bucket's strips one task takes: so many that each thread gets about TASKS_PER_THREAD tasks. */
+static int64_t strips_per_task(const kt_pass *pass, int64_t m, int64_t strips, int64_t threads, int64_t most) {
+    double all = 0;
+    for (int64_t b = 0; b < pass->buckets; b++) all += (double)strips * (double)(pass->bucket[b].m + STRIP_COST);
+    int64_t count = (int64_t)(all / (double)(threads * TASKS_PER_THREAD) / (double)(m + STRIP_COST));
+    return count < 1 ? 1 : count > most ? most : count;
+}
+
+static void add_down(const kt_pass *pass, kt_group *group, int64_t panel, int64_t threads) {
+    int64_t columns = pass->moe->hidden - panel * pass->panel_columns;
+    int64_t strips = (columns < pass->panel_columns ? columns : pass->panel_columns) / KT_STRIP_ROWS;
+    for (int64_t part = 0; part < group->parts; part++)
+        for (int64_t b = 0; b < pass->buckets; b++) {
+            int64_t step = strips_per_task(pass, pass->bucket[b].m, strips * group->parts, threads, KT_MAX_STRIPS);
+            for (int64_t s = 0; s < strips; s += step, group->down_left[panel]++)
+                add(group, (kt_task){KT_DOWN, (int)part, b, panel, s, strips - s < step ? strips - s : step});
+        }
+}
+
+static void add_combine(const kt_pass *pass, kt_group *group, int64_t panel, int64_t threads) {
+    int64_t step = kt_blocks(pass->tokens, threads);
+    if (step > KT_ROW_BLOCK) step = KT_ROW_BLOCK;
+    for (int64_t t = 0; t < pass->tokens; t += step, group->combine_left[panel]++)
+        add(group, (kt_task){KT_COMBINE, 0, 0, panel, t, pass->tokens - t < step ? pass->tokens - t : step});
+}
+
+static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
+    int64_t strips = pass->moe->width / KT_STRIP_ROWS;
+    group->tasks = 0;
+    group->next = 0;
+    group->to_quantize = 0;
+    int64_t tokens = kt_blocks(pass->tokens, threads) < KT_ROW_BLOCK ? kt_blocks(pass->tokens, threads) : KT_ROW_BLOCK;
+    for (int64_t t = 0; t < pass->tokens; t += tokens, group->to_quantize++)
+        add(group, (kt_task){KT_QUANTIZE, 0, 0, 0, t, pass->tokens - t < tokens ? pass->tokens - t : tokens});
+    for (int64_t part = 0; part < group->parts; part++)
+        for (int64_t b = 0; b < pass->buckets; b++) {
+            int64_t step = strips_per_task(pass, pass->bucket[b].m, strips * group->parts, threads, KT_MAX_STRIPS / 2);
+            atomic_int *left = &group->gate_up_left[part * pass->buckets + b];
+            *left = 0;
+            for (int64_t s = 0; s < strips; s += step, ++*left)
+                add(group, (kt_task){KT_GATE_UP, (int)part, b, 0, s, strips - s < step ? strips - s : step});
+        }
+    for (int64_t part = 0; part < group->parts; part++)
+        for (int64_t b = 0; b < pass->buckets; b++) {
+            atomic_int *left = &group->requantize_left[part * pass->buckets + b];
+            int64_t m = pass->bucket[b].m;
+            group->remainders[part * pass->buckets + b] = 0;
+            *left = 0;
+            for (int64_t t = 0; t < m; t += KT_ROW_BLOCK, ++*left)
+                add(group, (kt_task){KT_REQUANTIZE, (int)part, b, 0, t, m - t < KT_ROW_BLOCK ? m - t : KT_ROW_BLOCK});
+        }
+    for (int64_t p = 0; p < pass->panels; p++) group->down_left[p] = group->combine_left[p] = 0;
+    for (int64_t p = 0; p <= pass->panels; p++) {
+        if (p < pass->panels) add_down(pass, group, p, threads);
+        if (p > 0) add_combine(pass, group, p - 1, threads);
+    }
+}
+
+/* An upper bound of the tasks that plan_group adds. */
+static int64_t most_tasks(const kt_pass *pass, const kt_group *group) {
+    int64_t cells = group->parts * pass->buckets, strips = pass->moe->width / KT_STRIP_ROWS, columns = pass->moe->hidden / KT_STRIP_ROWS;
+    return pass->tokens * (1 + pass->panels) + cells * (strips + columns + 1) + group->parts * pass->rows;
+}
+
+/* --- in which memory ------------------------------------------------------------------------------------------------ */
+
+/* Hands out a block piece by piece; with base NULL it only counts. */
+typedef struct {
+    uint8_t *base;
+    size_t used;
+} arena;
+
+static void *take(arena *arena, int64_t count, size_t size) {
+    void *piece = arena->base ? arena->base + arena->used : NULL;
+    arena->used += ((size_t)count * size + 63) & ~(size_t)63;
+    return piece;
+}
+#define TAKE(pointer, count) ((pointer) = take(arena, (count), sizeof *(pointer)))
+
+/* What is needed before the tokens are sorted. */
+static int64_t *lay_out_sorting(kt_pass *pass, arena *arena) {
+    int64_t *place;
+    TAKE(place, pass->moe->experts);
+    TAKE(pass->bucket, pass->moe->experts);
+    TAKE(pass->row_of, pass->tokens * pass->call->topk);
+    TAKE(pass->group, pass->groups);
+    return place;
+}
+
+static void lay_out_group(const kt_pass *pass, kt_group *group, arena *arena) {
+    int64_t k = pass->moe->hidden, w = pass->moe->width, cells = group->parts * pass->buckets;
+    int64_t rows = pass->rows + 32, h_rows = group->parts * 2 * pass->rows + 32; /* kernels read whole tiles of rows */
+    TAKE(group->task, most_tasks(pass, group));
+    TAKE(group->gate_up_left, cells);
+    TAKE(group->requantize_left, cells);
+    TAKE(group->down_left, pass->panels);
+    TAKE(group->combine_left, pass->panels);
+    TAKE(group->a, rows * k);
+    TAKE(group->a_scale, rows);
+    TAKE(group->a_sums, rows * kt_blocks(k, KT_K_BLOCK));
+    TAKE(group->h, group->parts * pass->rows * w);
+    TAKE(group->hq, h_rows * w);
+    TAKE(group->h_scale, h_rows);
+    TAKE(group->h_sums, h_rows * kt_blocks(w, KT_K_BLOCK));
+    TAKE(group->remainder_of, h_rows);
+    TAKE(group->remainders, cells);
+    TAKE(group->y, (pass->panels > 1 ? 2 : 1) * group->parts * pass->rows * pass->panel_columns);
+}
+
+static void lay_out_workers(kt_pass *pass, int workers, arena *arena) {
+    TAKE(pass->scratch, workers);
+    for (int i = 0; i < workers; i++) {
+        kt_worker_scratch none, *scratch = arena->base ? &pass->scratch[i] : &none;
+        TAKE(scratch->c, KT_MAX_STRIPS * KT_TOKEN_BLOCK * KT_STRIP_ROWS);
+        TAKE(scratch->gemm, KT_GEMM_SCRATCH);
+        TAKE(scratch->sums, pass->moe->parts * pass->panel_columns);
+        TAKE(scratch->rows, pass->call->topk);
+        TAKE(scratch->weights, pass->call->topk);
+    }
+}
+
+/* Parts go to groups in turn. */
+static int64_t parts_of_group(const kt_pass *pass, int g) {
+    return kt_blocks(pass->moe->parts - g, pass->groups);
+}
+
+static void lay_out(kt_pass *pass, int workers, arena *arena) {
+    lay_out_sorting(pass, arena);
+    lay_out_workers(pass, workers, arena);
+    for (int g = 0; g < pass->groups; g++) {
+        kt_group none = {0}, *group = arena->base ? &pass->group[g] : &none;
+        *group = (kt_group){.parts = parts_of_group(pass, g)};
+        TAKE(group->part, group->parts);
+        for (int64_t i = 0; arena->base && i < group->parts; i++) group->part[i] = g + i * pass->groups;
+        lay_out_group(pass, group, arena);
+    }
+    if (pass->groups > 1) TAKE(pass->partial, pass->moe->parts * pass->tokens * pass->moe->hidden);
+}
+
+/* --- the forward ---------------------------------------------------------------------------------------------------- */
+
+static void choose_panels(kt_pass *pass) {
+    int64_t hidden = pass->moe->hidden, parts = parts_of_group(pass, 0), rows = pass->rows ? pass->rows : 1;
+    int64_t columns = PANELS_BUDGET / (2 * (int64_t)sizeof(float) * parts * rows) / KT_STRIP_ROWS * KT_STRIP_ROWS;
+    if (columns < MIN_PANEL) columns = MIN_PANEL;
+    pass->panel_columns = columns < hidden ? columns : hidden;
+    pass->panels = kt_blocks(hidden, pass->panel_columns);
+}
+
+static int run_pass(ktq_pool *pool, kt_pass *pass) {
+    int workers = kt_pool_workers(pool);
+    arena counted = {0};
+    lay_out_sorting(pass, &counted);
+    uint8_t *block = kt_pool_block(pool, counted.used);
+    if (!block) return KTQ_ENOMEM;
+    arena first = {.base = block};
+    sort_tokens(pass, lay_out_sorting(pass, &first));
+    choose_panels(pass);
+
+    counted = (arena){0};
+    kt_pass copy = *pass;
+    lay_out(&copy, workers, &counted);
+    uint8_t *whole = kt_pool_block(pool, counted.used);
+    if (!whole) return KTQ_ENOMEM;
+    arena second = {.base = whole};
+    if (whole != block) { /* it moved: sort again where it lies now */
+        sort_tokens(pass, lay_out_sorting(pass, &second));
+        second.used = 0;
+    }
+    lay_out(pass, workers, &second);
+
+    for (int g = 0; g < pass->groups; g++) plan_group(pass, &pass->group[g], kt_blocks(workers, pass->groups));
+    pass->next_merge = 0;
+    pass->merge_tasks = kt_blocks(pass->tokens, KT_ROW_BLOCK);
+    kt_pool_run(pool, kt_moe_work, pass);
+    return KTQ_OK;
+}
+
+/* Tokens of a pass, so that its rows stay within ROWS_BUDGET. */
+static int64_t tokens_per_pass(const ktq_moe *moe, const ktq_call *call) {
+    int64_t row = moe->hidden + 6 * moe->width * moe->parts, tokens = ROWS_BUDGET / row / call->topk;
+    return tokens < 1 ? 1 : tokens;
+}
+
+int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
+    int error = pool ? check(moe, call) : KTQ_EINVAL;
+    if (!error) error = kt_pool_enter(pool);
+    if (error) return error;
+    int groups = kt_pool_groups(pool) < moe->parts ? kt_pool_groups(pool) : (int)moe->parts;
+    int64_t step = tokens_per_pass(moe, call);
+    for (int64_t t = 0; !error && t < call->tokens; t += step) {
+        kt_pass pass = {.moe = moe, .call = call, .kernels = kt_current(), .first_token = t, .groups = groups,
+                        .tokens = call->tokens - t < step ? call->tokens - t : step};
+        error = run_pass(pool, &pass);
+    }
+    kt_pool_leave(pool);
+    return error;
+}
+
+int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c) {
+    int error = kt_check_shape(bits, n, k);
+    if (!error && (m < 1 || !a || !weight || !c)) error = KTQ_EINVAL;
+    if (error) return error;
+    int64_t padded = kt_blocks(m, 32) * 32, blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
+    int8_t *rows = aligned_alloc(64, (size_t)(padded * k));
+    int32_t *sums = calloc((size_t)(m * blocks), sizeof *sums);
+    kt_strip *strip = calloc((size_t)strips, sizeof *strip);
+    int32_t *out = aligned_alloc(64, (size_t)(strips * padded * KT_STRIP_ROWS) * sizeof *out);
+    uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
+    if (rows && sums && strip && out && scratch) {
+        memcpy(rows, a, (size_t)(m * k));
+        memset(rows + m * k, 0, (size_t)((padded - m) * k));
+        for (int64_t i = 0; i < m * k; i++) sums[i / k * blocks + i % k / KT_K_BLOCK] += a[i];
+        for (int64_t s = 0; s < strips; s++) strip[s] = kt_strip_of(bits, weight, k, s);
+        kt_gemm job = {m, k, rows, k, sums, blocks, strips, strip, out, padded * KT_STRIP_ROWS, scratch};
+        (bits == 8 ? kt_current()->gemm_int8 : kt_current()->gemm_int4)(&job);
+        for (int64_t t = 0; t < m; t++)
+            for (int64_t r = 0; r < n; r++) c[t * n + r] = out[r / 32 * job.c_pitch + t * 32 + r % 32];
+    } else {
+        error = KTQ_ENOMEM;
+    }
+    free(rows);
+    free(sums);
+    free(strip);
+    free(out);
+    free(scratch);
+    return error;
+}

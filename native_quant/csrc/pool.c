@@ -1,0 +1,272 @@
+/* Threads that wait for a job: awake for some microseconds after the last one, then asleep on a futex.
+ *
+ *     caller                                       thread
+ *     job, open = epoch = e; wake the sleepers     until epoch != seen: pause, later sleep
+ *     work                                         inside += 1; if open: work; inside -= 1
+ *     open = 0; until inside == 0: pause
+ *
+ * A thread that comes late finds open == 0 and touches nothing, so the caller never waits for one that still sleeps. */
+#define _GNU_SOURCE /* pthread_setaffinity_np, syscall */
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "pool.h"
+
+enum {
+    SPINS = 1000, /* pauses before a thread sleeps: 10 to 50 microseconds */
+    MAX_WORKERS = 4096,
+    HUGE_PAGE = 2 << 20,
+};
+
+typedef struct {
+    ktq_pool *pool;
+    pthread_t thread;
+    int group, cpu;
+} worker;
+
+struct ktq_pool {
+    int groups, workers;
+    worker *worker;
+
+    pthread_mutex_t busy; /* held from enter to leave */
+    unsigned born_in;     /* which fork the threads belong to */
+    int running;          /* threads that exist, besides the caller */
+
+    kt_work_fn *work;
+    void *job;
+    _Alignas(64) atomic_uint epoch; /* the futex */
+    atomic_uint open;
+    atomic_int sleepers, stop;
+    _Alignas(64) atomic_int inside;
+
+    void *block;
+    size_t block_size;
+
+    kt_queue queue;
+    unsigned queue_born_in;
+};
+
+/* Counts the forks between the process that loaded the library and this one: threads do not survive them. */
+static unsigned forks;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Held while a queue is started; a child must not find it held. */
+static pthread_mutex_t starting = PTHREAD_MUTEX_INITIALIZER;
+
+static void count_fork(void) {
+    forks++;
+    pthread_mutex_init(&starting, NULL);
+}
+
+static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, count_fork);
+}
+
+static void futex(atomic_uint *word, int operation, unsigned value) {
+    syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+}
+
+static unsigned await(ktq_pool *pool, unsigned seen) {
+    unsigned epoch;
+    for (int spin = 0; (epoch = atomic_load_explicit(&pool->epoch, memory_order_acquire)) == seen; spin++) {
+        if (spin < SPINS) {
+            kt_pause();
+            continue;
+        }
+        atomic_fetch_add(&pool->sleepers, 1);
+        futex(&pool->epoch, FUTEX_WAIT, seen);
+        atomic_fetch_sub(&pool->sleepers, 1);
+    }
+    return epoch;
+}
+
+static void *live(void *argument) {
+    worker *self = argument;
+    ktq_pool *pool = self->pool;
+    for (unsigned seen = 0;;) {
+        seen = await(pool, seen);
+        if (atomic_load(&pool->stop)) return NULL;
+        atomic_fetch_add(&pool->inside, 1);
+        if (atomic_load(&pool->open)) pool->work(pool->job, self->group, (int)(self - pool->worker));
+        atomic_fetch_sub(&pool->inside, 1);
+    }
+}
+
+static void stop_threads(ktq_pool *pool) {
+    atomic_store(&pool->stop, 1);
+    atomic_fetch_add(&pool->epoch, 1);
+    futex(&pool->epoch, FUTEX_WAKE, INT_MAX);
+    for (int i = 1; i <= pool->running; i++) pthread_join(pool->worker[i].thread, NULL);
+    pool->running = 0;
+    atomic_store(&pool->stop, 0);
+}
+
+static int start_quietly(pthread_t *thread, void *(*run)(void *), void *argument) {
+    static const int own[] = {SIGBUS, SIGSEGV, SIGILL, SIGFPE, SIGTRAP}; /* what a thread does to itself has its handlers */
+    sigset_t others, before;                                            /* all else is the callers' */
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) sigdelset(&others, own[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    int error = pthread_create(thread, NULL, run, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+static int start_threads(ktq_pool *pool) {
+    atomic_store(&pool->epoch, 0);
+    atomic_store(&pool->open, 0);
+    atomic_store(&pool->sleepers, 0);
+    atomic_store(&pool->inside, 0);
+    pool->running = 0;
+    pool->born_in = forks;
+    for (int i = 1; i < pool->workers; i++) {
+        worker *one = &pool->worker[i];
+        if (start_quietly(&one->thread, live, one) != 0) {
+            stop_threads(pool);
+            return KTQ_ESYSTEM;
+        }
+        pool->running = i;
+        if (one->cpu >= 0 && one->cpu < CPU_SETSIZE) { /* best effort: a container may forbid it */
+            cpu_set_t set;
+            CPU_ZERO(&set);
+            CPU_SET(one->cpu, &set);
+            pthread_setaffinity_np(one->thread, sizeof set, &set);
+        }
+    }
+    return KTQ_OK;
+}
+
+static void stop_queue(kt_queue *queue) {
+    if (!queue->started) return;
+    pthread_mutex_lock(&queue->lock);
+    queue->stop = 1;
+    pthread_cond_signal(&queue->submitted);
+    pthread_mutex_unlock(&queue->lock);
+    pthread_join(queue->thread, NULL);
+}
+
+int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **made) {
+    if (groups < 1 || groups > MAX_WORKERS || !threads || !made) return KTQ_EINVAL;
+    int workers = 0;
+    for (int g = 0; g < groups; g++) {
+        if (threads[g] < 1 || threads[g] > MAX_WORKERS - workers) return KTQ_EINVAL;
+        workers += threads[g];
+    }
+    ktq_pool *pool = aligned_alloc(64, (sizeof *pool + 63) / 64 * 64);
+    worker *all = calloc((size_t)workers, sizeof *all);
+    if (!pool || !all) {
+        free(pool);
+        free(all);
+        return KTQ_ENOMEM;
+    }
+    memset(pool, 0, sizeof *pool);
+    *pool = (ktq_pool){.groups = groups, .workers = workers, .worker = all};
+    pthread_mutex_init(&pool->busy, NULL);
+    for (int g = 0, i = 0; g < groups; g++)
+        for (int j = 0; j < threads[g]; j++, i++) all[i] = (worker){.pool = pool, .group = g, .cpu = cpus ? cpus[i] : -1};
+    pthread_once(&once, watch_forks);
+    int error = start_threads(pool);
+    if (error) {
+        free(all);
+        free(pool);
+        return error;
+    }
+    *made = pool;
+    return KTQ_OK;
+}
+
+void ktq_pool_free(ktq_pool *pool) {
+    if (!pool) return;
+    if (pool->queue_born_in == forks) stop_queue(&pool->queue);
+    if (pool->born_in == forks) {
+        pthread_mutex_lock(&pool->busy);
+        stop_threads(pool);
+        pthread_mutex_unlock(&pool->busy);
+    }
+    if (pool->block) munmap(pool->block, pool->block_size);
+    free(pool->worker);
+    free(pool);
+}
+
+kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *)) {
+    kt_queue *queue = &pool->queue;
+    pthread_mutex_lock(&starting);
+    if (!queue->started || pool->queue_born_in != forks) {
+        *queue = (kt_queue){.started = 0};
+        pthread_mutex_init(&queue->lock, NULL);
+        pthread_cond_init(&queue->submitted, NULL);
+        pthread_cond_init(&queue->finished, NULL);
+        pool->queue_born_in = forks;
+        queue->started = start_quietly(&queue->thread, serve, queue) == 0;
+    }
+    pthread_mutex_unlock(&starting);
+    return queue->started ? queue : NULL;
+}
+
+int kt_pool_groups(const ktq_pool *pool) {
+    return pool->groups;
+}
+
+int kt_pool_workers(const ktq_pool *pool) {
+    return pool->workers;
+}
+
+int kt_pool_enter(ktq_pool *pool) {
+    /* In a child the mutex may be held by a thread that is not there. */
+    if (__atomic_load_n(&pool->born_in, __ATOMIC_ACQUIRE) != forks) {
+        pthread_mutex_init(&pool->busy, NULL);
+        pthread_mutex_lock(&pool->busy);
+        int error = start_threads(pool);
+        if (error) pthread_mutex_unlock(&pool->busy);
+        return error;
+    }
+    pthread_mutex_lock(&pool->busy);
+    return KTQ_OK;
+}
+
+void kt_pool_leave(ktq_pool *pool) {
+    pthread_mutex_unlock(&pool->busy);
+}
+
+void kt_pool_run(ktq_pool *pool, kt_work_fn *work, void *job) {
+    pool->work = work;
+    pool->job = job;
+    atomic_store(&pool->open, 1);
+    atomic_fetch_add(&pool->epoch, 1);
+    if (atomic_load(&pool->sleepers)) futex(&pool->epoch, FUTEX_WAKE, INT_MAX);
+    work(job, pool->worker[0].group, 0);
+    atomic_store(&pool->open, 0);
+    for (int spin = 0; atomic_load(&pool->inside); spin++) {
+        if (spin < SPINS) kt_pause();
+        else sched_yield();
+    }
+}
+
+void *kt_pool_block(ktq_pool *pool, size_t size) {
+    if (size <= pool->block_size) return pool->block;
+    size = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    void *block = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (block == MAP_FAILED) return NULL;
+    madvise(block, size, MADV_HUGEPAGE);
+    if (pool->block) munmap(pool->block, pool->block_size);
+    pool->block = block;
+    pool->block_size = size;
+    return block;
+}
+
+int ktq_bind_memory(void *address, size_t length, int node) {
+    enum { MPOL_BIND = 2, MPOL_MF_MOVE = 2, BITS = 8 * sizeof(unsigned long) };
+    unsigned long nodes[1024 / BITS] = {0};
+    if (!address || node < 0 || node >= 1024) return KTQ_EINVAL;
+    nodes[node / BITS] = 1ul << node % BITS;
+    return syscall(SYS_mbind, address, length, MPOL_BIND, nodes, 1024 + 1, MPOL_MF_MOVE) == 0 ? KTQ_OK : KTQ_ESYSTEM;
+}

@@ -1,0 +1,19 @@
+/* What the vector kernels of quantize_row share: from the largest magnitude of a row to its scale. */
+#ifndef KT_QUANTIZE_ROW_H
+#define KT_QUANTIZE_ROW_H
+
+#include "bf16.h"
+#include "kernels.h"
+
+/* amax: the bits of the largest |x|, at least those of infinity if a value is not finite. Returns the scale, or NaN. */
+static inline float kt_scale_of(uint32_t amax) {
+    return amax < 0x7f800000 ? kt_float(amax) * (1.0f / 127.0f) : kt_float(0x7fc00000);
+}
+
+/* A row that is 0, or of which one value is not finite: codes and sums are 0. */
+static inline void kt_quantize_to_zero(int64_t k, int8_t *q, int32_t *sums) {
+    memset(q, 0, (size_t)k);
+    memset(sums, 0, (size_t)((k + KT_K_BLOCK - 1) / KT_K_BLOCK) * sizeof *sums);
+}
+
+#endif

@@ -1,0 +1,31 @@
+/* AMX tiles as six statements. A tile is 16 rows of 64 bytes; its number, 0 to 7, is written as a literal.
+ *
+ * Own asm rather than <immintrin.h>: gcc 12 tells the compiler that _tile_loadconfig reads 8 bytes (so that it drops stores to
+ * the other 56, and ldtilecfg faults) and that _tile_loadd reads none (so that it may move a store past it). */
+#ifndef KT_TILES_H
+#define KT_TILES_H
+
+#include <stdint.h>
+
+/* What ldtilecfg reads (Intel SDM volume 1, 18.3). */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} kt_tile_config;
+_Static_assert(sizeof(kt_tile_config) == 64, "ldtilecfg reads 64 bytes");
+
+/* Begins the use of tiles; all are zero then. config: a pointer. */
+#define KT_TILES_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(const kt_tile_config *)(config)))
+/* Ends it, so that the kernel need not save 8 KiB when it switches threads. */
+#define KT_TILES_RELEASE() __asm__ volatile("tilerelease")
+#define KT_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+/* stride: bytes from row to row. */
+#define KT_TILE_LOAD(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
+#define KT_TILE_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)) : "memory")
+/* c[m][n] += the sum over j < 64 of a[m][j] * b[j / 4][4 * n + j % 4]: int8 times int8, added to int32. */
+#define KT_TILE_MULTIPLY(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+#endif

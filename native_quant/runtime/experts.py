@@ -1,0 +1,297 @@
+"""The routed experts of one layer, ready to compute. Knows NumPy and nothing above it: torch and transformers build on this.
+
+The numbers: quantizers/NUMERICS.md, section 5. BF16 values are uint16 arrays of their bits.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts import layout_named, loose, publish
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime.pool import Pool, default_pool
+
+U16 = npt.NDArray[np.uint16]
+I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
+Skip = npt.NDArray[np.bool_] | npt.NDArray[np.uint8] | None
+
+_told: set[tuple[str, int, int]] = set()
+
+
+class Job:
+    """A forward that runs in the background; its arrays must live until wait() has returned."""
+
+    _free = staticmethod(lib.ktq_job_free)  # the module's names may be gone when the last jobs go
+
+    def __init__(self, pointer: Any, keep: tuple[object, ...]) -> None:
+        self.pointer, self._keep = pointer, keep
+
+    def submit(self) -> None:
+        """Queue it (again); waits for its last run first."""
+        lib.ktq_job_submit(self.pointer)
+
+    def wait(self) -> None:
+        """Return when it is done. Raises what forward() raises."""
+        lib.ktq_job_wait(self.pointer)
+        _check(lib.ktq_job_result(self.pointer))
+
+    def __del__(self) -> None:
+        self._free(self.pointer)
+
+
+class Experts:
+    """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
+
+    Made by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
+    """
+
+    def __init__(
+        self,
+        packed: weights.LayerWeights,
+        *,
+        pool: Pool | None = None,
+        exact: bool = False,
+        order: I64 | None = None,
+    ) -> None:
+        kernels.isa()  # a wrong KTCONVERT_ISA is told here
+        grid = packed.grid
+        self.method, self.layer = packed.layout.name, grid.layer
+        self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
+        self.parts, self.nbytes = grid.numa, packed.nbytes
+        self.pool = pool or default_pool()
+        self.exact = exact
+        self._packed: weights.LayerWeights | None = packed
+        self._table = _table(packed, _checked_order(order, packed.experts))
+        self._moe = ffi.new(
+            "ktq_moe *",
+            {
+                "bits": packed.layout.quantizer.bits,
+                "experts": self.num_experts,
+                "parts": self.parts,
+                "hidden": self.hidden,
+                "width": self.intermediate // self.parts,
+                "expert": self._table,
+            },
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        layer: int,
+        *,
+        method: str | None = None,
+        num_experts: int | None = None,
+        hidden: int | None = None,
+        intermediate: int | None = None,
+        parts: int | None = None,
+        strict: bool = False,
+        memory: str = "auto",
+        pool: Pool | None = None,
+        exact: bool = False,
+        order: I64 | None = None,
+    ) -> Experts:
+        """One layer of a converted directory: merged or loose, ours or kt-kernel's.
+
+        method .. intermediate  what the caller believes; an error where the file is something else
+        parts   how many NUMA parts the caller expects; the file's number is the truth, another one costs speed and is warned
+                of once, or refused if `strict`
+        memory  "copy": memory of our own on huge pages, bound to the part's NUMA node; "map": the files' pages, shared between
+                processes, 8 to 12 % slower; "auto": copy if the whole directory fits into the available memory, else map
+        order   int64 [E]: expert p computes with the file's expert order[p]
+        Raises UnsupportedError, InputError or VerificationError with one sentence that names the file and the remedy.
+        """
+        sizes = {"method": method, "experts": num_experts, "hidden": hidden, "intermediate": intermediate}
+        packed = weights.load(Path(path), layer, memory, **sizes)  # type: ignore[arg-type]
+        if parts is not None and parts != packed.grid.numa:
+            _tell_parts(str(path), packed.grid.numa, parts, strict)
+        return cls(packed, pool=pool, exact=exact, order=order)
+
+    @classmethod
+    def from_bf16(
+        cls,
+        gate: U16,
+        up: U16,
+        down: U16,
+        *,
+        method: str = "AMXINT4",
+        parts: int = 1,
+        layer: int = 0,
+        pool: Pool | None = None,
+        exact: bool = False,
+        order: I64 | None = None,
+    ) -> Experts:
+        """Experts quantized on the spot: gate and up [E, I, H], down [E, H, I], BF16 bits.
+
+        Raises KeyError for an unknown method, ValueError for arrays that do not fit, NonFinite for Inf or NaN, UnsupportedError for sizes
+        that the method cannot hold.
+        """
+        pool = pool or default_pool()
+        packed = weights.pack(gate, up, down, layout_named(method), layer, parts, pool.threads)
+        return cls(packed, pool=pool, exact=exact, order=order)
+
+    def forward(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16 | None = None) -> U16:
+        """hidden [T, H] BF16 bits, ids [T, k], weights [T, k] -> out [T, H] BF16 bits.
+
+        Ids below 0, not below E, or marked in skip [E] add nothing. Raises ValueError for arrays that do not fit, MemoryError.
+        """
+        out = np.empty(hidden.shape, np.uint16) if out is None else out
+        call = self._call(hidden, ids, weights, skip, out)
+        _check(lib.ktq_forward(self.pool.pointer, self._moe, call))
+        return out
+
+    def submit(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16) -> Job:
+        """The same in the background, after what was submitted before to the same pool."""
+        job = self.job(self._call(hidden, ids, weights, skip, out), (hidden, ids, weights, skip, out))
+        job.submit()
+        return job
+
+    def job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
+        """A job that can be submitted many times; call: what call_at() gives. Reads its arrays anew each time."""
+        made = ffi.new("ktq_job **")
+        _check(lib.ktq_job_new(self.pool.pointer, self._moe, call, made))
+        return Job(made[0], (self, *keep))
+
+    def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
+        """A call by addresses, for callers whose arrays are no NumPy arrays and who have checked them; skip: 0 for none."""
+        return ffi.new(
+            "ktq_call *",
+            (
+                self.exact,
+                tokens,
+                topk,
+                ffi.cast("uint16_t *", hidden),
+                ffi.cast("int64_t *", ids),
+                ffi.cast("float *", weights),
+                ffi.cast("uint8_t *", skip),
+                ffi.cast("uint16_t *", out),
+            ),
+        )
+
+    def forward_call(self, call: Any) -> None:
+        """forward() for what call_at() gives."""
+        _check(lib.ktq_forward(self.pool.pointer, self._moe, call))
+
+    def save(self, folder: Path | str) -> None:
+        """Write this layer as kt-kernel's loose .kt files: folder/_layer_N, whole or not at all; an old one is replaced."""
+        root = Path(folder)
+        publish.make_folder(root)
+        final = root / loose.layer_folder(self.layer)
+        partial = root / f".{final.name}.partial-{os.getpid()}"
+        publish.remove_tree(partial)
+        assert self._packed is not None
+        for part, (weight, scale) in self._packed.arrays.items():
+            for what, data in (("quant", weight), ("scale", scale.view(np.uint8))):
+                path = partial / loose.path_in_layer(part, self._packed.layout, what)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                publish.write_unsynced(path, data)
+        publish.sync_tree(partial)
+        if final.exists():
+            publish.exchange(partial, final)
+            publish.remove_tree(partial)
+        else:
+            publish.publish(partial, final)
+
+    def close(self) -> None:
+        """Let go of the weights; nothing can be computed any more."""
+        self._packed, self._table = None, None
+        self._moe.experts = 0
+
+    def __enter__(self) -> Experts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16) -> Any:
+        if hidden.ndim != 2 or hidden.shape[1] != self.hidden:
+            raise ValueError(f"hidden must have shape (tokens, {self.hidden}), not {hidden.shape}")
+        tokens = len(hidden)
+        if ids.ndim != 2 or len(ids) != tokens or not ids.shape[1]:
+            raise ValueError(f"ids must have shape ({tokens}, experts per token), not {ids.shape}")
+        if weights.shape != ids.shape:
+            raise ValueError(f"weights must have the shape of ids, {ids.shape}, not {weights.shape}")
+        if out.shape != hidden.shape:
+            raise ValueError(f"out must have the shape of hidden, {hidden.shape}, not {out.shape}")
+        if skip is not None and skip.shape != (self.num_experts,):
+            raise ValueError(f"skip must have shape ({self.num_experts},), not {skip.shape}")
+        addresses = (
+            _address("hidden", hidden, np.uint16),
+            _address("ids", ids, np.int64),
+            _address("weights", weights, np.float32),
+            0 if skip is None else _address("skip", skip.view(np.uint8), np.uint8),
+            _address("out", out, np.uint16, writable=True),
+        )
+        return self.call_at(tokens, ids.shape[1], *addresses)
+
+
+def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
+    """ktq_expert [parts][E]: where each matrix lies."""
+    table = ffi.new("ktq_expert[]", packed.grid.numa * packed.experts)
+    at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
+    for place, expert in enumerate(order):
+        at[expert].append(place)
+    for part, (weight, scale) in packed.arrays.items():
+        for place in at[part.expert]:
+            row = table[part.numa * packed.experts + place]
+            setattr(row, part.projection, ffi.cast("void *", weight.__array_interface__["data"][0]))
+            setattr(row, f"{part.projection}_scale", ffi.cast("float *", scale.__array_interface__["data"][0]))
+    return table
+
+
+def _checked_order(order: I64 | None, experts: int) -> list[int]:
+    if order is None:
+        return list(range(experts))
+    numbers = [int(number) for number in order]
+    if len(numbers) != experts or min(numbers) < 0 or max(numbers) >= experts:
+        raise ValueError(f"order must name one of {experts} experts for each of {experts} places")
+    return numbers
+
+
+def _tell_parts(path: str, have: int, wanted: int, strict: bool) -> None:
+    sentence = (
+        f"{path}: made for {have} NUMA parts, run with {wanted}: the result is right, but memory may be read across nodes; "
+        f"convert with --threadpool-count {wanted} for full speed."
+    )
+    if strict:
+        raise UnsupportedError(sentence)
+    if (path, have, wanted) not in _told:
+        _told.add((path, have, wanted))
+        warnings.warn(sentence, stacklevel=3)
+
+
+def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writable: bool = False) -> int:
+    if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
+        raise ValueError(
+            f"{name} must be a contiguous array of {np.dtype(dtype)}, not {array.dtype} with strides {array.strides}"
+        )
+    if writable and not array.flags.writeable:
+        raise ValueError(f"{name} must be writable")
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _check(error: int) -> None:
+    if error == lib.KTQ_OK:
+        return
+    text = ffi.string(lib.ktq_strerror(error)).decode()
+    raise (
+        MemoryError(text)
+        if error == lib.KTQ_ENOMEM
+        else OSError(text)
+        if error == lib.KTQ_ESYSTEM
+        else ValueError(text)
+    )

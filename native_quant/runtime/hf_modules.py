@@ -1,0 +1,154 @@
+"""Routed experts inside a transformers model: which modules they are, and the module without parameters that takes their place."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ktconvert.layouts.checkpoints.archs import PREFIXES
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant.runtime.experts import Experts
+
+LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
+ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+class RoutedExperts(torch.nn.Module):
+    """One layer's routed experts, computed on the CPU from converted weights; a torch module without parameters.
+
+    layer       its number in the model and in the converted directory
+    experts     the loaded weights
+    zero_ids    ids from E on are experts that give back what they get (LongCat-Flash); otherwise they add nothing
+    """
+
+    def __init__(self, layer: int, experts: Experts, zero_ids: bool = False) -> None:
+        super().__init__()
+        self.layer = layer
+        self.experts = experts
+        self.num_experts = experts.num_experts
+        self.zero_ids = zero_ids
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum of each token's experts, weighted: [..., H] as given, ids and weights [T, k]. No gradient flows through it."""
+        rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1]).to("cpu", torch.bfloat16).contiguous()
+        ids = top_k_index.to("cpu", torch.int64).contiguous()
+        weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
+        out = torch.empty_like(rows)
+        if len(rows):
+            self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), out=_bits(out))
+        if self.zero_ids:
+            kept = weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
+            out = (out.float() + kept * rows.float()).to(torch.bfloat16)
+        return out.reshape(hidden_states.shape).to(hidden_states.device, hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        x = self.experts
+        return (
+            f"layer={self.layer}, {x.method}, experts={x.num_experts}, hidden={x.hidden}, intermediate={x.intermediate}"
+        )
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    """The same memory as uint16, for NumPy has no BF16."""
+    return tensor.view(torch.uint16).numpy()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A routed-experts module that is to be replaced: its name in the model, its layer, and the sizes E, H and I.
+
+    zero_ids  as in RoutedExperts
+    """
+
+    name: str
+    layer: int
+    num_experts: int
+    hidden: int
+    intermediate: int
+    zero_ids: bool
+
+
+def find_experts(model: torch.nn.Module) -> list[Place]:
+    """Every routed-experts module of a transformers model, by its structure: called `experts`, with 3-D gate_up_proj and down_proj.
+
+    Of several stacks of layers (a talker beside the thinker) the one counts whose name the table of architectures knows.
+    Raises UnsupportedError for a model without such modules, and for experts that compute something else than ours.
+    """
+    found: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
+    for name, module in model.named_modules():
+        match = LAYER.fullmatch(name)
+        if match is not None and all(_is_3d(module, part) for part in ("gate_up_proj", "down_proj")):
+            found.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
+    prefixes = list(found) if len(found) == 1 else [prefix for prefix in found if prefix in PREFIXES]
+    what = type(model).__name__
+    if len(prefixes) != 1:
+        if found:
+            raise UnsupportedError(
+                f"{what}: has experts under several names ({', '.join(map(repr, found))}); load it without cpu_weights"
+            )
+        import transformers
+
+        raise UnsupportedError(
+            f"{what}: transformers {transformers.__version__} builds no routed experts in it that could be replaced (a module"
+            " 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without cpu_weights, or without"
+            " trust_remote_code if the model brings classes of its own"
+        )
+    layers = Counter(layer for layer, _, _ in found[prefixes[0]])
+    if twice := [layer for layer, count in layers.items() if count > 1]:
+        raise UnsupportedError(f"{what}: has two kinds of experts in layer {twice[0]}; load it without cpu_weights")
+    for _, name, module in found[prefixes[0]]:
+        for differs, why in REFUSALS:
+            if differs(module):
+                raise UnsupportedError(
+                    f"{what}: {name} ({type(module).__name__}) {why}, and AMXINT4 and AMXINT8 experts compute"
+                    " silu(gate) * up with the routing weights on the output; load it without cpu_weights"
+                )
+    return [
+        Place(name, layer, *_sizes(module), zero_ids=hasattr(module, "identity_expert"))
+        for layer, name, module in found[prefixes[0]]
+    ]
+
+
+def _is_3d(module: torch.nn.Module, name: str) -> bool:
+    parameter = module._parameters.get(name)
+    return parameter is not None and parameter.ndim == 3
+
+
+def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
+    """(E, H, I); down_proj is [E, H, I], or [E, I, H] where the module says that it is transposed."""
+    experts, rows, columns = (int(n) for n in module._parameters["down_proj"].shape)  # type: ignore[union-attr]
+    return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
+
+
+def _other_call(module: torch.nn.Module) -> bool:
+    return list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS
+
+
+def _other_gate(module: Any) -> bool:
+    """Whether it computes something else than silu(gate) * up; tried on numbers, clamped ones among them."""
+    gate_up = (
+        torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32).sinh().reshape(4, 32)
+    )  # to 548; most are small
+    gate, up = gate_up.chunk(2, dim=-1)
+    try:
+        got = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
+    except (AttributeError, RuntimeError, TypeError):
+        return True
+    return got.shape != up.shape or not torch.allclose(got, torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-5)
+
+
+# What our experts cannot stand in for -> how it is said.
+REFUSALS: tuple[tuple[Callable[[torch.nn.Module], bool], str], ...] = (
+    (lambda module: any("bias" in name for name in module._parameters), "has biases"),
+    (_other_call, f"is not called with {', '.join(ARGUMENTS)}"),
+    (_other_gate, "has another activation"),
+)

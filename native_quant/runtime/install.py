@@ -1,0 +1,88 @@
+"""What kt_kernel offers besides KTMoEWrapper, and its name for programs that import it, such as SGLang."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ktconvert.native_quant import kernels
+
+if TYPE_CHECKING:
+    import torch
+
+# kt-kernel's name for the instruction set in use. It has none for "scalar".
+VARIANTS = {"amx": "amx", "avx512vnni": "avx512_vnni", "avx512": "avx512_base", "avxvnni": "avx2", "avx2": "avx2"}
+
+
+def version() -> str:
+    """The version of ktconvert, not one of kt-kernel."""
+    return metadata.version("ktconvert")
+
+
+def cpu_variant() -> str:
+    """The instruction set in use by kt-kernel's name: amx, avx512_vnni, avx512_base, avx2; or scalar."""
+    return VARIANTS.get(kernels.isa(), kernels.isa())
+
+
+def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
+    """Which experts go to the GPU: the `num_gpu_experts` most often used of all layers.
+
+    activation_freq: [layers, experts]. Returns bool [layers, experts] on the CPU. Numbers below 0 or above all mean none and all.
+    """
+    import torch
+
+    masks = torch.zeros(activation_freq.shape, dtype=torch.bool, device="cpu")
+    count = max(0, min(num_gpu_experts, masks.numel()))
+    if count:
+        frequent = torch.topk(activation_freq.reshape(-1).cpu(), count, sorted=False).indices
+        masks.view(-1)[frequent] = True
+    return masks
+
+
+class _KtKernel(ModuleType):
+    """The module kt_kernel, served by ktconvert."""
+
+    ktconvert = True
+
+    def __getattr__(self, name: str) -> Any:
+        from ktconvert import native_quant
+
+        if name in ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"):
+            return getattr(native_quant, name)
+        raise AttributeError(
+            f"kt_kernel is served by ktconvert here and has no {name!r} (docs/RUNTIME.md lists what it has)"
+        )
+
+
+class _Extension(ModuleType):
+    """kt_kernel.kt_kernel_ext, of which only __cpu_variant__ is here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__cpu_variant__":
+            return cpu_variant()
+        raise AttributeError(
+            f"kt_kernel is served by ktconvert here: it has no C++ extension with {name!r}; use KTMoEWrapper"
+        )
+
+
+def install_as_kt_kernel() -> None:
+    """From now on `import kt_kernel` gives ktconvert's KTMoEWrapper, in this process. To be called before anything imports kt_kernel.
+
+    Raises RuntimeError if the real kt_kernel is imported already: whoever imported it would go on using it.
+    """
+    present = sys.modules.get("kt_kernel")
+    if isinstance(present, _KtKernel):
+        return
+    if present is not None:
+        raise RuntimeError(
+            "the real kt_kernel is imported already; call install_as_kt_kernel() before anything imports kt_kernel"
+        )
+    kernels.isa()  # a wrong KTCONVERT_ISA is told here, as kt_kernel would at its import
+    module, extension = _KtKernel("kt_kernel", __doc__), _Extension("kt_kernel.kt_kernel_ext")
+    for made in (module, extension):
+        made.__spec__ = ModuleSpec(made.__name__, None, origin="ktconvert")
+    module.__dict__.update(kt_kernel_ext=extension, __path__=[])
+    sys.modules |= {"kt_kernel": module, "kt_kernel.kt_kernel_ext": extension, "kt_kernel_ext": extension}

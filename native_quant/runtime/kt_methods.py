@@ -1,0 +1,49 @@
+"""The modes and methods of kt-kernel 0.7.2 by name: what we compute, what comes later, and what is an error there too."""
+
+from __future__ import annotations
+
+from ktconvert.layouts import LAYOUTS
+
+LATER = (
+    *("RAWINT4", "FP8", "BF16", "FP8_PERCHANNEL", "GPTQ_INT4", "SYCL_GPTQ_INT4", "MXFP4", "NVFP4", "MXFP8"),
+    *("LLAMAFILE", "MOE_INT4", "MOE_INT8"),
+)
+_SKIP_LORA = ("AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
+TRAINING = (
+    *(
+        "AMXBF16_SFT",
+        "AMXFP8_SFT",
+        "MXFP4_SFT",
+        "INT8_SFT",
+        "AMXINT8_SFT",
+        "AMXINT4_SFT",
+        "AMXINT4_1_SFT",
+        "RAWINT4_SFT",
+    ),
+    *("AMXINT4_KGroup_SFT", "AMXINT4_1KGroup_SFT"),
+    *(f"{name}_SFT_SkipLoRA" for name in _SKIP_LORA),
+)
+OURS = tuple(layout.name for layout in LAYOUTS.values())
+
+
+def check(mode: str, method: str, swiglu_limit: float, swiglu_alpha: float) -> None:
+    """Raise ValueError for what kt-kernel does not know, NotImplementedError for what we do not compute."""
+    if mode not in ("inference", "sft"):
+        raise ValueError(f"Unknown mode: {mode!r}. There are 'inference' and 'sft' (ktconvert computes 'inference').")
+    known = (*OURS, *LATER) if mode == "inference" else TRAINING
+    if method not in known:
+        raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
+    if mode == "sft":
+        raise NotImplementedError(
+            f"ktconvert does not train: mode='sft' with method={method!r} needs kt-kernel itself."
+        )
+    if method not in OURS:
+        raise NotImplementedError(
+            f"method={method!r} comes later; ktconvert's runtime computes {' and '.join(OURS)} so far. "
+            "Convert with `ktconvert cpu --quant-method int4` or int8."
+        )
+    if swiglu_limit != 0.0 or swiglu_alpha != 0.0:
+        raise ValueError(
+            f"swiglu_limit={swiglu_limit} and swiglu_alpha={swiglu_alpha} must be 0 for method={method!r}: "
+            "its activation is silu(gate) * up and nothing else."
+        )

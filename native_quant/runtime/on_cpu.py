@@ -1,0 +1,142 @@
+"""A layer's forwards for tensors on the CPU, at once or in the background."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ktconvert.native_quant.runtime import deferred
+from ktconvert.native_quant.runtime.deferred import Left
+from ktconvert.native_quant.runtime.experts import Experts, Job
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What both sides (on_cpu, on_stream) know of a wrapper. mask: bool [E] on the CPU, experts to pass over, read at each forward."""
+
+    experts: Experts
+    model: str
+    index: int
+    mask: torch.Tensor
+    topk: int
+    may_defer: int
+
+    def split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The ids to compute now, and those to leave to the next layer, if this one defers."""
+        if self.may_defer < 1:
+            return ids, None
+        return deferred.select(ids, weights, self.topk - self.may_defer, self.experts.num_experts)
+
+    def call(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, add: bool = False
+    ) -> Any:
+        """For C; the tensors are as OnCpu.inputs makes them and must live as long as it is used."""
+        tokens, topk = ids.shape
+        addresses = (hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), self.mask.data_ptr(), out.data_ptr())
+        call = self.experts.call_at(tokens, topk, *addresses)
+        if add:
+            call.add = 1
+        return call
+
+
+class OnCpu:
+    """Forwards of a layer; the caller's thread computes too, unless it only submits."""
+
+    def __init__(self, layer: Layer) -> None:
+        import torch
+
+        self._layer = layer
+        self._types = torch.bfloat16, torch.int64, torch.float32
+        self._cpu = torch.device("cpu")
+        self._empty_like = torch.empty_like
+        self._submitted: tuple[Job, Left | None, torch.Tensor] | None = None
+
+    def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Computed when it returns; what is deferred goes on in the background."""
+        layer = self._layer
+        hidden, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
+        left = self._take(hidden) if Left.waiting else None
+        if left is not None:
+            left.job.wait()
+        out = self._empty_like(hidden) if left is None else left.out
+        now, later = layer.split(ids, weights)
+        layer.experts.forward_call(layer.call(hidden, now, weights, out, left is not None))
+        if later is not None:
+            self._leave(hidden.clone(), later, weights.clone())
+        return _like(out, hidden_states)
+
+    def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """Begin with copies of the arguments."""
+        layer = self._layer
+        given = self._inputs(hidden_states, topk_ids, topk_weights)
+        hidden, ids, weights = (tensor.clone() for tensor in given)
+        left = self._take(hidden)
+        if left is not None and left.pool is not layer.experts.pool:
+            left.job.wait()  # jobs of one pool run in their order, those of two do not
+        out = self._empty_like(hidden) if left is None else left.out
+        now, later = layer.split(ids, weights)
+        call = layer.call(hidden, now, weights, out, left is not None)
+        job = layer.experts.job(call, (hidden, now, weights, out, layer.mask, left))
+        job.submit()
+        if later is not None:
+            self._leave(hidden, later, weights)
+        self._submitted = (job, left, out)
+
+    def sync(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Wait for what was submitted."""
+        if self._submitted is None:
+            raise RuntimeError(f"layer {self._layer.index}: sync_forward without a submit_forward before it")
+        (job, left, out), self._submitted = self._submitted, None
+        job.wait()
+        if left is not None:
+            left.job.wait()  # done before ours; raises what went wrong
+        return _like(out, hidden_states)
+
+    def _inputs(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As C wants them: BF16 [T, H], int64 [T, k], float32 [T, k], contiguous on the CPU; themselves where they are that."""
+        check_shapes(self._layer, hidden, ids, weights)
+        if hidden.dim() != 2:
+            hidden, ids, weights = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (hidden, ids, weights))
+        bf16, int64, float32 = self._types
+        if hidden.dtype is not bf16 or not hidden.is_contiguous():
+            hidden = hidden.to(bf16).contiguous()
+        if ids.dtype is not int64 or not ids.is_cpu or not ids.is_contiguous():
+            ids = ids.to("cpu", int64).contiguous()
+        if weights.dtype is not float32 or not weights.is_cpu or not weights.is_contiguous():
+            weights = weights.to("cpu", float32).contiguous()
+        return hidden, ids, weights
+
+    def _take(self, hidden: torch.Tensor) -> Left | None:
+        return Left.take(self._layer.model, self._layer.index, len(hidden), self._cpu)
+
+    def _leave(self, hidden: torch.Tensor, later: torch.Tensor, weights: torch.Tensor) -> None:
+        """Begin what the next layer will add. The tensors are nobody else's."""
+        layer, out = self._layer, self._empty_like(hidden)
+        job = layer.experts.job(layer.call(hidden, later, weights, out), (hidden, later, weights, out, layer.mask))
+        job.submit()
+        Left.waiting[layer.model, layer.index] = Left(job, layer.experts.pool, out, self._cpu)
+
+
+def check_shapes(
+    layer: Layer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Size, torch.Size]:
+    """The shapes of hidden and ids; ValueError if they do not go together."""
+    shape, pairs = hidden.shape, ids.shape
+    if shape[-1] != layer.experts.hidden or pairs != weights.shape or pairs[:-1] != shape[:-1] or len(shape) < 2:
+        raise ValueError(
+            f"hidden_states must be [tokens, {layer.experts.hidden}], topk_ids and topk_weights [tokens, k]; these are "
+            f"{tuple(shape)}, {tuple(pairs)} and {tuple(weights.shape)}"
+        )
+    return shape, pairs
+
+
+def _like(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """out in the shape and dtype of hidden."""
+    if out.dtype is not hidden.dtype:
+        out = out.to(hidden.dtype)
+    return out if out.shape == hidden.shape else out.view(hidden.shape)

@@ -1,0 +1,82 @@
+"""The threads that compute: groups of them, one per NUMA node, that work on one forward at a time.
+
+A pool's threads wait for work a few microseconds awake, then asleep; whoever calls forward() is one of them. After fork() the
+child starts threads of its own at its first forward. Pools that are still alive when Python exits are stopped and joined.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ktconvert.native_quant import machine
+from ktconvert.native_quant._ktq import ffi, lib
+
+_alive: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+class Pool:
+    """`threads` threads (default: the physical cores that this process may use), spread over NUMA nodes.
+
+    numa_nodes  the nodes, one group of threads each; a node that this machine has not is a group that is not pinned. Default:
+                every node that has CPUs for us.
+    Raises ValueError for counts that make no sense, OSError where the system gives no more threads.
+    """
+
+    _null: ClassVar[Any] = ffi.NULL  # the module's names may be gone when the last pools go
+
+    def __init__(self, threads: int | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
+        cores = machine.core_cpus()
+        nodes = tuple(cores) if numa_nodes is None else tuple(numa_nodes)
+        if threads is None:
+            threads = machine.physical_cores()
+        if threads < 1 or not nodes:
+            raise ValueError(f"a pool needs at least one thread and one NUMA node, not {threads} and {len(nodes)}")
+        self.nodes = nodes[:threads]
+        self.threads = threads
+        counts = [threads // len(self.nodes) + (g < threads % len(self.nodes)) for g in range(len(self.nodes))]
+        cpus = [cpu for node, count in zip(self.nodes, counts, strict=True) for cpu in _cpus(cores, node, count)]
+        made = ffi.new("ktq_pool **")
+        error = lib.ktq_pool_new(len(counts), ffi.new("int[]", counts), ffi.new("int[]", cpus), made)
+        if error == lib.KTQ_EINVAL:
+            raise ValueError(f"{threads} threads are more than a pool can have")
+        if error != lib.KTQ_OK:
+            raise OSError(f"the system gives no {threads} threads; ask for fewer")
+        self.pointer: Any = made[0]
+        _alive.add(self)
+
+    def close(self) -> None:
+        """Stop and join the threads. Nothing may be computing."""
+        if self.pointer != self._null:
+            lib.ktq_pool_free(self.pointer)
+            self.pointer = self._null
+
+    def __del__(self) -> None:
+        if hasattr(self, "pointer"):
+            self.close()
+
+
+def _cpus(cores: dict[int, tuple[int, ...]], node: int, count: int) -> list[int]:
+    """A CPU for each thread of a node's group; -1: wherever the system likes, where there is one node only or fewer cores than threads."""
+    own = cores.get(node, ())
+    return list(own[:count]) if len(cores) > 1 and count <= len(own) else [-1] * count
+
+
+@functools.cache
+def shared_pool(threads: int | None = None, numa_nodes: tuple[int, ...] | None = None) -> Pool:
+    """The pool of this process with these settings; the same settings give the same pool."""
+    return Pool(threads, numa_nodes=numa_nodes)
+
+
+def default_pool() -> Pool:
+    """The pool of this process with the default settings."""
+    return shared_pool()
+
+
+@atexit.register
+def _stop() -> None:
+    for pool in list(_alive):
+        pool.close()

@@ -1,0 +1,137 @@
+"""A smoke test: random tokens through one layer of a converted directory, every expert touched, against a reference in float.
+
+The reference multiplies what the packed weights stand for (layouts.Layout.unpack) in float32 and rounds nothing. The runtime rounds
+activations to 8 bits twice, which was seen to cost 2 to 7 % (relative L2) with rows of very different sizes; a wrong scale, row, part or
+expert costs about 100 %. BOUND lies between.
+Both sides read the same files: weights that were exchanged are seen by hashes and by the source (`ktconvert verify`), not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts import Layout
+from ktconvert.layouts.parts import ExpertGrid
+from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.measure import every_expert, random_bf16
+from ktconvert.native_quant.runtime.pool import Pool
+
+F32 = npt.NDArray[np.float32]
+
+BOUND = 0.25  # relative L2 distance from the reference: of an expert's outputs, of a strip of rows over all experts, of a token
+STRIP = 32  # rows of a tile of the layouts, and what kernels work on
+IMPLAUSIBLE = 1 << 16  # an expert whose largest output is so many times the other experts' has a damaged scale
+INPUTS = 2  # random hidden states; each goes through every expert
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """What came of it. error: the largest relative L2 distance of an expert's outputs, per mode; problems: one sentence each."""
+
+    layer: int
+    experts: int
+    tokens: int
+    error: dict[str, float]
+    problems: tuple[str, ...]
+
+
+def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
+    """Compute in exact and in default mode: each expert alone, then topk experts per token, all outputs finite and close to the reference.
+
+    Raises what weights.load raises.
+    """
+    packed = weights.load(path, layer, "auto")
+    topk = min(topk, packed.experts)
+    hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
+    wanted = reference(packed, widen(hidden), pool.threads)  # [inputs, E, H]
+    problems = list(_implausible(layer, wanted))
+    error: dict[str, float] = {}
+    alone = np.arange(packed.experts, dtype=np.int64)[:, None]
+    together = every_expert(topk, packed.experts)
+    for mode, exact in (("exact", True), ("default", False)):
+        with Experts(packed, pool=pool, exact=exact) as experts:
+            one, many = (_forward(experts, hidden, ids) for ids in (alone, together))
+        where = f"layer {layer}, {mode} mode"
+        bad = np.flatnonzero(~np.isfinite(one).all(axis=(0, 2)))
+        problems += [f"{where}: expert {expert} gives a result that is not finite" for expert in bad]
+        if bad.size:
+            continue
+        mixed = wanted[:, together].mean(axis=2)  # equal weights
+        told = {
+            "expert {}": distance(one, wanted, (0, 2)),
+            f"strip {{}} of {STRIP} output rows, over all experts,": distance(_strips(one), _strips(wanted), (0, 1, 3)),
+            f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
+        }
+        for what, far in told.items():
+            problems += [f"{where}: {what.format(at)} is {far[at]:.2g} away from the reference, more than {BOUND}"
+                         for at in np.flatnonzero(~(far <= BOUND))]  # fmt: skip
+        error[mode] = float(told["expert {}"].max())
+    return Smoke(layer, packed.experts, INPUTS * (len(alone) + len(together)), error, tuple(problems))
+
+
+def reference(packed: weights.LayerWeights, hidden: F32, threads: int = 1) -> F32:
+    """down(silu(gate x) * up x) of every expert for every row of hidden [n, H], in float32: [n, E, H]."""
+    out = np.zeros((len(hidden), packed.experts, packed.grid.hidden), np.float32)
+
+    def one(expert: int) -> None:
+        with np.errstate(all="ignore"):
+            for gate, up, down in _matrices(packed, packed.layout, packed.grid, expert):
+                inner = hidden @ gate.T
+                out[:, expert] += (inner / (1 + np.exp(-inner)) * (hidden @ up.T)) @ down.T
+
+    with ThreadPoolExecutor(threads) as executor:
+        for done in [executor.submit(one, expert) for expert in range(packed.experts)]:
+            done.result()
+    return out
+
+
+def _matrices(
+    packed: weights.LayerWeights, layout: Layout, grid: ExpertGrid, expert: int
+) -> Iterator[tuple[F32, F32, F32]]:
+    """gate, up and down of each NUMA part of an expert, dequantized; one part in memory at a time."""
+    by_part = zip(*(grid.parts(expert, projection) for projection in ("gate", "up", "down")), strict=True)
+    for parts in by_part:
+        gate, up, down = (layout.unpack(*packed.arrays[part], part.n, part.k) for part in parts)
+        yield gate, up, down
+
+
+def _forward(experts: Experts, hidden: npt.NDArray[np.uint16], ids: npt.NDArray[np.int64]) -> F32:
+    """Every hidden state with every row of ids, equal weights: [n, len(ids), H]."""
+    rows = np.ascontiguousarray(np.repeat(hidden, len(ids), axis=0))
+    tiled = np.ascontiguousarray(np.tile(ids, (len(hidden), 1)))
+    out = experts.forward(rows, tiled, np.full(tiled.shape, 1 / ids.shape[1], np.float32))
+    return widen(out).reshape(len(hidden), len(ids), -1)
+
+
+def distance(found: F32, wanted: F32, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """||found - wanted|| / ||wanted|| over these axes, for each place of the others; 0 where both are zero."""
+    with np.errstate(all="ignore"):
+        off = np.square(found.astype(np.float64) - wanted).sum(axes)
+        size = np.square(wanted.astype(np.float64)).sum(axes)
+        return np.where(off == 0, 0.0, np.sqrt(off / size))
+
+
+def _strips(outputs: F32) -> F32:
+    return outputs.reshape(*outputs.shape[:2], -1, STRIP)
+
+
+def widen(bits: npt.NDArray[np.uint16]) -> F32:
+    """BF16 bits as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _implausible(layer: int, wanted: F32) -> Iterator[str]:
+    largest = np.abs(wanted).max(axis=(0, 2))
+    for expert in np.flatnonzero(~np.isfinite(largest)):
+        yield f"layer {layer}: the weights of expert {expert} give a result that is not finite: a scale is damaged"
+    usual = float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0
+    for expert in np.flatnonzero(np.isfinite(largest) & (largest > IMPLAUSIBLE * usual)) if usual else ():
+        ratio = float(largest[expert]) / usual
+        yield f"layer {layer}: the outputs of expert {expert} are {ratio:.1g} times the other experts': a scale is damaged"

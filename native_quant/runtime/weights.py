@@ -1,0 +1,271 @@
+"""The packed weights of one layer where C can read them: mapped files, a copy on huge pages, or packed on the spot."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts import PROJECTIONS, Layout
+from ktconvert.layouts.card import ranges
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.mapped import MappedFiles
+from ktconvert.layouts.numa import require_legal
+from ktconvert.layouts.output import AGAIN, Measure, Output, Place, Stored, measure, open_output, place_of
+from ktconvert.layouts.parts import ExpertGrid, Part
+from ktconvert.native_quant import machine
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.quantizers import Matrix
+
+Bytes = npt.NDArray[np.uint8]
+MEMORY = ("auto", "map", "copy")
+ROOMY = 0.8  # of the available memory may be taken by copies
+HUGE_PAGE = 2 << 20
+ALIGNMENT = 64  # a cache line; what the kernels like best
+MAX_COLUMNS = 65536  # int32 sums of 255 * 127 per column hold so many
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer's experts, packed: E experts of sizes H and I in T parts.
+
+    arrays  part of a matrix -> (weight uint8 [nbytes], scale float32 [n]); they own or keep alive what they show
+    """
+
+    layout: Layout
+    grid: ExpertGrid
+    experts: int
+    arrays: dict[Part, tuple[Bytes, npt.NDArray[np.float32]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and scales."""
+        return self.experts * self.grid.expert_bytes(self.layout)
+
+
+def layers_of(path: Path | str) -> list[int]:
+    """The layers whose experts a converted directory holds."""
+    return sorted(_opened(Path(path))[1].shapes)
+
+
+def load(
+    path: Path,
+    layer: int,
+    memory: str,
+    *,
+    method: str | None = None,
+    experts: int | None = None,
+    hidden: int | None = None,
+    intermediate: int | None = None,
+) -> LayerWeights:
+    """One layer of a converted directory, merged or loose, ours or kt-kernel's.
+
+    What is given must agree with what the bytes say. Raises UnsupportedError where it does not or where the directory is of another
+    kind, InputError where the layer is damaged or incomplete.
+    """
+    if memory not in MEMORY:
+        raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
+    output, found, files, roomy = _opened(path)
+    if found.layout is None:
+        raise UnsupportedError(
+            f"{path}: its method is {found.method}, which this runtime cannot compute; convert the model with --quant-method int4 or int8."
+        )
+    if layer not in found.shapes and output.damaged:
+        raise InputError(
+            f"{path}: layer {layer} cannot be read ({'; '.join(list(output.damaged.values())[:3])}); {AGAIN}."
+        )
+    if layer not in found.shapes:
+        raise UnsupportedError(
+            f"{path}: holds no layer {layer}; it has layers {ranges(list(found.shapes)) or 'none'}. "
+            "Give one of these, or convert again with it."
+        )
+    wanted = {"method": method, "num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
+    _compare(path, layer, found, wanted)
+    _compare_metadata(output, layer, found)
+    count, h, i = found.shapes[layer]
+    grid = ExpertGrid(layer, h, i, found.numa)
+    check_sizes(found.layout, grid)
+    stored = dict(_stored(output, found.layout, grid, count))
+    if memory == "auto":
+        memory = "copy" if roomy or output.loose else "map"
+    if memory == "map" and not output.loose:
+        views = {key: _view(output, files, one) for key, one in stored.items()}
+    else:  # one mapping per loose file would be more than the kernel allows
+        views = _copy(output, stored)
+    return LayerWeights(found.layout, grid, count, _arrays(views))
+
+
+def pack(
+    gate: npt.NDArray[np.uint16],
+    up: npt.NDArray[np.uint16],
+    down: npt.NDArray[np.uint16],
+    layout: Layout,
+    layer: int,
+    parts: int,
+    threads: int,
+) -> LayerWeights:
+    """Experts quantized on the spot from BF16 bits: gate and up [E, I, H], down [E, H, I].
+
+    Raises kernels.NonFinite where a weight is infinite or NaN, ValueError for shapes and types that do not fit.
+    """
+    for name, array in (("gate", gate), ("up", up), ("down", down)):
+        if array.dtype != np.uint16 or array.ndim != 3:
+            raise ValueError(
+                f"{name} must be uint16 (BF16 bits) with three dimensions, not {array.dtype} {array.shape}"
+            )
+    experts, i, h = gate.shape
+    if up.shape != (experts, i, h) or down.shape != (experts, h, i) or not experts:
+        raise ValueError(
+            f"gate and up must be [E, I, H] and down [E, H, I], not {gate.shape}, {up.shape} and {down.shape}"
+        )
+    grid = ExpertGrid(layer, h, i, parts)
+    check_sizes(layout, grid)
+    linears = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
+    sizes = {
+        (part, what): layout.weight_bytes(part.n, part.k) if what == "weight" else layout.scale_bytes(part.n)
+        for part in grid.all_parts(range(experts))
+        for what in ("weight", "scale")
+    }
+    arrays = _arrays(_blocks(sizes))
+
+    def one(item: tuple[Part, tuple[Bytes, npt.NDArray[np.float32]]]) -> None:
+        part, (weight, scale) = item
+        layout.pack(part.of(Matrix(linears[part.projection][part.expert], "bf16"), parts), weight, scale)
+
+    _in_parallel(one, arrays.items(), threads)
+    return LayerWeights(layout, grid, experts, arrays)
+
+
+def check_sizes(layout: Layout, grid: ExpertGrid) -> None:
+    """Raises UnsupportedError where the kernels cannot hold a layer's sizes."""
+    require_legal(layout, grid.hidden, grid.intermediate, grid.numa)
+    if max(grid.hidden, grid.intermediate // grid.numa) > MAX_COLUMNS:
+        raise UnsupportedError(
+            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {layout.name}; this runtime cannot compute it."
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _opened_at(path: Path, mtime_ns: int) -> tuple[Output, Measure, MappedFiles, bool]:
+    output = open_output(path)
+    size = sum(stored.nbytes for stored in output.tensors.values())
+    return output, measure(output), MappedFiles(), size < ROOMY * machine.memory_available()
+
+
+def _opened(path: Path) -> tuple[Output, Measure, MappedFiles, bool]:
+    """An output's names and sizes, read once per process as long as the directory does not change; whether all of it fits in memory."""
+    if not path.is_dir():
+        raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
+    return _opened_at(path.resolve(), path.stat().st_mtime_ns)
+
+
+def _compare(path: Path, layer: int, found: Measure, wanted: dict[str, str | int | None]) -> None:
+    """What the caller says the file is, against what its bytes say it is."""
+    count, hidden, intermediate = found.shapes[layer]
+    have = {"method": found.method, "num_experts": count, "hidden_size": hidden, "moe_intermediate_size": intermediate}
+    for name, value in wanted.items():
+        if value is not None and value != have[name]:
+            raise UnsupportedError(
+                f"{path}: layer {layer} has {name} {have[name]} by its byte counts, not {value}; "
+                f"give the directory that was converted from this model, or {name}={have[name]}."
+            )
+
+
+def _compare_metadata(output: Output, layer: int, found: Measure) -> None:
+    """What our own shards say of themselves, against their byte counts."""
+    count, hidden, intermediate = found.shapes[layer]
+    have = {
+        "method": found.method,
+        "numa": str(found.numa),
+        "num_experts": str(count),
+        "hidden_size": str(hidden),
+        "moe_intermediate_size": str(intermediate),
+        "weights_on": "output",
+        "activation": "silu",
+    }
+    for shard, metadata in output.metadata.items():
+        if metadata.get("layer") != str(layer):
+            continue
+        for name, value in have.items():
+            if name in metadata and metadata[name] != value:
+                raise UnsupportedError(
+                    f"{output.root / shard}: its header says {name} {metadata[name]}, its bytes and this runtime say {value}; {AGAIN}."
+                )
+
+
+def _stored(
+    output: Output, layout: Layout, grid: ExpertGrid, experts: int
+) -> Iterator[tuple[tuple[Part, str], Stored]]:
+    """Every tensor that the layer must have, with its exact size."""
+    for part in grid.all_parts(range(experts)):
+        place: Place = place_of(part)
+        for what, size in (("weight", layout.weight_bytes(part.n, part.k)), ("scale", layout.scale_bytes(part.n))):
+            stored = output.tensors.get((place, what))
+            if stored is None:
+                because = "; ".join(list(output.damaged.values())[:3])
+                raise InputError(
+                    f"{output.root}: {place.told(what)} is missing{f' ({because})' if because else ''}; {AGAIN}."
+                )
+            if stored.nbytes != size or stored.file in output.damaged:
+                why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
+                raise InputError(f"{output.root / stored.file}: {place.told(what)}: {why}; {AGAIN}.")
+            yield (part, what), stored
+
+
+def _view(output: Output, files: MappedFiles, stored: Stored) -> Bytes:
+    path = output.root / stored.file
+    mapped = files.map(path, path.stat().st_size)
+    if stored.start + stored.nbytes > len(mapped):
+        raise InputError(f"{path}: became shorter since it was opened; {AGAIN}.")
+    if stored.dtype == "F32" and stored.start % 4:
+        raise InputError(f"{path}: {stored.name} does not begin at a multiple of 4 bytes; {AGAIN}.")
+    return np.ndarray((stored.nbytes,), np.uint8, buffer=mapped, offset=stored.start)
+
+
+def _copy(output: Output, stored: dict[tuple[Part, str], Stored]) -> dict[tuple[Part, str], Bytes]:
+    views = _blocks({key: one.nbytes for key, one in stored.items()})
+
+    def one(key: tuple[Part, str]) -> None:
+        output.read(stored[key], out=views[key])
+
+    _in_parallel(one, views, machine.physical_cores())
+    return views
+
+
+def _blocks(sizes: dict[tuple[Part, str], int]) -> dict[tuple[Part, str], Bytes]:
+    """Memory on huge pages for tensors of these sizes: a block per NUMA part, bound to its node where there are several."""
+    nodes = machine.numa_nodes()
+    views: dict[tuple[Part, str], Bytes] = {}
+    for numa in sorted({part.numa for part, _ in sizes}):
+        mine = {key: size for key, size in sizes.items() if key[0].numa == numa}
+        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in mine.values())
+        memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = np.frombuffer(memory, np.uint8)
+        start = -whole.ctypes.data % HUGE_PAGE
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        if len(nodes) > 1:  # best effort: a container may forbid it
+            lib.ktq_bind_memory(ffi.cast("void *", whole.ctypes.data), len(whole), nodes[numa % len(nodes)])
+        for key, size in mine.items():
+            views[key] = whole[start : start + size]
+            start += -(-size // ALIGNMENT) * ALIGNMENT
+    return views
+
+
+def _arrays(views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, npt.NDArray[np.float32]]]:
+    """Weight and scale of each part."""
+    parts = (part for part, what in views if what == "weight")
+    return {part: (views[part, "weight"], views[part, "scale"].view(np.float32)) for part in parts}
+
+
+def _in_parallel(work: Callable[[Any], None], items: Iterable[Any], threads: int) -> None:
+    """Does all, in threads; the first exception is raised when the others have ended."""
+    with ThreadPoolExecutor(threads) as executor:
+        for done in [executor.submit(work, item) for item in items]:
+            done.result()

@@ -1,0 +1,293 @@
+"""KTMoEWrapper: routed experts of one layer for torch, called as kt_kernel 0.7.2's KTMoEWrapper is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime import deferred, kt_methods
+from ktconvert.native_quant.runtime.deferred import Left
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.on_cpu import Layer, OnCpu
+from ktconvert.native_quant.runtime.on_stream import OnStream
+from ktconvert.native_quant.runtime.pool import Pool, shared_pool
+from ktconvert.native_quant.runtime.streams import Buffers
+
+if TYPE_CHECKING:
+    import torch
+
+_LEFT_OUT: Any = object()  # kt-kernel gives no default; gpu_experts_mask is the only one that may really be left out
+
+
+class KTMoEWrapper:
+    """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
+
+    gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we pass over. Left out: the first num_gpu_experts (0), as
+                       kt-kernel before 0.6 had it; None: none. Its copy `self.gpu_experts_mask` may be written to at any time.
+    cpuinfer_threads   threads; wrappers with the same number and nodes share them, others have their own
+    threadpool_count   NUMA parts that load_weights_from_tensors makes, and nodes 0 .. that the threads are spread over. Converted files
+                       hold their own number of parts, which is used; another number here is warned of once.
+    weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose; with cpu_save the one to write to
+    cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
+    max_deferred_experts_per_token   see deferred.py
+    method             AMXINT4 or AMXINT8
+    chunked_prefill_size and what only training reads is accepted and not needed: any number of tokens may be computed at once.
+
+    Class attributes that kt-kernel does not have: `exact` = True rounds where kt-kernel rounds, bit for bit; `strict` = True refuses
+    files of another threadpool_count; `memory` is Experts.load's.
+
+    Raises ValueError for a mode, method or size that cannot be, NotImplementedError for a method of kt-kernel that we do not compute.
+    """
+
+    exact: ClassVar[bool] = False
+    strict: ClassVar[bool] = False
+    memory: ClassVar[str] = "auto"
+
+    def __init__(
+        self,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        gpu_experts_mask: torch.Tensor | None = _LEFT_OUT,
+        cpuinfer_threads: int = _LEFT_OUT,
+        threadpool_count: int = _LEFT_OUT,
+        weight_path: str = _LEFT_OUT,
+        chunked_prefill_size: int = _LEFT_OUT,
+        cpu_save: bool = False,
+        max_deferred_experts_per_token: int | None = None,
+        method: str = "AMXINT4",
+        numa_nodes: Sequence[int] | None = None,
+        mode: str = "inference",
+        num_gpu_experts: int = 0,
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        lora_dropout: float = 0.0,
+        max_cache_depth: int = 1,
+        group_size: int = 128,
+        zero_point: bool = True,
+        full_weight_grad: bool = False,
+        swiglu_limit: float = 0.0,
+        swiglu_alpha: float = 0.0,
+    ) -> None:
+        required = {
+            "cpuinfer_threads": cpuinfer_threads,
+            "threadpool_count": threadpool_count,
+            "weight_path": weight_path,
+            "chunked_prefill_size": chunked_prefill_size,
+        }
+        missing = [name for name, value in required.items() if value is _LEFT_OUT]
+        if missing:
+            raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
+        kt_methods.check(mode, method, swiglu_limit, swiglu_alpha)
+        sizes = (
+            num_experts,
+            num_experts_per_tok,
+            hidden_size,
+            moe_intermediate_size,
+            cpuinfer_threads,
+            threadpool_count,
+        )
+        if min(sizes) < 1 or num_experts_per_tok > num_experts:
+            raise ValueError(
+                "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and threadpool_count must be "
+                f"positive and num_experts_per_tok at most num_experts, not {', '.join(map(str, sizes))}"
+            )
+        self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
+        self.hidden_size, self.moe_intermediate_size = hidden_size, moe_intermediate_size
+        self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
+        self.chunked_prefill_size, self.method = chunked_prefill_size, method
+        self.max_deferred_experts_per_token = int(max_deferred_experts_per_token or 0)
+        self.swiglu_limit = float(swiglu_limit)
+        self.gpu_experts_mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
+        self.num_gpu_experts = int(self.gpu_experts_mask.sum())
+        self._pool = _pool(cpuinfer_threads, threadpool_count, numa_nodes)
+        self.moe: Experts | None = None  # kt-kernel's name for what computes
+        self._cpu: OnCpu | None = None
+        self._stream: OnStream | None = None
+        Left.waiting.pop((self.weight_path, layer_idx), None)
+
+    # --- weights -----------------------------------------------------------------------------------
+
+    def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
+        """Take this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
+
+        Raises ktconvert.layouts.errors.* (one sentence with file and remedy) where the files are not what the arguments say.
+        """
+        if self.cpu_save:
+            raise ValueError(
+                "cpu_save=True writes what load_weights_from_tensors packs; to load, leave it out, and to convert a "
+                "checkpoint run `ktconvert cpu`"
+            )
+        self._serve(
+            Experts.load(
+                self.weight_path,
+                self.layer_idx,
+                method=self.method,
+                num_experts=self.num_experts,
+                hidden=self.hidden_size,
+                intermediate=self.moe_intermediate_size,
+                parts=self.threadpool_count,
+                strict=self.strict,
+                memory=self.memory,
+                pool=self._pool,
+                exact=self.exact,
+                order=_order(physical_to_logical_map_cpu),
+            )
+        )
+
+    def load_weights_from_tensors(
+        self,
+        gate_proj: torch.Tensor,
+        up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        physical_to_logical_map_cpu: torch.Tensor | None = None,
+    ) -> None:
+        """Pack gate, up [E, I, H] and down [E, H, I] (BF16; others are rounded to it) into threadpool_count parts; write them if cpu_save.
+
+        Expert p computes with expert map[p] of the tensors, as after load_weights, and files hold experts in the tensors' order.
+        (kt-kernel 0.7.2 fills its buffers by map[p] here, which differs for maps that are no identity.)
+        """
+        shapes = {
+            "gate_proj": (self.num_experts, self.moe_intermediate_size, self.hidden_size),
+            "up_proj": (self.num_experts, self.moe_intermediate_size, self.hidden_size),
+            "down_proj": (self.num_experts, self.hidden_size, self.moe_intermediate_size),
+        }
+        for (name, shape), tensor in zip(shapes.items(), (gate_proj, up_proj, down_proj), strict=True):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
+        experts = Experts.from_bf16(
+            *(_bits(tensor) for tensor in (gate_proj, up_proj, down_proj)),
+            method=self.method,
+            parts=self.threadpool_count,
+            layer=self.layer_idx,
+            pool=self._pool,
+            exact=self.exact,
+            order=_order(physical_to_logical_map_cpu),
+        )
+        if self.cpu_save:
+            experts.save(self.weight_path)
+        self._serve(experts)
+
+    def _serve(self, experts: Experts) -> None:
+        layer = Layer(
+            experts,
+            self.weight_path,
+            self.layer_idx,
+            self.gpu_experts_mask,
+            self.num_experts_per_tok,
+            self.max_deferred_experts_per_token,
+        )
+        self._cpu, self._stream, self.moe = OnCpu(layer), OnStream(layer), experts
+
+    # --- computing ---------------------------------------------------------------------------------
+
+    def forward(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts: a new tensor of hidden_states' shape, dtype and device.
+
+        hidden_states [tokens, hidden_size]; topk_ids, topk_weights [tokens, k] (or with the same leading dimensions, instead of one).
+        Ids below 0, not below num_experts or in gpu_experts_mask add nothing. cuda_stream (its number, a torch stream, or None: torch's
+        current one) orders the work where hidden_states is on a GPU; CPU tensors need none.
+        """
+        if self._cpu is None or hidden_states.is_cuda:
+            self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
+            return self.sync_forward(hidden_states, cuda_stream)
+        return self._cpu.forward(hidden_states, topk_ids, topk_weights)
+
+    def submit_forward(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
+    ) -> None:
+        """Begin a forward and return. The arguments are copied first (on the stream), so they may be written to afterwards."""
+        if self._cpu is None or self._stream is None:
+            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+        if hidden_states.is_cuda:
+            self._stream.submit(hidden_states, topk_ids, topk_weights, cuda_stream)
+        else:
+            self._cpu.submit(hidden_states, topk_ids, topk_weights)
+
+    def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
+        """What the last submit_forward gives; hidden_states: the tensor that it was given, or one like it.
+
+        On a CPU it waits for the result, on a stream it makes the stream wait. Deferred experts may still be computing.
+        """
+        if self._cpu is None or self._stream is None:
+            raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
+        return self._stream.sync(hidden_states, cuda_stream) if hidden_states.is_cuda else self._cpu.sync(hidden_states)
+
+    def select_deferred_experts(
+        self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """expert_ids as (immediate, deferred), with -1 where an expert is in the other one (deferred.py)."""
+        return deferred.select(expert_ids, expert_scores, int(protected_k), self.num_experts)
+
+    # --- shared buffers ----------------------------------------------------------------------------
+
+    @staticmethod
+    def set_capture_batch_sizes(capture_bs: list[int]) -> None:
+        """Numbers of tokens for which CUDA graphs will be captured: their pinned buffers are kept."""
+        Buffers.captured_sizes = capture_bs
+
+    @staticmethod
+    def get_capture_batch_sizes() -> list[int]:
+        """What set_capture_batch_sizes was given."""
+        return Buffers.captured_sizes
+
+    @staticmethod
+    def clear_buffer_cache() -> None:
+        """Free all pinned buffers. CUDA graphs captured before must not be replayed any more."""
+        Left.waiting.clear()
+        Buffers.clear()
+
+    @staticmethod
+    def clear_sft_buffer_cache() -> None:
+        """Nothing to clear: ktconvert does not train."""
+
+    # --- what kt-kernel's other methods have ---------------------------------------------------------
+
+    def submit_write_weight_scale_to_buffer(self, *arguments: Any) -> None:
+        """Not here: SGLang's layerwise prefill on the GPU (kt_gpu_prefill_token_threshold) reads native formats, not packed tiles."""
+        raise NotImplementedError(
+            f"method={self.method!r} holds CPU tiles, which no GPU kernel reads: start SGLang without --kt-gpu-prefill-token-threshold"
+        )
+
+    sync_write_weight_scale_to_buffer = submit_write_weight_scale_to_buffer
+
+
+def _mask(given: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
+    """A bool [experts] of our own on the CPU: C reads it where it lies, and callers write to it."""
+    import torch
+
+    mask = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
+    if given is _LEFT_OUT:
+        mask[:on_gpu] = True
+    elif given is not None:
+        if tuple(given.shape) != (experts,):
+            raise ValueError(f"gpu_experts_mask must have shape ({experts},), not {tuple(given.shape)}")
+        mask.copy_(given)
+    return mask
+
+
+def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
+    """The threads for these settings. Nodes that the machine has not are left out; kt-kernel tolerates them too."""
+    if numa_nodes is not None and len(numa_nodes) != count:
+        raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(numa_nodes)}")
+    wanted = range(count) if numa_nodes is None else numa_nodes
+    here = machine.core_cpus()
+    return shared_pool(threads, tuple(dict.fromkeys(node for node in wanted if node in here)) or None)
+
+
+def _order(given: torch.Tensor | None) -> Any:
+    return None if given is None else np.asarray(given.cpu(), np.int64)
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    """A tensor's values as BF16 bits."""
+    import torch
+
+    return tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy()

@@ -1,0 +1,199 @@
+"""ktconvert bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.layouts.card import ranges
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.errors import VerificationError
+from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.report import Reporter, size
+
+# How config.json calls the number of experts that a token goes to.
+TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "experts_per_token", "moe_k")  # fmt: skip
+USUAL_TOPK = 8
+
+EPILOG = """\b
+Examples:
+  ktconvert bench /models/Qwen3-30B-A3B-INT4
+  ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
+  ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
+"""
+
+
+class Counts(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """Numbers of tokens: 1,4,16."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Each at least 1, in the order given, once."""
+        try:
+            counts = tuple(dict.fromkeys(int(text) for text in str(value).split(",")))
+        except ValueError:
+            counts = ()
+        if not counts or not 1 <= min(counts) <= max(counts) <= 1 << 20:
+            self.fail(f"{value!r} is not a list of numbers of tokens like 1,16,256", param, ctx)
+        return counts
+
+
+def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
+    """How many experts a token goes to, and where that number is from."""
+    told = cfg.number(config, TOPK, layer)
+    if told is not None and 0 < told[1] <= experts:
+        return told[1], f"config.json: {told[0]}"
+    return min(USUAL_TOPK, experts), "assumed: config.json does not say"
+
+
+@click.command("bench", epilog=EPILOG)
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--layer", type=click.IntRange(min=0), default=None, help="Layer to compute. [default: the first]")
+@click.option(
+    "--tokens", type=Counts(), default="1,4,16,64,256,1024", show_default=True, help="Tokens per forward, several."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: the physical cores we may use]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Draw it: FILE.png, .svg or .pdf.")
+def bench(
+    output: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, as_json: bool, plot: Path | None
+) -> None:
+    """Measure how fast this machine computes a layer of an output, next to how fast it reads memory.
+
+    Tokens are random and go to random experts, to others in every run: in use, too, the weights come from memory and not from a cache.
+    """
+    from ktconvert.pipeline.figures import check_plot, plot_bench
+    from ktconvert.pipeline.verify.report import aligned
+
+    check_plot(plot)
+    options.check_kernels("the command again")
+    threads = None if threads is None else options.lowered("--threads", threads, Reporter())
+    found = measured(output.expanduser().absolute(), layer, tokens, threads)
+    if plot is not None:
+        plot_bench(plot, found)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo("\n".join([*aligned(facts(found)), "", *aligned(table(found)), ""]))
+    for note in found["notes"]:
+        click.echo(f"note: {note}")
+
+
+def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None) -> dict[str, Any]:
+    """Measure; the JSON document. Sizes in bytes, times in seconds."""
+    from ktconvert.layouts.output import open_output
+    from ktconvert.native_quant import kernels
+    from ktconvert.native_quant.runtime import measure
+    from ktconvert.native_quant.runtime.experts import Experts
+    from ktconvert.native_quant.runtime.pool import shared_pool
+    from ktconvert.native_quant.runtime.weights import layers_of
+    from ktconvert.pipeline.verify.output import require_finished
+
+    require_finished(path)
+    opened = open_output(path)
+    if opened.damaged:
+        raise VerificationError(f"{path}: {next(iter(opened.damaged.values()))}; see `ktconvert verify {path}`.")
+    config, layers = opened.config, layers_of(path)
+    pool = shared_pool(threads)
+    with Experts.load(path, layers[0] if layer is None else layer, pool=pool) as experts:
+        topk, told = experts_per_token(config, experts.layer, experts.num_experts)
+        memory = measure.read_bandwidth(pool.threads)
+        measure.warm_up(experts, topk)
+        timings = [measure.time_forward(experts, count, topk) for count in tokens]
+        cache = measure.last_level_cache()
+        notes = []
+        if experts.nbytes < measure.CACHES * cache:
+            notes.append(
+                f"the layer ({size(experts.nbytes)}) is not much larger than the last-level cache ({size(cache)}): its weights "
+                "come from there in part or altogether, faster than a whole model's would."
+            )
+        return {
+            "event": "benchmarked",
+            "output": str(path),
+            "layer": experts.layer,
+            "layers": layers,
+            "method": experts.method,
+            "numa": experts.parts,
+            "experts": experts.num_experts,
+            "experts_per_token": topk,
+            "experts_per_token_from": told,
+            "hidden": experts.hidden,
+            "intermediate": experts.intermediate,
+            "layer_bytes": experts.nbytes,
+            "expert_bytes": experts.nbytes // experts.num_experts,
+            "isa": kernels.isa(),
+            "threads": pool.threads,
+            "cache_bytes": cache,
+            "memory_bytes_per_second": round(memory),
+            "timings": [
+                {
+                    "tokens": t.tokens,
+                    "runs": t.runs,
+                    "seconds_median": t.median,
+                    "seconds_best": t.best,
+                    "tokens_per_second": t.tokens_per_second,
+                    "experts_touched": t.touched,
+                    "bytes": round(t.nbytes),
+                    "bytes_per_second": round(t.bytes_per_second),
+                    "share_of_memory": t.bytes_per_second / memory,
+                    "seconds_all_layers": t.median * len(layers),
+                }
+                for t in timings
+            ],
+            "notes": notes,
+        }
+
+
+def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was measured, as (label, text)."""
+    threads = f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}"
+    return [
+        ("output", found["output"]),
+        ("layer", f"{found['layer']}, of {len(found['layers'])} ({ranges(found['layers'])})"),
+        ("method", f"{found['method']}, NUMA parts: {found['numa']}"),
+        (
+            "experts",
+            f"{found['experts']}, each {size(found['expert_bytes'])}: {found['hidden']} x {found['intermediate']}",
+        ),
+        ("per token", f"{found['experts_per_token']} ({found['experts_per_token_from']})"),
+        ("computing", f"{found['isa']}, {threads}"),
+        ("memory", f"{found['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}, one stream each"),
+    ]
+
+
+def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each number of tokens."""
+    count = len(found["layers"])
+    rows: list[tuple[str, ...]] = [
+        (
+            "tokens",
+            "ms/layer",
+            "best",
+            "tokens/s",
+            "experts",
+            "GB/s",
+            "of memory",
+            f"{count} layer{'s' if count != 1 else ''}, experts only",
+        )
+    ]
+    for row in found["timings"]:
+        whole = row["seconds_all_layers"]
+        rows.append(
+            (
+                str(row["tokens"]),
+                f"{row['seconds_median'] * 1e3:.3g}",
+                f"{row['seconds_best'] * 1e3:.3g}",
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['experts_touched']:.1f}",
+                f"{row['bytes_per_second'] / 1e9:.2f}",
+                f"{100 * row['share_of_memory']:.0f} %",
+                f"{whole * 1e3:.3g} ms, {row['tokens'] / whole:.3g} tokens/s",
+            )
+        )
+    return rows

@@ -1,0 +1,94 @@
+"""ktconvert run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.pipeline.cli import options
+
+EPILOG = """\b
+Examples:
+  ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
+  ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
+  ktconvert run examples/qwen3-moe-small --prompt "def add("                              as it is, for comparison
+"""
+
+
+@click.command("run", epilog=EPILOG)
+@click.argument("model")
+@click.option(
+    "--cpu-weights",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="What MODEL was converted into; its experts are computed from it. [default: MODEL as it is]",
+)
+@click.option("--prompt", default=None, help="The text to continue, as it stands.")
+@click.option("--chat", is_flag=True, help="Talk with the model, line by line; Ctrl-D ends.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per answer.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="0: always the likeliest token; above: chosen by chance. [default: 0]",
+)
+@click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: physical cores]")
+@click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
+@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
+@click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
+def run(model: str, **given: Any) -> None:
+    """Let a model write, through transformers, with its routed experts computed from converted weights.
+
+    MODEL is a directory or a hub id (org/name). Text goes to stdout as it comes, tokens per second to stderr.
+    """
+    if given["chat"] == (given["prompt"] is not None):
+        raise UsageError("give either --prompt TEXT or --chat")
+    from ktconvert.pipeline import generate
+
+    options.check_kernels("the command again")
+    generate.require("run")
+    settings = ("cpu_weights", "revision", "trust_remote_code", "threads", "exact")
+    loaded = generate.load(generate.Choice(model, **{name: given[name] for name in settings}))
+
+    def write(inputs: Any) -> str:
+        text, speed = generate.write(
+            *loaded, inputs, max_new_tokens=given["max_new_tokens"], temperature=given["temperature"], say=_say
+        )
+        _say("\n")
+        click.echo(speed.line(), err=True)
+        return text
+
+    if given["prompt"] is not None:
+        _say(given["prompt"])
+        write(generate.prompt_inputs(loaded[1], given["prompt"]))
+        return
+    messages: list[dict[str, str]] = []
+    for line in _lines():
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": write(generate.chat_inputs(loaded[1], messages))})
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, less empty lines, to the end of the input."""
+    typed = sys.stdin.isatty()
+    if typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() then edits lines and remembers them
+    while True:
+        try:
+            line = input("> " if typed else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line

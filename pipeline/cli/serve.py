@@ -1,0 +1,44 @@
+"""ktconvert serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.pipeline.cli import options
+
+EPILOG = """\b
+Examples:
+  ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
+"""
+
+
+@click.command("serve", epilog=EPILOG)
+@click.argument("model")
+@click.option(
+    "--cpu-weights",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="What MODEL was converted into; its experts are computed from it.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
+@click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: physical cores]")
+@click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
+@click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
+def serve(model: str, **given: Any) -> None:
+    """Serve a model behind transformers' OpenAI-compatible server, its experts computed from converted weights.
+
+    MODEL is a directory or a hub id (org/name). The server answers for this model only; Ctrl-C ends it.
+    """
+    from ktconvert.pipeline import generate
+    from ktconvert.pipeline.server import listen
+
+    options.check_kernels("the command again")
+    generate.require("serve")
+    settings = ("cpu_weights", "trust_remote_code", "threads", "exact")
+    listen(generate.Choice(model, **{name: given[name] for name in settings}), given["host"], given["port"])

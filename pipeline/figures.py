@@ -1,0 +1,79 @@
+"""Pictures of what `bench` and `eval` measured, drawn by matplotlib (the extra `plot`), which is imported when a picture is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktconvert.layouts.errors import KtconvertError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = (".png", ".svg", ".pdf")
+INK, MARK = "#1f5fa8", "#b5452c"  # what was measured; what it is held against
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise UsageError, before any work, where no picture could be written to this file; None asks for none."""
+    if path is None:
+        return
+    if path.suffix.lower() not in KINDS:
+        raise UsageError(f"--plot {path}: give a file that ends in {', '.join(KINDS)}.")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no directory {path.absolute().parent}; make it first.")
+    if find_spec("matplotlib") is None:
+        raise KtconvertError("--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'")
+
+
+def plot_bench(path: Path, found: Mapping[str, Any]) -> None:
+    """GB/s against the memory's, and tokens/s, over the batch size; `found` is the JSON document of `ktconvert bench`."""
+    figure = _figure(f"{Path(found['output']).name}, layer {found['layer']}: {found['method']}, "
+                     f"{found['isa']}, {found['threads']} thread{'s' if found['threads'] != 1 else ''}")  # fmt: skip
+    rows: Sequence[Mapping[str, Any]] = found["timings"]
+    tokens = [row["tokens"] for row in rows]
+    left, right = figure.subplots(1, 2)
+    left.plot(tokens, [row["bytes_per_second"] / 1e9 for row in rows], "o-", color=INK, label="expert weights")
+    left.axhline(found["memory_bytes_per_second"] / 1e9, color=MARK, linestyle="--", label="memory, read")
+    left.set(ylabel="GB/s", title="weights read, each expert once", ylim=(0, None))
+    left.legend(frameon=False)
+    right.plot(tokens, [row["tokens_per_second"] for row in rows], "o-", color=INK)
+    right.set(ylabel="tokens/s", yscale="log", title="through this layer")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [str(count) for count in tokens])
+        axes.set_xlabel("tokens per forward")
+    figure.savefig(path)
+
+
+def plot_eval(path: Path, found: Mapping[str, Any], divergences: Sequence[float]) -> None:
+    """A histogram of every position's KL divergence, and every layer's error; `found` is the JSON document of `ktconvert eval`."""
+    figure = _figure(f"{Path(found['cpu_weights']).name} against {Path(found['model']).name}: perplexity "
+                     f"{found['perplexity']['converted']:.4g} against {found['perplexity']['original']:.4g}")  # fmt: skip
+    left, right = figure.subplots(1, 2)
+    least = 1e-9  # equal distributions stand at the left edge
+    low, high = (f(max(value, least) for value in divergences) for f in (min, max))
+    steps = [low * (high / low) ** (i / 50) for i in range(51)] if high > low else [low / 2, low * 2]
+    left.hist([max(value, least) for value in divergences], bins=steps, color=INK)
+    for name, value in (("mean", found["kl"]["mean"]), ("99 %", found["kl"]["p99"])):
+        left.axvline(
+            max(value, least), color=MARK, linestyle="--" if name == "mean" else ":", label=f"{name} {value:.3g}"
+        )
+    left.set(xscale="log", xlabel="KL divergence (nats)", ylabel="positions", title=f"{len(divergences)} positions")
+    left.legend(frameon=False)
+    layers = found["layers"]
+    right.bar([row["layer"] for row in layers], [row["relative_error"] for row in layers], color=INK)
+    right.set(xlabel="layer", ylabel="relative L2", title="error of the experts' output", ylim=(0, None))
+    if len(layers) <= 20:
+        right.set_xticks([row["layer"] for row in layers])
+    figure.savefig(path)
+
+
+def _figure(title: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    return figure

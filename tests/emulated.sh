@@ -1,0 +1,28 @@
+#!/bin/sh
+# Runs tests with the kernels for AMX and AVX-VNNI on a CPU that has AVX-512 VNNI only: in a build, in build/emulated or $OUT, that
+# says both are there; tile instructions are trapped (tests/rig/amx_trapped.c), AVX-VNNI is compiled to AVX-512's encoding. It says
+# nothing about speed.
+# Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and what has dot products in it)
+set -eu
+cd "$(dirname "$0")/.."
+python=$(realpath -s "${1:-.venv/bin/python}")
+[ $# -eq 0 ] || shift
+[ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_runtime.py::test_exact_mode_has_kt_kernels_bits \
+    tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits -k "amx or avxvnni"
+out=${OUT:-build/emulated}
+
+# The folders as ktconvert.*, with our own build of the extension in place of the usual one.
+rm -rf "$out"
+mkdir -p "$out/lib/ktconvert/native_quant"
+out=$(realpath "$out")
+for folder in pipeline quantizers layouts; do ln -s "$PWD/$folder" "$out/lib/ktconvert/$folder"; done
+for file in native_quant/*; do case $file in *.so) ;; *) ln -s "$PWD/$file" "$out/lib/ktconvert/native_quant/" ;; esac; done
+
+KTCONVERT_CFLAGS=-DKT_EMULATED "$python" setup.py -q build_ext --build-temp "$out/temp" --build-lib "$out/lib"
+"${CC:-cc}" -std=gnu11 -O3 -mavx2 -Wall -Wextra -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
+
+# PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
+export PYTHONPATH="$out/lib"
+"$python" -c "import sys, ktconvert.native_quant._ktq as m; assert m.__file__.startswith(sys.argv[1]), m.__file__" "$out"
+# pytest's faulthandler would take SIGILL over.
+LD_PRELOAD="$out/amx_trapped.so" exec "$python" -m pytest -p no:cacheprovider -p no:faulthandler "$@"

@@ -1,0 +1,184 @@
+"""`ktconvert bench`: what is measured, what is counted and how it is told. No test measures time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime import measure
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.pipeline.cli.bench import bench, experts_per_token
+from ktconvert.pipeline.cli.cpu import cpu
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
+    """The bundled model as INT4, for two NUMA nodes."""
+    made = tmp_path_factory.mktemp("bench") / "int4"
+    done = CliRunner().invoke(cpu, ["-i", str(example), "-o", str(made), "-q"])
+    assert done.exception is None, done.output
+    return made
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fewest runs, a small set."""
+    monkeypatch.setattr(measure, "SECONDS", 0)
+    monkeypatch.setattr(measure, "CACHES", 0)
+    monkeypatch.setattr(measure, "SLICE", 1 << 20)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(bench, [str(argument) for argument in arguments])
+
+
+def sentence(*arguments: object) -> tuple[int, str]:
+    """Exit code and message of what must fail."""
+    done = run(*arguments)
+    assert done.exception is not None
+    code = getattr(done.exception, "exit_code", done.exit_code)
+    return code, done.output if isinstance(done.exception, SystemExit) else str(done.exception)
+
+
+def test_the_document(output: Path) -> None:
+    found = json.loads(run(output, "--json", "--tokens", "1,16,4", "--layer", 1, "--threads", 2).stdout)
+    assert (found["layer"], found["layers"], found["threads"]) == (1, [0, 1], min(2, machine.allowed_cpus()))
+    assert (found["method"], found["numa"], found["experts"]) == ("AMXINT4", 2, 8)
+    assert (found["experts_per_token"], found["experts_per_token_from"]) == (2, "config.json: num_experts_per_tok")
+    assert found["expert_bytes"] == 3 * 256 * 256 // 2 + 4 * (256 + 256 + 2 * 256)
+    assert found["layer_bytes"] == 8 * found["expert_bytes"]
+    assert found["memory_bytes_per_second"] > 0
+    assert [timing["tokens"] for timing in found["timings"]] == [1, 16, 4]
+    for timing in found["timings"]:
+        assert timing["runs"] == measure.LEAST_RUNS
+        assert 0 < timing["seconds_best"] <= timing["seconds_median"]
+        assert timing["bytes"] == pytest.approx(timing["experts_touched"] * found["expert_bytes"], abs=1)
+        assert timing["seconds_all_layers"] == 2 * timing["seconds_median"]
+        assert timing["share_of_memory"] > 0
+    assert found["timings"][0]["experts_touched"] == 2  # one token touches its experts, no more
+
+
+def test_the_report_for_people(output: Path) -> None:
+    told = run(output, "--tokens", "1,4").stdout.splitlines()
+    head = next(i for i, line in enumerate(told) if line.startswith("tokens "))
+    assert [line.split()[0] for line in told[head + 1 : head + 3]] == ["1", "4"]
+    assert any(line.startswith("memory") and "GB/s" in line for line in told)
+
+
+def test_a_layer_in_the_cache_is_told(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "CACHES", 1)
+    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 20)
+    assert "last-level cache (1.0 MiB)" in run(output, "--tokens", 1).stdout
+    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 10)
+    assert "note" not in run(output, "--tokens", 1).stdout
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture(output: Path, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"bench{suffix}"
+    assert run(output, "--tokens", "1,4", "--plot", picture).exception is None
+    assert picture.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_without_matplotlib(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktconvert.pipeline.figures.find_spec", lambda name: None)
+    assert sentence(output, "--plot", tmp_path / "b.png") == (
+        1,
+        "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'",
+    )
+
+
+def test_what_cannot_be_measured(output: Path, example: Path, tmp_path: Path) -> None:
+    assert sentence(output, "--layer", 7)[0] == 3
+    assert "layers 0-1" in sentence(output, "--layer", 7)[1]
+    assert sentence(example)[0] == 3
+    assert "holds no expert weights" in sentence(example)[1]
+    assert sentence(tmp_path / "none")[0] == 5
+    for wrong in ("0", "1,x", "", "-4"):
+        code, text = sentence(output, "--tokens", wrong)
+        assert code == 2 and "list of numbers" in text
+    assert sentence(output, "--plot", tmp_path / "b.txt")[0] == 2
+    assert "no directory" in sentence(output, "--plot", tmp_path / "none" / "b.png")[1]
+
+
+def test_more_threads_than_cpus(output: Path) -> None:
+    done = run(output, "--tokens", 1, "--json", "--threads", 100000)
+    assert json.loads(done.stdout)["threads"] == machine.allowed_cpus()
+    assert "--threads 100000 is lowered" in done.stderr
+
+
+def test_a_damaged_layer(output: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(output, tmp_path / "copy"))
+    shard = copy / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4096])
+    code, text = sentence(copy)
+    assert code == 6 and shard.name in text
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_experts_per_tok": 6}, 6),
+        ({"text_config": {"top_k_experts": 4}}, 4),
+        ({"moe_topk": [1, 3]}, 3),
+        ({}, 8),
+        ({"num_experts_per_tok": 99}, 8),
+    ],
+)
+def test_experts_per_token(config: dict[str, Any], expected: int) -> None:
+    found, told = experts_per_token(config, 1, 64)
+    assert found == expected
+    assert told.startswith("config.json: " if expected != 8 else "assumed")
+    assert experts_per_token({}, 0, 4)[0] == 4
+
+
+@pytest.mark.parametrize(("topk", "experts"), [(1, 8), (2, 8), (3, 8), (8, 8), (8, 129)])
+def test_routing(topk: int, experts: int) -> None:
+    ids = measure.random_routing(np.random.default_rng(0), 500, topk, experts)
+    assert ids.dtype == np.int64 and ids.shape == (500, topk)
+    assert all(len(set(row)) == topk for row in ids.tolist())
+    assert set(ids.ravel().tolist()) == set(range(experts))
+    every = measure.every_expert(topk, experts)
+    assert len(every) == -(-experts // topk)
+    assert set(every.ravel().tolist()) == set(range(experts))
+    assert all(len(set(row)) == topk for row in every.tolist())
+
+
+def test_a_run_gives_each_forward_another_routing(
+    random_experts: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = Experts.from_bf16(**random_experts(16, 128, 128), pool=shared_pool(2))
+    seen: list[bytes] = []
+    forward = experts.forward
+
+    def spy(hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
+        seen.append(ids.tobytes())
+        assert weights.sum(axis=1) == pytest.approx(1)
+        return forward(hidden, ids, weights, **rest)
+
+    monkeypatch.setattr(experts, "forward", spy)
+    timing = measure.time_forward(experts, 4, 2)
+    assert len(set(seen)) == timing.runs == measure.LEAST_RUNS
+
+
+def test_the_last_level_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets' caches count both, a cache that is shared once; nothing known is nothing."""
+    monkeypatch.setattr("ktconvert.native_quant.machine.affinity", lambda: frozenset(range(4)))
+    assert measure.last_level_cache(tmp_path) == 0
+    for number in range(4):
+        for index, level, kib, shared in ((0, 1, 32, f"{number}"), (3, 3, 1024, "0-1" if number < 2 else "2-3")):
+            folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/cache/index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("size", f"{kib}K"), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{text}\n")
+    assert measure.last_level_cache(tmp_path) == 2 << 20

@@ -1,0 +1,39 @@
+"""Kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI), run all the same: emulated."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ktconvert.native_quant import kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATED = ("amx", "avxvnni")
+
+
+@pytest.mark.slow
+def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
+    if "avx512vnni" not in kernels.available_isas():
+        pytest.skip("this machine has no avx512vnni, with which the emulated build computes")
+    done = subprocess.run(
+        ["sh", "tests/emulated.sh", sys.executable],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(tmp_path / "build"), "PYTEST_ADDOPTS": "-v"},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    # "tests/test_gemm.py::test_name[4-amx-17] PASSED [ 3%]"
+    lines = re.findall(r"^tests/(\w+)\.py::\w+\[(\S+)\] (PASSED|SKIPPED)", done.stdout, re.MULTILINE)
+    outcomes = Counter((file, isa, word) for file, names, word in lines for isa in EMULATED if isa in names.split("-"))
+    for isa in EMULATED:
+        for file in ("test_gemm", "test_runtime"):
+            assert outcomes[file, isa, "PASSED"] > 0, f"no test of {file} ran with {isa}:\n{done.stdout}"
+            assert outcomes[file, isa, "SKIPPED"] == 0, f"a test of {file} was skipped with {isa}:\n{done.stdout}"

@@ -1,0 +1,399 @@
+"""Models of transformers whose experts come from a converted directory: the same words, and not one expert tensor loaded.
+
+Every family is a tiny model with random weights, saved by transformers, converted by the real command to INT8 and loaded through
+KTConvertConfig. `pytest -s` shows what the bounds below were taken from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.checkpoints.safetensors import read_header
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.quantizers import reference
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from ktconvert.native_quant import KTConvertConfig  # noqa: E402
+from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts  # noqa: E402
+
+HIDDEN = WIDTH = 128
+EXPERTS, LAYERS, VOCABULARY, TOKENS = 8, 2, 320, 48
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.09,  # about 1 / sqrt(hidden_size): what the experts say is then a good part of what comes out
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WIDTHS = {"intermediate_size": 256, "moe_intermediate_size": WIDTH}
+LINEAR = {
+    "head_dim": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+GLM = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+MLA = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "qk_nope_head_dim": 32}
+
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN}
+
+# model_type -> its config, beyond COMMON
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**WIDTHS, "num_experts": EXPERTS, "head_dim": 32, "norm_topk_prob": True},
+    "qwen3_next": {**WIDTHS, **LINEAR, "num_experts": EXPERTS},
+    "qwen3_5_moe_text": {**LINEAR, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS},
+    "deepseek_v3": {**WIDTHS, **GLM, **MLA, "num_key_value_heads": 4},
+    "mixtral": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS},
+    "glm4_moe": {**WIDTHS, **GLM, "head_dim": 32},
+    "minimax_m2": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16},
+}
+# (family, whether its experts are stored as 3-D tensors, NUMA parts); qwen3_5_moe is published with a vision part
+CASES = [
+    ("qwen3_moe", False, 1),
+    ("qwen3_moe", True, 2),
+    ("qwen3_next", False, 1),
+    ("qwen3_5_moe", False, 2),
+    ("qwen3_5_moe", True, 1),
+    ("deepseek_v3", False, 1),
+    ("mixtral", False, 1),
+    ("glm4_moe", False, 2),
+    ("minimax_m2", False, 1),
+]
+# Measured, the largest of all cases: a layer against its own INT8 weights 0.026 (what is left is the rounding of the activations),
+# against the original's weights 0.029; logits 0.028 (median), top-1 0.875. Another expert's weights give about 1.4.
+LAYER_INT8, LAYER, LOGITS, TOP_1 = 0.035, 0.04, 0.045, 0.8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, what it was converted into, and both loaded: by transformers as it is, and with our experts."""
+
+    model: Path
+    weights: Path
+    original: Any
+    ours: Any
+    info: dict[str, Any]
+    told: str
+
+
+def config_of(family: str, **differs: Any) -> Any:
+    own = {**COMMON, **FAMILIES.get(family, FAMILIES["qwen3_5_moe_text"]), **differs}
+    if family in FAMILIES:
+        return transformers.AutoConfig.for_model(family, **own)
+    return transformers.AutoConfig.for_model(family, text_config=own, vision_config=VISION)
+
+
+def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
+    """Save a model of this family with random weights, its experts as 3-D tensors or one by one."""
+    torch.manual_seed(0)
+    kind = "AutoModelForCausalLM" if family in FAMILIES else "AutoModelForImageTextToText"
+    model = getattr(transformers, kind).from_config(config_of(family, **differs), dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.down_proj"):
+            parameter.data.mul_(2)  # silu(gate) * up is small: let the experts be heard beside the rest
+    model.save_pretrained(folder, save_original_format=not fused)
+    return folder
+
+
+def names(model: Path) -> list[str]:
+    return [entry.name for path in model.glob("*.safetensors") for entry in read_header(path).entries]
+
+
+def load(model: Path, weights: Path, **options: Any) -> Any:
+    """The model with our experts, and what transformers says of missing and unexpected tensors."""
+    config = KTConvertConfig(cpu_weights=weights, **{"threads": 2, **options})
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        model, quantization_config=config, output_loading_info=True
+    )
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any]) -> Case:
+    family, fused, parts = request.param
+    root = tmp_path_factory.mktemp(family)
+    make(family, fused, root / "model")
+    assert any(name.endswith(".experts.gate_up_proj") for name in names(root / "model")) == fused
+    cli("cpu", "-i", root / "model", "-o", root / "int8", "--quant-method", "int8", "--threadpool-count", parts)
+    original = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        ours, info = load(root / "model", root / "int8")
+    return Case(root / "model", root / "int8", original, ours, info, told.getvalue())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """torch's threads cost more than they give on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+each_family = pytest.mark.parametrize("case", CASES, indirect=True, ids=lambda c: f"{c[0]}{'-fused' * c[1]}-T{c[2]}")
+
+
+def logits(model: Any) -> Any:
+    tokens = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens).logits.float()[0]
+
+
+def distance(got: Any, want: Any) -> Any:
+    """Of each row: the length of the difference, relative to what was wanted."""
+    return (got.float() - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def experts_of(model: Any) -> dict[str, Any]:
+    return {name: m for name, m in model.named_modules() if name.split(".")[-1] == "experts"}
+
+
+def spoken(model: Any) -> dict[str, tuple[Any, ...]]:
+    """What goes into each experts module (hidden, ids, weights) and what comes out, when the model reads some tokens."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    hooks = [
+        module.register_forward_hook(lambda _module, given, out, name=name: seen.__setitem__(name, (*given, out)))
+        for name, module in experts_of(model).items()
+    ]
+    logits(model)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def computed(module: Any, hidden: Any, ids: Any, weights: Any, dequantized: bool) -> Any:
+    """The experts of transformers' own module in float32, with its weights or with these as INT8 holds them."""
+
+    def matrix(bf16: Any) -> Any:
+        if not dequantized:
+            return bf16.float()
+        codes, scales = reference.quantize(8, bf16.contiguous().view(torch.uint16).numpy())
+        return torch.from_numpy(codes.astype(np.float32) * scales[:, None])
+
+    out = torch.zeros(hidden.shape)
+    for expert in ids.unique().tolist():
+        token, place = torch.where(ids == expert)
+        gate, up = (hidden[token].float() @ matrix(module.gate_up_proj.data[expert]).T).chunk(2, dim=-1)
+        said = (torch.nn.functional.silu(gate) * up) @ matrix(module.down_proj.data[expert]).T
+        out.index_add_(0, token, said * weights[token, place, None].float())
+    return out
+
+
+@each_family
+def test_nothing_is_missing_and_no_expert_was_loaded(case: Case) -> None:
+    assert not any(case.info.values()), case.info
+    for word in ("experts", "MISSING", "UNEXPECTED"):
+        assert word not in case.told
+    theirs, ours = experts_of(case.original), experts_of(case.ours)
+    assert theirs.keys() == ours.keys()
+    assert [m.layer for m in ours.values()] == [int(name.split(".")[2]) for name in theirs]
+    assert all(isinstance(m, RoutedExperts) for m in ours.values())
+    assert not list(next(iter(ours.values())).parameters())
+    rest = {name for name in case.original.state_dict() if not name.rpartition(".")[0].endswith(".experts")}
+    assert set(case.ours.state_dict()) == rest
+
+
+@each_family
+def test_each_layer_computes_what_transformers_computes(case: Case) -> None:
+    theirs = experts_of(case.original)
+    for name, (hidden, ids, weights, out) in spoken(case.ours).items():
+        assert out.dtype == hidden.dtype
+        for dequantized, bound in ((True, LAYER_INT8), (False, LAYER)):
+            far = distance(out, computed(theirs[name], hidden, ids, weights, dequantized)).max()
+            print(f"{name}, {'INT8' if dequantized else 'original'} weights: {far:.4f}")
+            assert far < bound, name
+
+
+@each_family
+def test_the_model_says_what_the_original_says(case: Case) -> None:
+    """Medians: where two experts are equally likely a small error may choose the other one."""
+    want, got = logits(case.original), logits(case.ours)
+    hooks = [
+        m.register_forward_hook(lambda _m, _given, out: torch.zeros_like(out))
+        for m in experts_of(case.original).values()
+    ]
+    silent = logits(case.original)
+    for hook in hooks:
+        hook.remove()
+    far, same = distance(got, want).median(), (got.argmax(-1) == want.argmax(-1)).float().mean()
+    print(
+        f"{case.model.parent.name}: logits {far:.4f}, top-1 {same:.3f}, without experts {distance(silent, want).median():.3f}"
+    )
+    assert far < LOGITS
+    assert same >= TOP_1
+    assert distance(silent, want).median() > 10 * LOGITS
+
+
+qwen = pytest.mark.parametrize("case", CASES[:1], indirect=True, ids=["qwen3_moe"])
+mixtral = pytest.mark.parametrize("case", [("mixtral", False, 1)], indirect=True, ids=["mixtral"])
+
+
+def test_ids_beyond_the_experts_give_back_what_they_get(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """LongCat-Flash routes tokens to experts that compute nothing."""
+    sizes = {"expert_ffn_hidden_size": WIDTH, "ffn_hidden_size": 256, "n_routed_experts": EXPERTS, "zero_expert_num": 4}
+    own = {**COMMON, **MLA, **sizes, "num_layers": 1, "num_hidden_layers": 2, "moe_topk": 4, "head_dim": 16}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("longcat_flash", **{**own, "num_key_value_heads": 4})
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    theirs = experts_of(made)["model.layers.0.mlp.experts"]
+    theirs.gate_up_proj = torch.nn.Parameter(theirs.gate_up_proj[:EXPERTS].clone())  # as it is published
+    made.save_pretrained(tmp_path / "model")
+    cli("cpu", "-i", tmp_path / "model", "-o", tmp_path / "int8", "--quant-method", "int8", "--threadpool-count", 1)
+    ours, info = load(tmp_path / "model", tmp_path / "int8")
+    assert not any(info.values()), info
+    ((hidden, ids, weights, out),) = spoken(ours).values()
+    assert (ids >= EXPERTS).any()
+    assert distance(out, theirs(hidden, ids, weights).detach().float()).max() < LAYER
+
+
+@qwen
+def test_options_reach_the_experts(case: Case) -> None:
+    model, _ = load(case.model, case.weights, exact=True, threads=1, memory="copy")
+    for module in experts_of(model).values():
+        assert module.experts.exact
+        assert module.experts.pool.threads == 1
+    shown = "RoutedExperts(layer=1, AMXINT8, experts=8, hidden=128, intermediate=128)"
+    assert shown in str(model)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(case.model.parent / "again")
+
+
+@qwen
+def test_float32_and_batches(case: Case) -> None:
+    """The model may run in another dtype than the experts; a batch gives what its rows give."""
+    model, _ = load(case.model, case.weights)
+    model = model.to(torch.float32)
+    tokens = torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
+    both = model(tokens).logits  # with gradients on: they stop at the experts, nothing breaks
+    assert both.dtype == torch.float32
+    for row in (0, 1):
+        torch.testing.assert_close(model(tokens[row : row + 1]).logits[0], both[row], rtol=1e-4, atol=1e-4)
+
+
+@mixtral
+def test_the_config_file_may_name_the_experts(case: Case, tmp_path: Path) -> None:
+    """A config.json with our quantization_config is enough; programs that know nothing of us then load the model."""
+    shutil.copytree(case.model, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = KTConvertConfig(cpu_weights=case.weights).to_dict()
+    path.write_text(json.dumps(config))
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(logits(model), logits(case.ours))
+
+
+@mixtral
+def test_expert_tensors_of_the_checkpoint_are_not_read(case: Case, tmp_path: Path) -> None:
+    """With 16 GiB of experts, in a file that is one hole, the memory does not grow by as much as a gigabyte."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(case.model / "config.json", model)
+    stored = load_file(next(case.model.glob("*.safetensors")))
+    rest = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    save_file(rest, model / "rest.safetensors", metadata={"format": "pt"})
+    gone = sorted(set(stored) - set(rest))
+    rows = (16 << 30) // 256 // len(gone)
+    header = {"__metadata__": {"format": "pt"}}
+    for at, name in enumerate(gone):
+        header[name] = {"dtype": "BF16", "shape": [rows, 128], "data_offsets": [at * rows * 256, (at + 1) * rows * 256]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (model / "experts.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + rows * 256 * len(gone))
+    weight_map = {**dict.fromkeys(rest, "rest.safetensors"), **dict.fromkeys(gone, "experts.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ours, info = load(model, case.weights)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # kilobytes
+    assert not any(info.values()), info
+    assert torch.equal(logits(ours), logits(case.ours))
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@qwen
+def test_layers_that_were_not_converted(case: Case, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    cli("cpu", "-i", case.model, "-o", tmp_path / "one", "--threadpool-count", 1, "--layers", 1)
+    with pytest.raises(UnsupportedError, match=r"one: holds no experts of layer 0, which Qwen3MoeForCausalLM has"):
+        load(case.model, tmp_path / "one")
+
+
+@qwen
+def test_experts_of_another_model(case: Case, tmp_path: Path) -> None:
+    other = make("qwen3_moe", False, tmp_path / "other", num_experts=4)
+    with pytest.raises(UnsupportedError, match=r"num_experts 8 by its byte counts, not 4"):
+        load(other, case.weights)
+    with pytest.raises(UnsupportedError, match="nowhere"):
+        load(other, tmp_path / "nowhere")
+    with pytest.raises(UnsupportedError, match="holds no expert weights"):
+        load(other, other)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"hidden_act": "gelu"}, r"Qwen3MoeExperts\) has another activation"),
+    (
+        "gpt_oss",
+        {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "head_dim": 32},
+        r"GptOssExperts\) has biases",
+    ),
+    (
+        "llama4_text",
+        {**WIDTHS, "num_local_experts": EXPERTS, "head_dim": 32},
+        "is not called with hidden_states, top_k_index",
+    ),
+    ("llama", {"intermediate_size": 256}, "builds no routed experts"),
+]
+
+
+@pytest.mark.parametrize(("family", "config", "why"), REFUSED, ids=[f"{r[0]}" for r in REFUSED])
+def test_experts_that_compute_something_else(family: str, config: dict[str, Any], why: str) -> None:
+    with torch.device("meta"):
+        made = transformers.AutoConfig.for_model(family, **{**COMMON, **config})
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    with pytest.raises(UnsupportedError, match=why) as refused:
+        find_experts(model)
+    assert "load it without cpu_weights" in str(refused.value)
+
+
+def test_of_two_stacks_the_known_one_counts() -> None:
+    """Qwen3-Omni has a talker beside the thinker; only the thinker's experts are converted."""
+    with torch.device("meta"):
+        thinker, talker = (
+            transformers.AutoModelForCausalLM.from_config(config_of("qwen3_moe", num_experts=n)) for n in (8, 4)
+        )
+    both = torch.nn.ModuleDict({"thinker": thinker, "talker": talker})
+    assert [(p.name, p.layer, p.num_experts, p.hidden, p.intermediate) for p in find_experts(both)] == [
+        (f"thinker.model.layers.{layer}.mlp.experts", layer, EXPERTS, HIDDEN, WIDTH) for layer in range(LAYERS)
+    ]
+    with pytest.raises(UnsupportedError, match="two kinds of experts in layer 0"):
+        find_experts(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([both])}))
+    with pytest.raises(UnsupportedError, match=r"under several names \('a\.model\.', 'b\.model\.'\)"):
+        find_experts(torch.nn.ModuleDict({"a": thinker, "b": talker}))

@@ -1,0 +1,154 @@
+"""The runtime's threads: shared by callers, left behind by fork(), joined at exit, asleep when there is nothing to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool, default_pool, shared_pool
+
+
+@pytest.fixture(scope="module")
+def layer(random_experts: Any) -> list[Any]:
+    made = random_experts(4, 256, 128)
+    return [made[name] for name in ("gate", "up", "down")]
+
+
+@pytest.fixture(scope="module")
+def call() -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((33, 256)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return x, rng.integers(0, 4, (33, 2)), rng.random((33, 2)).astype(np.float32)
+
+
+def test_settings_that_make_no_sense() -> None:
+    for options in ({"threads": 0}, {"threads": -3}, {"threads": 2, "numa_nodes": []}, {"threads": 100_000}):
+        with pytest.raises(ValueError):
+            Pool(**options)  # type: ignore[arg-type]
+
+
+def test_default_is_the_physical_cores_of_the_allowed_cpus() -> None:
+    one = min(os.sched_getaffinity(0))
+    script = (
+        f"import os; os.sched_setaffinity(0, [{one}])\n"
+        "from ktconvert.native_quant.runtime.pool import default_pool; print(default_pool().threads)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "1\n"
+    assert 1 <= default_pool().threads <= len(os.sched_getaffinity(0))
+
+
+def test_the_same_settings_share_a_pool() -> None:
+    assert shared_pool(2) is shared_pool(2) is not shared_pool(3)
+
+
+def test_wrappers_with_different_pools_coexist(layer: list[Any], call: tuple[Any, ...]) -> None:
+    pools = [Pool(1), Pool(3), Pool(4, numa_nodes=[0, 1])]
+    experts = [Experts.from_bf16(*layer, method="AMXINT8", pool=pool) for pool in pools]
+    expected = experts[0].forward(*call)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            if not np.array_equal(experts[number % 3].forward(*call), expected):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for pool in pools[1:]:
+        pool.close()
+    np.testing.assert_array_equal(experts[0].forward(*call), expected)
+
+
+def test_background_jobs_run_in_order_and_again(layer: list[Any], call: tuple[Any, ...]) -> None:
+    experts = Experts.from_bf16(*layer, method="AMXINT4", pool=Pool(2))
+    x, ids, weights = call
+    outs = [np.zeros_like(x) for _ in range(8)]
+    jobs = [experts.submit(x, np.roll(ids, number, 0).copy(), weights, out=out) for number, out in enumerate(outs)]
+    jobs[-1].wait()
+    for number, out in enumerate(outs):  # the last is done, so all are
+        np.testing.assert_array_equal(out, experts.forward(x, np.roll(ids, number, 0).copy(), weights))
+    x2 = x.copy()
+    job = experts.submit(x2, ids, weights, out=outs[0])
+    job.wait()
+    job.wait()
+    x2[:] = np.roll(x, 1, 0)
+    job.submit()
+    job.wait()
+    np.testing.assert_array_equal(outs[0], experts.forward(x2, ids, weights))
+
+
+def test_a_forked_child_computes(layer: list[Any], call: tuple[Any, ...]) -> None:
+    experts = Experts.from_bf16(*layer, method="AMXINT8", pool=Pool(3))
+    expected = experts.forward(*call)
+    experts.submit(*call, out=np.empty_like(expected)).wait()
+    child = os.fork()
+    if child == 0:
+        good = np.array_equal(experts.forward(*call), expected)
+        out = np.zeros_like(expected)
+        experts.submit(*call, out=out).wait()
+        os._exit(0 if good and np.array_equal(out, expected) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    np.testing.assert_array_equal(experts.forward(*call), expected)
+
+
+def test_threads_are_joined_at_exit_and_take_no_signals() -> None:
+    script = """
+import os, signal, threading
+from ktconvert.native_quant.runtime.pool import Pool
+pool = Pool(4)
+names = [t for t in os.listdir("/proc/self/task") if int(t) != os.getpid()]
+blocked = [next(l.split()[1] for l in open(f"/proc/self/task/{t}/status") if l.startswith("SigBlk")) for t in names]
+print(len(names), all(int(b, 16) >> (signal.SIGINT - 1) & 1 for b in blocked))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
+
+
+def test_a_page_that_cannot_be_read_is_told_in_every_thread(cli: Any, example: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
+    script = f"""
+import os, sys, numpy as np
+from pathlib import Path
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+kernels.guard_sigbus("%s: became shorter")
+experts = Experts.load({str(out)!r}, 0, memory="map", pool=Pool(4))
+os.truncate({str(out / "model-00001-of-00002.safetensors")!r}, 8192)
+ids = np.tile(np.arange(8), (64, 1))
+experts.forward(np.zeros((64, 256), np.uint16), ids, np.ones((64, 8), np.float32))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (5, f"{out}/model-00001-of-00002.safetensors: became shorter\n")
+
+
+def test_idle_threads_sleep(layer: list[Any], call: tuple[Any, ...]) -> None:
+    experts = Experts.from_bf16(*layer, method="AMXINT8", pool=Pool(4))
+    experts.forward(*call)
+
+    def asleep() -> bool:
+        states = [
+            (task / "stat").read_text().rsplit(")", 1)[1].split()[0] for task in Path("/proc/self/task").iterdir()
+        ]
+        return states.count("R") <= 1
+
+    for _ in range(200):
+        if asleep():
+            return
+        time.sleep(0.01)
+    pytest.fail("threads without work keep running")

@@ -1,0 +1,175 @@
+"""ktconvert run: a model's words, streamed, and how fast they came."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.pipeline.cli.run import run
+
+pytest.importorskip("transformers")
+
+SPEED = re.compile(
+    r"prefill (\d+) tokens in [\d.]+ s \([\d.]+ tokens/s\), decode (\d+) tokens in [\d.]+ s \([\d.]+ tokens/s\)"
+)
+TEMPLATE = "{% for m in messages %}{{ m.role }} says {{ m.content }} {% endfor %}assistant says"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> Path:
+    out = tmp_path_factory.mktemp("run") / "int8"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1)
+    return out
+
+
+def call(*arguments: object, given: str = "") -> Result:
+    """The command in this process, which has imported transformers already."""
+    return CliRunner().invoke(run, list(map(str, arguments)), input=given)
+
+
+def count(example: Path, text: str) -> int:
+    from tokenizers import Tokenizer
+
+    return len(Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids)
+
+
+def test_a_prompt_is_continued(cli: Callable[..., Any], example: Path, weights: Path) -> None:
+    """In a process of its own; with INT8 experts the bundled model begins with the words that it has without."""
+    prompt = "def add("
+    options = (example, "--prompt", prompt, "--max-new-tokens", 12)
+    done = cli("run", *options, "--cpu-weights", weights, "--threads", 1)
+    assert done.stdout.startswith(prompt)
+    assert len(done.stdout) > len(prompt) + 20
+    assert done.stdout.endswith("\n")
+    speed = SPEED.fullmatch(done.stderr.strip())
+    assert speed is not None, done.stderr
+    assert (int(speed[1]), int(speed[2])) == (count(example, prompt), 11)
+    as_it_is = call(*options, "--threads", 1)
+    assert as_it_is.exit_code == 0
+    assert as_it_is.stdout == done.stdout
+
+
+def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -> None:
+    """Each message is a line; the model sees all that was said."""
+    done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, given="import os\n\nclass\n")
+    assert done.exit_code == 0, done.exception
+    answers = done.stdout.splitlines()
+    first, second = SPEED.findall(done.stderr)
+    assert int(first[0]) == count(example, "import os\n")
+    assert int(second[0]) > count(example, "import os\nclass\n")
+    assert len(answers) >= 2
+
+
+def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(example, model)
+    path = model / "tokenizer_config.json"
+    path.chmod(0o644)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
+    done = call(model, "--cpu-weights", weights, *options, given="import os\n")
+    assert done.exit_code == 0, done.exception
+    assert int(SPEED.findall(done.stderr)[0][0]) == count(example, "user says import os assistant says")
+
+
+def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE is known to transformers as a model of images and text only."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    from ktconvert.pipeline import generate
+
+    text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {
+        "vocab_size": 2048,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+    }
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"deepstack_visual_indexes": [0]}
+    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
+    transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(__file__).parents[1] / "examples" / "qwen3-moe-small" / name, tmp_path)
+    model, tokenizer = generate.load(generate.Choice(str(tmp_path)))
+    inputs = generate.prompt_inputs(tokenizer, "def add(")
+    said: list[str] = []
+    text_said, speed = generate.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=said.append)
+    assert "".join(said) == text_said
+    assert (speed.prompt, speed.new) == (3, 3)
+
+
+REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
+    ((), UsageError, "either --prompt TEXT or --chat"),
+    (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
+    (("--prompt", ""), InputError, "the prompt holds no token"),
+    (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: is no directory"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
+def test_what_cannot_be_run(example: Path, options: tuple[object, ...], kind: type[KtconvertError], why: str) -> None:
+    refused = call(example, *options).exception
+    assert type(refused) is kind
+    assert why in str(refused)
+
+
+def test_models_that_cannot_be_loaded(tmp_path: Path, example: Path, weights: Path) -> None:
+    """Nothing is filled up with chance, no other model is taken."""
+
+    def refused(model: Path) -> str:
+        error = call(model, "--prompt", "x").exception
+        assert isinstance(error, InputError | UnsupportedError)
+        return str(error)
+
+    nothing = tmp_path / "nothing"
+    assert refused(nothing) == f"{nothing}: no such directory; give a model's directory or its hub id"
+    assert refused(weights).startswith(f"{weights}: holds converted experts, no model; give the original model")
+    nothing.mkdir()
+    assert refused(nothing).startswith(f"{nothing}: transformers cannot load it: ")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(example / name, nothing)
+    assert refused(nothing) == f"{nothing}: has no tokenizer; put its files (tokenizer.json) beside config.json"
+    config = nothing / "config.json"
+    config.chmod(0o644)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 3}))
+    assert re.search(r"lacks \d+ tensors of its model, such as model\.layers\.2\.", refused(nothing))
+
+
+def test_a_model_that_is_quantized_itself(tmp_path: Path, example: Path, weights: Path) -> None:
+    quantized = tmp_path / "fp8"
+    shutil.copytree(example, quantized)
+    path = quantized / "config.json"
+    path.chmod(0o644)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    refused = call(quantized, "--prompt", "x", "--cpu-weights", weights).exception
+    assert type(refused) is UnsupportedError
+    assert "is quantized itself (fp8)" in str(refused)
+
+
+@pytest.mark.parametrize(("command", "package"), [("run", "transformers"), ("serve", "uvicorn")])
+def test_a_missing_package_is_one_line(
+    command: str, package: str, cli: Callable[..., Any], example: Path, weights: Path, tmp_path: Path
+) -> None:
+    """Python's own finder passes over a package, as if it were not installed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "found = PathFinder.find_spec\n"
+        f"PathFinder.find_spec = lambda name, *rest: None if name == {package!r} else found(name, *rest)\n"
+    )
+    options = ("--prompt", "x") if command == "run" else ()
+    done = cli(command, example, "--cpu-weights", weights, *options, code=1, env={"PYTHONPATH": str(tmp_path)})
+    assert done.stderr == (
+        f"ktconvert: `ktconvert {command}` needs {package}, not installed here: pip install 'ktconvert[{command}]'\n"
+    )

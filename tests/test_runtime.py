@@ -1,0 +1,254 @@
+"""The forward: kt-kernel's bits in exact mode, closer to the truth by default, and the same bits however it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors import safe_open
+
+from ktconvert.layouts import layout_named
+from ktconvert.layouts.parts import ExpertGrid
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.weights import LayerWeights
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.v1.*_t[12].safetensors"))
+RUN = [path for path in GOLDEN if "backward" not in path.name]
+METHODS = ("AMXINT4", "AMXINT8")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What kt-kernel wrote and computed."""
+
+    packed: LayerWeights
+    hidden: npt.NDArray[np.uint16]
+    ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+    out: npt.NDArray[np.uint16]
+
+    def experts(self, **options: Any) -> Experts:
+        return Experts(self.packed, **options)
+
+    def call(self, **options: Any) -> npt.NDArray[np.uint16]:
+        return self.experts(**options).forward(self.hidden, self.ids, self.weights)
+
+
+def bits(tensor: Any) -> npt.NDArray[np.uint16]:
+    """A BF16 torch tensor as NumPy bits."""
+    import torch
+
+    return tensor.contiguous().view(torch.uint16).numpy().copy()
+
+
+def read(path: Path) -> Golden:
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+        layout = layout_named(about["method"])
+        grid = ExpertGrid(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
+        experts = int(about["experts"])
+        arrays = {}
+        for part in grid.all_parts(range(experts)):
+            key = f"blk.0.ffn_{part.projection}_exps.{part.expert}.numa.{part.numa}"
+            weight = file.get_tensor(f"{key}.weight").numpy().view(np.uint8).copy()
+            arrays[part] = (weight, file.get_tensor(f"{key}.scale").numpy().copy())
+        return Golden(
+            LayerWeights(layout, grid, experts, arrays),
+            bits(file.get_tensor("in.hidden")),
+            file.get_tensor("in.topk_ids").numpy().copy(),
+            file.get_tensor("in.topk_weights").numpy().copy(),
+            bits(file.get_tensor("out.hidden")),
+        )
+
+
+@pytest.fixture(scope="module", params=RUN, ids=lambda path: path.name.removesuffix(".safetensors"))
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return read(request.param)
+
+
+@pytest.fixture(scope="module")
+def pools() -> list[Pool]:
+    """One thread, as many as CPUs, more than CPUs, and two NUMA nodes (which this machine may not have)."""
+    return [Pool(1), Pool(2), Pool(7), Pool(2, numa_nodes=[0, 1]), Pool(5, numa_nodes=[0, 1])]
+
+
+Make = Callable[..., tuple[Experts, npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.float32]]]
+
+
+@pytest.fixture(scope="session")
+def make(random_experts: Any) -> Make:
+    """Random experts with random tokens for them: (experts, hidden, ids, weights)."""
+
+    def made(
+        method: str = "AMXINT8",
+        experts: int = 8,
+        hidden: int = 256,
+        width: int = 128,
+        tokens: int = 9,
+        topk: int = 3,
+        **options: Any,
+    ) -> Any:
+        rng = np.random.default_rng(hidden + width + tokens)
+        layer = random_experts(experts, hidden, width)
+        x = (rng.standard_normal((tokens, hidden)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
+        weights = rng.random((tokens, topk)).astype(np.float32)
+        return Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method, **options), x, ids, weights
+
+    return made
+
+
+def to_float(x: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
+    return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArray[np.float64]:
+    """The layer in float64 on the dequantized weights, nothing rounded."""
+    linears: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
+    for part, (weight, scale) in packed.arrays.items():
+        dense = packed.layout.unpack(weight, scale, part.n, part.k).astype(np.float64)
+        key = (part.projection, part.expert)
+        axis = 1 if part.projection == "down" else 0
+        linears[key] = np.concatenate([linears[key], dense], axis) if key in linears else dense
+    out = np.zeros(x.shape)
+    for t, token in enumerate(to_float(x)):
+        for expert, weight in zip(ids[t], weights[t], strict=True):
+            gate, up = linears["gate", expert] @ token, linears["up", expert] @ token
+            out[t] += float(weight) * (linears["down", expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:
+    return float(np.linalg.norm(to_float(out) - truth) / np.linalg.norm(truth))
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_exact_mode_has_kt_kernels_bits(golden: Golden, isa: str, pools: list[Pool]) -> None:
+    for pool in pools:
+        np.testing.assert_array_equal(golden.call(exact=True, pool=pool), golden.out)
+
+
+def test_default_mode_is_closer_to_the_truth_than_kt_kernel(golden: Golden) -> None:
+    truth = reference(golden.packed, golden.hidden, golden.ids, golden.weights)
+    assert distance(golden.call(), truth) < distance(golden.out, truth)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_instruction_set_and_pool_gives_the_same_bits(
+    method: str, exact: bool, pools: list[Pool], make: Make
+) -> None:
+    experts, *call = make(method, tokens=70, topk=2, experts=3, exact=exact, parts=1, hidden=384)
+    kernels.set_isa("scalar")
+    try:
+        expected = experts.forward(*call)
+        for name in kernels.available_isas():
+            kernels.set_isa(name)
+            for pool in pools:
+                other = Experts(experts._packed, exact=exact, pool=pool)  # type: ignore[arg-type]
+                np.testing.assert_array_equal(other.forward(*call), expected, err_msg=name)
+    finally:
+        kernels.set_isa(None)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_token_does_not_see_its_batch(method: str, parts: int, make: Make) -> None:
+    experts, x, ids, weights = make(method, tokens=40, width=256, parts=parts)
+    together = experts.forward(x, ids, weights)
+    for t in range(40):
+        alone = experts.forward(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
+        np.testing.assert_array_equal(alone[0], together[t])
+    order = np.random.default_rng(1).permutation(40)
+    np.testing.assert_array_equal(experts.forward(x[order], ids[order], weights[order]), together[order])
+
+
+def test_permuting_experts_permutes_the_output(make: Make) -> None:
+    experts, x, ids, weights = make(tokens=20)
+    order = np.random.default_rng(2).permutation(8)
+    permuted = Experts(experts._packed, order=order)  # type: ignore[arg-type]
+    place = np.argsort(order)
+    np.testing.assert_array_equal(permuted.forward(x, place[ids], weights), experts.forward(x, ids, weights))
+
+
+def test_long_batches_are_cut_in_passes_and_panels(make: Make) -> None:
+    experts, x, ids, weights = make(experts=4, hidden=512, width=64, tokens=200, topk=4)
+    many = 500  # 400,000 rows of (token, expert): several passes; 128 columns of y at a time
+    expected = np.tile(experts.forward(x, ids, weights), (many, 1))
+    got = experts.forward(np.tile(x, (many, 1)), np.tile(ids, (many, 1)), np.tile(weights, (many, 1)))
+    np.testing.assert_array_equal(got, expected)
+
+
+# --- odd input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [0x7F80, 0xFF80, 0x7FC0, 0x7F81])
+@pytest.mark.parametrize("exact", [False, True])
+def test_infinity_and_nan_stay_in_their_token(bad: int, exact: bool, make: Make, isa: str) -> None:
+    experts, x, ids, weights = make(tokens=6, exact=exact)
+    clean = experts.forward(x, ids, weights)
+    x[2, 17] = bad
+    out = experts.forward(x, ids, weights)
+    np.testing.assert_array_equal(np.delete(out, 2, 0), np.delete(clean, 2, 0))
+    assert np.isnan(to_float(out[2])).all()
+
+
+def test_a_token_without_experts_gives_zero(make: Make) -> None:
+    experts, x, ids, weights = make(tokens=4)
+    ids[1] = -1
+    ids[2] = [8, 99, -5]
+    out = experts.forward(x, ids, weights)
+    assert not out[1:3].any() and out[0].any() and out[3].any()
+    assert not experts.forward(x, np.full_like(ids, -1), weights).any()
+    assert experts.forward(x[:0], ids[:0], weights[:0]).shape == (0, 256)
+
+
+def test_skipped_experts_add_nothing(make: Make) -> None:
+    experts, x, ids, weights = make()
+    skip = np.zeros(8, bool)
+    skip[[1, 4]] = True
+    left_out = np.where(np.isin(ids, [1, 4]), -1, ids)
+    np.testing.assert_array_equal(experts.forward(x, ids, weights, skip=skip), experts.forward(x, left_out, weights))
+
+
+def test_an_expert_named_twice_counts_twice(make: Make) -> None:
+    experts, x, ids, weights = make(tokens=2, topk=2)
+    twice = experts.forward(x, np.repeat(ids[:, :1], 2, 1), np.full_like(weights, 0.5))
+    once = experts.forward(x, ids[:, :1].copy(), np.ones_like(weights[:, :1]))
+    np.testing.assert_array_equal(twice, once)
+
+
+def test_arrays_that_do_not_fit_are_refused(make: Make) -> None:
+    experts, x, ids, weights = make()
+    for wrong in (
+        (x[:, :-64], ids, weights),
+        (x[:-1], ids, weights),
+        (x, ids[:, :1], weights),
+        (x.view(np.int16), ids, weights),
+        (x, ids.astype(np.int32), weights),
+        (x, ids, weights.astype(np.float64)),
+        (x[:, ::-1], ids, weights),
+        (x, np.asfortranarray(ids), weights),
+    ):
+        with pytest.raises(ValueError, match=r"must (have|be)"):
+            experts.forward(*wrong)
+    with pytest.raises(ValueError, match="skip"):
+        experts.forward(x, ids, weights, skip=np.zeros(7, bool))
+    with pytest.raises(ValueError, match="order"):
+        Experts(experts._packed, order=np.arange(7))  # type: ignore[arg-type]
+
+
+def test_subnormals_of_the_caller_stay(make: Make) -> None:
+    experts, x, ids, weights = make()
+    experts.forward(x, ids, weights)
+    tiny = np.array([1e-40], np.float32)
+    assert (tiny * np.float32(1)).view(np.uint32)[0] == tiny.view(np.uint32)[0] != 0

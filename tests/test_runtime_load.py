@@ -1,0 +1,216 @@
+"""What the runtime loads is checked first: one sentence for each thing that can be wrong; every form of output gives the same numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.weights import layers_of
+
+Outputs = dict[tuple[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Outputs:
+    """The bundled model in two parts: merged and loose, INT4 and INT8."""
+    root = tmp_path_factory.mktemp("outputs")
+    made = {}
+    for method in ("int4", "int8"):
+        for form, more in (("merged", ()), ("loose", ("--no-merge-safetensor",))):
+            out = root / f"{method}-{form}"
+            cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", 2, "-q", *more)
+            made[method, form] = out
+    return made
+
+
+@pytest.fixture
+def damaged(outputs: Outputs, tmp_path: Path) -> Path:
+    """A merged INT4 output to do harm to, as kt-kernel would have written it: without a manifest."""
+    shutil.copytree(outputs["int4", "merged"], tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").unlink()
+    return tmp_path / "out"
+
+
+@pytest.fixture(scope="module")
+def call() -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((5, 256)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    ids = np.stack([rng.permutation(8)[:2] for _ in range(5)]).astype(np.int64)
+    return x, ids, rng.random((5, 2)).astype(np.float32)
+
+
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_every_form_and_memory_gives_the_same(method: str, outputs: Outputs, call: tuple[Any, ...]) -> None:
+    results = [
+        Experts.load(outputs[method, form], 1, memory=memory).forward(*call)
+        for form in ("merged", "loose")
+        for memory in ("auto", "map", "copy")
+    ]
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+def test_what_is_loaded_says_what_it_is(outputs: Outputs) -> None:
+    assert layers_of(outputs["int4", "merged"]) == layers_of(outputs["int8", "loose"]) == [0, 1]
+    with Experts.load(
+        outputs["int8", "loose"], 0, method="AMXINT8", num_experts=8, hidden=256, intermediate=256
+    ) as experts:
+        assert (experts.method, experts.layer, experts.num_experts, experts.parts) == ("AMXINT8", 0, 8, 2)
+        assert (experts.hidden, experts.intermediate) == (256, 256)
+        assert experts.nbytes == 8 * 3 * 256 * 256 + 8 * 4 * (256 + 256 + 2 * 256)
+
+
+def test_a_saved_layer_is_the_loose_layer(outputs: Outputs, tmp_path: Path, read_tree: Any) -> None:
+    experts = Experts.load(outputs["int4", "merged"], 1)
+    experts.save(tmp_path)
+    experts.save(tmp_path)  # again: takes the old one's place
+    assert read_tree(tmp_path / "_layer_1") == read_tree(outputs["int4", "loose"] / "_layer_1")
+    assert [path.name for path in tmp_path.iterdir()] == ["_layer_1"]
+
+
+def test_another_number_of_parts_is_told_once(outputs: Outputs, damaged: Path) -> None:
+    with pytest.warns(UserWarning, match="made for 2 NUMA parts, run with 1"):
+        Experts.load(damaged, 0, parts=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Experts.load(damaged, 1, parts=1)
+        Experts.load(damaged, 1, parts=2)
+    with pytest.raises(UnsupportedError, match="--threadpool-count 1"):
+        Experts.load(damaged, 0, parts=1, strict=True)
+
+
+def test_experts_in_another_order(outputs: Outputs, call: tuple[Any, ...]) -> None:
+    x, ids, weights = call
+    order = np.array([3, 1, 2, 0, 7, 6, 5, 4])
+    plain = Experts.load(outputs["int8", "merged"], 0).forward(x, order[ids], weights)
+    ordered = Experts.load(outputs["int8", "merged"], 0, order=order).forward(x, ids, weights)
+    np.testing.assert_array_equal(ordered, plain)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"method": "AMXINT8"}, "method AMXINT4 by its byte counts, not AMXINT8"),
+        ({"num_experts": 16}, "num_experts 8 by its byte counts, not 16"),
+        ({"hidden": 512}, "hidden_size 256 by its byte counts, not 512"),
+        ({"intermediate": 128}, "moe_intermediate_size 256 by its byte counts, not 128"),
+        ({"layer": 7}, "holds no layer 7; it has layers 0-1"),
+    ],
+)
+def test_another_model_is_refused(wrong: dict[str, Any], sentence: str, outputs: Outputs) -> None:
+    with pytest.raises(UnsupportedError, match=sentence):
+        Experts.load(outputs["int4", "merged"], **{"layer": 0, **wrong})
+
+
+def shard_of(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def edit_header(shard: Path, edit: Any) -> None:
+    """Change a shard's header in place; it must not become longer."""
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert len(text) <= length
+    shard.write_bytes(data[:8] + text.ljust(length) + data[8 + length :])
+
+
+def test_a_missing_expert(damaged: Path) -> None:
+    key = "blk.0.ffn_up_exps.3.numa.1.weight"
+    edit_header(shard_of(damaged), lambda header: header.update({"elsewhere": header.pop(key)}))
+    with pytest.raises(InputError, match=r"layer 0, expert 3, up_proj, NUMA part 1, weight is missing"):
+        Experts.load(damaged, 0)
+    Experts.load(damaged, 1)
+
+
+def test_a_missing_part(damaged: Path) -> None:
+    def drop(header: dict[str, Any]) -> None:
+        for key in [k for k in header if ".numa.1." in k]:
+            header["x" + key[1:]] = header.pop(key)
+
+    edit_header(shard_of(damaged), drop)
+    with pytest.raises(KtconvertError, match=r"NUMA part 1"):
+        Experts.load(damaged, 0)
+
+
+def test_a_truncated_shard(damaged: Path) -> None:
+    shard = shard_of(damaged)
+    shard.write_bytes(shard.read_bytes()[:-4096])
+    with pytest.raises(KtconvertError, match=r"layer 0|model-00001"):
+        Experts.load(damaged, 0)
+    Experts.load(damaged, 1)
+
+
+def test_a_shard_whose_header_leaves_a_gap(damaged: Path) -> None:
+    def shrink(header: dict[str, Any]) -> None:
+        entry = header["blk.0.ffn_down_exps.2.numa.0.weight"]
+        entry["data_offsets"][1] -= 64
+        entry["shape"] = [entry["shape"][0] - 64]
+
+    edit_header(shard_of(damaged), shrink)
+    with pytest.raises(InputError, match=r"layer 0 cannot be read \(model-00001"):
+        Experts.load(damaged, 0)
+
+
+def test_a_matrix_of_another_size(outputs: Outputs, tmp_path: Path) -> None:
+    shutil.copytree(outputs["int8", "loose"], tmp_path / "out")
+    folder = tmp_path / "out" / "_layer_0" / "_numa_0"
+    (folder / "INT8_down_2_32768Byte_quant_.kt").unlink()
+    (folder / "INT8_down_2_32704Byte_quant_.kt").write_bytes(bytes(32704))
+    with pytest.raises(InputError, match=r"expert 2, down_proj, NUMA part 0, weight: holds 32704 bytes, not 32768"):
+        Experts.load(tmp_path / "out", 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("method", "AMXINT8"), ("num_experts", "9"), ("activation", "gelu")])
+def test_a_header_that_says_something_else(name: str, value: str, damaged: Path) -> None:
+    edit_header(shard_of(damaged), lambda header: header["__metadata__"].update({name: value}))
+    with pytest.raises(UnsupportedError, match=f"{name} {value}"):
+        Experts.load(damaged, 0)
+
+
+def test_a_loose_layer_with_a_file_too_short(outputs: Outputs, tmp_path: Path) -> None:
+    shutil.copytree(outputs["int8", "loose"], tmp_path / "out")
+    victim = sorted((tmp_path / "out" / "_layer_0" / "_numa_1").iterdir())[4]
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(KtconvertError, match=r"bytes where its name says"):
+        Experts.load(tmp_path / "out", 0)
+
+
+def test_what_is_no_output(tmp_path: Path, example: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent", example):
+        with pytest.raises(UnsupportedError, match=str(path)):
+            Experts.load(path, 0)
+
+
+def test_methods_that_we_cannot_compute(tmp_path: Path) -> None:
+    folder = tmp_path / "_layer_0" / "_numa_0"
+    folder.mkdir(parents=True)
+    for projection in ("gate", "up", "down"):
+        (folder / f"MOE_INT8_{projection}_0_4096Byte_quant_.kt").write_bytes(bytes(4096))
+        (folder / f"MOE_INT8_{projection}_0_256Byte_scale_.kt").write_bytes(bytes(256))
+    with pytest.raises(UnsupportedError, match="MOE_INT8, which this runtime cannot compute"):
+        Experts.load(tmp_path, 0)
+
+
+def test_weights_that_cannot_be_packed(random_experts: Any) -> None:
+    layer = random_experts(2, 256, 128)
+    arrays = [layer[name] for name in ("gate", "up", "down")]
+    with pytest.raises(KeyError):
+        Experts.from_bf16(*arrays, method="AMXINT2")
+    with pytest.raises(UnsupportedError, match="multiple of 128"):
+        Experts.from_bf16(*arrays, parts=2)
+    with pytest.raises(ValueError, match=r"\[E, I, H\]"):
+        Experts.from_bf16(arrays[0], arrays[2], arrays[1])
+    arrays[1][1, 5, 9] = 0x7F80
+    with pytest.raises(ValueError, match="row 5, column 9"):
+        Experts.from_bf16(*arrays)

@@ -1,0 +1,120 @@
+"""ktconvert serve: transformers' OpenAI-compatible server answers with the converted experts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi")
+
+CHAT = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 8, "temperature": 0}
+PATIENCE = 120  # seconds; only a server that does not come up takes so long
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> Path:
+    out = tmp_path_factory.mktemp("serve") / "int8"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def server(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server in a process of its own on a free port; Ctrl-C must end it."""
+    port = _free()
+    log = tmp_path_factory.mktemp("log") / "server"
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(example)]
+    options = ["--cpu-weights", str(weights), "--port", str(port), "--threads", "1"]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.STDOUT)
+    try:
+        _wait(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130, log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except (URLError, ConnectionError):
+            time.sleep(0.2)
+    pytest.fail(f"the server did not come up:\n{log.read_text()}")
+
+
+def post(url: str, body: dict[str, Any]) -> str:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_a_chat_completion_streamed_and_not(server: str, example: Path) -> None:
+    whole = json.loads(post(f"{server}/v1/chat/completions", CHAT))
+    said = whole["choices"][0]["message"]["content"]
+    assert whole["object"] == "chat.completion"
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == CHAT["max_tokens"]
+    assert whole["usage"]["prompt_tokens"] == 3  # "import", " os" and the newline of the plainest template
+    assert said
+    stream = post(f"{server}/v1/chat/completions", {**CHAT, "model": str(example), "stream": True})
+    pieces = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: {")]
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert len([d for d in deltas if d.get("content")]) > 1
+    assert "".join(d.get("content") or "" for d in deltas) == said
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_two_clients_at_once(server: str) -> None:
+    with ThreadPoolExecutor(2) as clients:
+        answers = list(clients.map(lambda _: post(f"{server}/v1/chat/completions", CHAT), range(4)))
+    assert len({json.loads(answer)["choices"][0]["message"]["content"] for answer in answers}) == 1
+
+
+def test_the_server_is_for_one_model(server: str, example: Path) -> None:
+    with urllib.request.urlopen(f"{server}/v1/models") as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == [str(example)]
+    with pytest.raises(HTTPError) as refused:
+        post(f"{server}/v1/chat/completions", {**CHAT, "model": "another/model"})
+    assert refused.value.code == 400
+
+
+def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path, weights: Path) -> None:
+    """Told at once, not after minutes of loading."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = cli("serve", example, "--cpu-weights", weights, "--port", port, code=1)
+    assert done.stderr == (
+        f"ktconvert: 127.0.0.1:{port}: cannot listen there (Address already in use); choose --host and --port\n"
+    )
+
+
+def test_weights_that_do_not_fit(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+    done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", _free(), code=3)
+    assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {tmp_path / 'nowhere'}: is no directory")
+
+
+def _free() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port

@@ -1,0 +1,209 @@
+"""`ktconvert verify --run`: what is right computes, what is damaged is found by computing, and the reference is right itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ktconvert.layouts import manifest
+from ktconvert.layouts.output import Stored, open_output
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime import smoke, weights
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.cli.verify import verify
+
+FORMS = ("int4-merged", "int8-merged", "int8-loose")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+    """The bundled model in both methods, for two NUMA nodes."""
+    root = tmp_path_factory.mktemp("made")
+    for name in FORMS:
+        method, form = name.split("-")
+        loose = ["--no-merge-safetensor"] if form == "loose" else []
+        done = CliRunner().invoke(
+            cpu, ["-i", str(example), "-o", str(root / name), "--quant-method", method, "-q", *loose]
+        )
+        assert done.exception is None, done.output
+    return {name: root / name for name in FORMS}
+
+
+@pytest.fixture
+def theirs(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy without a manifest, as kt-kernel's own outputs are: no hash tells of damage."""
+
+    def one(name: str) -> Path:
+        copy = Path(shutil.copytree(made[name], tmp_path / name))
+        (copy / manifest.NAME).unlink()
+        return copy
+
+    return one
+
+
+def run(output: Path, *options: object) -> tuple[Result, dict[str, Any]]:
+    done = CliRunner().invoke(verify, [str(output), "--run", "--json", *map(str, options)])
+    if isinstance(done.exception, Exception):
+        raise done.exception
+    return done, json.loads(done.stdout)
+
+
+def row(report: dict[str, Any]) -> dict[str, Any]:
+    """The report's row `run`."""
+    found: dict[str, Any] = next(check for check in report["checks"] if check["name"] == "run")
+    return found
+
+
+def stored(output: Path, expert: int, projection: str, what: str) -> Stored:
+    """Where a tensor of layer 0, NUMA part 1 lies."""
+    return next(
+        tensor
+        for (place, kind), tensor in open_output(output).tensors.items()
+        if (place.layer, place.expert, place.projection, place.numa, kind) == (0, expert, projection, 1, what)
+    )
+
+
+def rewrite(output: Path, tensor: Stored, data: bytes, at: int = 0) -> None:
+    with (output / tensor.file).open("r+b") as file:
+        file.seek(tensor.start + at)
+        file.write(data)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_conversion_computes(name: str, made: dict[str, Path]) -> None:
+    done, report = run(made[name])
+    assert done.exit_code == 0 and report["ok"]
+    found = row(report)
+    assert found["ok"] and "layer 0, 8 experts, 24 tokens: finite" in found["told"]
+    assert "(exact)" in found["told"] and "(default)" in found["told"] and f"at most {smoke.BOUND}" in found["told"]
+
+
+def test_without_the_option_nothing_is_computed(made: dict[str, Path]) -> None:
+    done = CliRunner().invoke(verify, [str(made["int4-merged"]), "--json"])
+    assert "run" not in {check["name"] for check in json.loads(done.stdout)["checks"]}
+
+
+@pytest.mark.parametrize("isa", kernels.available_isas())
+def test_every_instruction_set_passes(isa: str, made: dict[str, Path]) -> None:
+    try:
+        kernels.set_isa(isa)
+        found = smoke.smoke(made["int4-merged"], 1, 3, shared_pool(2))
+    finally:
+        kernels.set_isa(None)
+    assert not found.problems and found.error.keys() == {"exact", "default"}
+    assert all(0.001 < error < 0.05 for error in found.error.values())
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("projection", "scale", "words"),
+    [
+        ("down", 3e38, "not finite"),
+        ("gate", 3e38, "not finite"),
+        ("down", 1e9, "times the other experts'"),
+        ("up", 1e12, "times the other experts'"),
+    ],
+)
+def test_a_huge_scale_is_found(
+    name: str, projection: str, scale: float, words: str, theirs: Callable[[str], Path]
+) -> None:
+    output = theirs(name)
+    tensor = stored(output, 5, projection, "scale")
+    rewrite(output, tensor, np.array([scale], "<f4").tobytes(), 4 * 7)
+    done, report = run(output)
+    assert done.exit_code == 6 and not report["ok"]
+    assert all(check["ok"] for check in report["checks"] if check["name"] != "run"), "nothing else finds it"
+    assert words in row(report)["problems"][0] and "expert 5" in row(report)["problems"][0]
+    assert "convert it again" in report["message"]
+
+
+def test_exchanged_weights_are_found_by_their_hash(made: dict[str, Path], tmp_path: Path) -> None:
+    """Both sides of the smoke test read the same bytes, so it cannot see this; the row next to it does."""
+    output = Path(shutil.copytree(made["int4-merged"], tmp_path / "copy"))
+    first, second = (stored(output, expert, "gate", "weight") for expert in (2, 3))
+    opened = open_output(output)
+    a, b = opened.read(first).tobytes(), opened.read(second).tobytes()
+    rewrite(output, first, b)
+    rewrite(output, second, a)
+    done, report = run(output)
+    assert done.exit_code == 6 and [c["name"] for c in report["checks"] if not c["ok"]] == ["hashes"]
+
+
+def test_missing_and_short_files(theirs: Callable[[str], Path]) -> None:
+    output = theirs("int8-merged")
+    shard = output / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4096])
+    done, report = run(output)
+    assert done.exit_code == 6 and "nothing was computed" in row(report)["problems"][0]
+
+
+def test_a_missing_expert(theirs: Callable[[str], Path]) -> None:
+    output = theirs("int8-loose")
+    (output / stored(output, 3, "up", "weight").file).unlink()
+    done, report = run(output)
+    assert done.exit_code == 6
+    assert "expert 3, up_proj" in row(report)["problems"][0]
+
+
+def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: Any) -> None:
+    output = theirs("int8-loose")
+    for path in output.rglob("*.kt"):
+        path.rename(path.with_name(path.name.replace("INT8", "MOE_INT8")))
+    assert "without --run" in cli("verify", output, "--run", code=3).stderr
+
+
+# ---- the smoke test itself --------------------------------------------------------------------------------------------
+
+
+def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
+    given = random_experts(6, 256, 256, 3)
+    from ktconvert.layouts import layout_named
+
+    return weights.pack(**given, layout=layout_named("AMXINT8"), layer=0, parts=parts, threads=1), given
+
+
+def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:
+    """In float64 from the BF16 weights: as near as INT8 weights are."""
+    made, given = packed(random_experts)
+    gate, up, down = (smoke.widen(given[name]).astype(np.float64) for name in ("gate", "up", "down"))
+    hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    inner = np.einsum("nh,eih->nei", hidden, gate)
+    inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)
+    wanted = np.einsum("nei,ehi->neh", inner, down)
+    found = smoke.reference(made, hidden, threads=2)
+    assert found.shape == (3, 6, 256)
+    assert 0.001 < smoke.distance(found, wanted.astype(np.float32), (0, 1, 2)) < 0.02
+
+
+@pytest.mark.parametrize("wrong", ["expert", "strip", "token", "nan"])
+def test_a_runtime_that_computes_wrong_is_found(
+    wrong: str, made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Experts.forward
+
+    def broken(self: Experts, hidden: Any, ids: Any, given: Any, **rest: Any) -> Any:
+        if wrong == "expert":
+            ids = np.where(ids == 4, 1, ids)
+        out = forward(self, hidden, np.ascontiguousarray(ids), given, **rest)
+        if wrong == "strip":
+            out[:, 64:96] = 0
+        elif wrong == "token" and ids.shape[1] > 1:
+            out[2] = out[0]
+        elif wrong == "nan":
+            out[1, 1] = 0x7FC0
+        return out
+
+    monkeypatch.setattr(Experts, "forward", broken)
+    problems = smoke.smoke(made["int8-merged"], 0, 3, shared_pool(1)).problems
+    words = {"expert": "expert 4", "strip": "strip 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
+    assert any(words in problem for problem in problems), problems
+    assert any("exact" in problem for problem in problems) and any("default" in problem for problem in problems)

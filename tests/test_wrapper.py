@@ -1,0 +1,599 @@
+"""KTMoEWrapper on a CPU: kt-kernel's signature, the bits of Experts, the meaning of deferred experts, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ktconvert.layouts.errors import KtconvertError
+from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels
+from ktconvert.native_quant.runtime import deferred
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
+REQUIRED = inspect.Parameter.empty
+# kt-kernel 0.7.2's parameters in their order.
+SIGNATURE: dict[str, Any] = {
+    "layer_idx": REQUIRED,
+    "num_experts": REQUIRED,
+    "num_experts_per_tok": REQUIRED,
+    "hidden_size": REQUIRED,
+    "moe_intermediate_size": REQUIRED,
+    "gpu_experts_mask": REQUIRED,
+    "cpuinfer_threads": REQUIRED,
+    "threadpool_count": REQUIRED,
+    "weight_path": REQUIRED,
+    "chunked_prefill_size": REQUIRED,
+    "cpu_save": False,
+    "max_deferred_experts_per_token": None,
+    "method": "AMXINT4",
+    "numa_nodes": None,
+    "mode": "inference",
+    "num_gpu_experts": 0,
+    "lora_rank": 16,
+    "lora_alpha": 32.0,
+    "lora_dropout": 0.0,
+    "max_cache_depth": 1,
+    "group_size": 128,
+    "zero_point": True,
+    "full_weight_grad": False,
+    "swiglu_limit": 0.0,
+    "swiglu_alpha": 0.0,
+}
+
+Make = Callable[..., KTMoEWrapper]
+Stacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def stacked(example: Path) -> list[Stacked]:
+    """gate, up and down of the bundled model's two layers."""
+    source = load_file(example / "model.safetensors")
+
+    def stack(layer: int, name: str) -> torch.Tensor:
+        return torch.stack([source[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.weight"] for e in range(EXPERTS)])
+
+    return [(stack(layer, "gate"), stack(layer, "up"), stack(layer, "down")) for layer in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> Callable[..., Path]:
+    """The bundled model, converted: converted("int4", parts)."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def get(method: str, parts: int, *more: str) -> Path:
+        if (method, parts, *more) not in made:
+            out = tmp_path_factory.mktemp("out") / "converted"
+            cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", parts, "-q", *more)
+            made[(method, parts, *more)] = out
+        return made[(method, parts, *more)]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Deferred experts of one test must not reach another."""
+    KTMoEWrapper.clear_buffer_cache()
+    yield
+    KTMoEWrapper.clear_buffer_cache()
+    KTMoEWrapper.exact = False
+
+
+def make(weight_path: Path | str = "", **changed: Any) -> KTMoEWrapper:
+    arguments: dict[str, Any] = {
+        "layer_idx": 0,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOPK,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INTERMEDIATE,
+        "gpu_experts_mask": None,
+        "cpuinfer_threads": 2,
+        "threadpool_count": 1,
+        "weight_path": str(weight_path),
+        "chunked_prefill_size": 512,
+        "method": "AMXINT8",
+    }
+    return KTMoEWrapper(**(arguments | changed))
+
+
+def loaded(weight_path: Path, **changed: Any) -> KTMoEWrapper:
+    wrapper = make(weight_path, **changed)
+    wrapper.load_weights(torch.arange(EXPERTS))
+    return wrapper
+
+
+def inputs(tokens: int, seed: int = 7, topk: int = TOPK) -> Stacked:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :topk].contiguous()
+    return torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16), ids, torch.rand(tokens, topk, generator=g)
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    return tensor.contiguous().view(torch.int16).numpy()
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and np.array_equal(bits(left), bits(right))
+
+
+def by_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = experts.forward(hidden.view(torch.uint16).numpy(), ids.numpy(), weights.numpy())
+    return torch.from_numpy(out).view(torch.bfloat16)
+
+
+# --- the signature --------------------------------------------------------------------------------
+
+
+def test_signature_is_kt_kernels() -> None:
+    ours = inspect.signature(KTMoEWrapper).parameters
+    assert list(ours) == list(SIGNATURE)
+    for name, default in SIGNATURE.items():
+        if default is not REQUIRED:
+            assert ours[name].default == default, name
+    for name in ("load_weights", "load_weights_from_tensors", "forward", "submit_forward", "sync_forward"):
+        assert callable(getattr(KTMoEWrapper, name))
+
+
+def test_positional_arguments_as_kt_kernels(converted: Callable[..., Path]) -> None:
+    path = str(converted("int8", 1))
+    wrapper = KTMoEWrapper(0, 8, 2, 256, 256, None, 2, 1, path, 512, False, None, "AMXINT8", [0], "inference")
+    wrapper.load_weights(torch.arange(8))
+    assert wrapper.forward(*inputs(3), None).shape == (3, HIDDEN)
+
+
+def test_mask_may_be_left_out_and_nothing_else(converted: Callable[..., Path]) -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256, "moe_intermediate_size": 256}
+    threads = {"cpuinfer_threads": 2, "threadpool_count": 1, "chunked_prefill_size": 512, "method": "AMXINT8"}
+    wrapper = KTMoEWrapper(layer_idx=0, **sizes, **threads, weight_path=str(converted("int8", 1)))
+    assert not wrapper.gpu_experts_mask.any()
+    before_06 = KTMoEWrapper(layer_idx=0, **sizes, **threads, weight_path="x", num_gpu_experts=3)
+    assert before_06.gpu_experts_mask.tolist() == [True] * 3 + [False] * 5
+    assert not KTMoEWrapper(
+        layer_idx=0, **sizes, **threads, weight_path="x", num_gpu_experts=3, gpu_experts_mask=None
+    ).gpu_experts_mask.any()
+    with pytest.raises(TypeError, match="needs cpuinfer_threads, weight_path as well"):
+        KTMoEWrapper(layer_idx=0, **sizes, threadpool_count=1, chunked_prefill_size=512)
+
+
+# --- the numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_forward_gives_the_bits_of_experts(converted: Callable[..., Path], method: str, parts: int) -> None:
+    path, name = converted(method, parts), f"AMX{method.upper()}"
+    for layer in (0, 1):
+        wrapper = loaded(path, layer_idx=layer, method=name, threadpool_count=parts)
+        experts = Experts.load(path, layer)
+        for tokens in (0, 1, 40):
+            given = inputs(tokens)
+            want = by_experts(experts, *given)
+            assert same(wrapper.forward(*given, None), want)
+            wrapper.submit_forward(*given, None)
+            assert same(wrapper.sync_forward(given[0], None), want)
+
+
+def test_exact_is_another_rounding(converted: Callable[..., Path]) -> None:
+    path = converted("int8", 1)
+    given = inputs(40)
+    plain = loaded(path).forward(*given)
+    KTMoEWrapper.exact = True
+    exact = loaded(path).forward(*given)
+    assert not same(plain, exact)
+    assert same(exact, by_experts(Experts.load(path, 0, exact=True), *given))
+
+
+def test_any_dtype_shape_and_stride(converted: Callable[..., Path]) -> None:
+    wrapper = loaded(converted("int8", 1))
+    hidden, ids, weights = inputs(12)
+    want = wrapper.forward(hidden, ids, weights)
+    cube = wrapper.forward(hidden.view(3, 4, HIDDEN), ids.view(3, 4, TOPK), weights.view(3, 4, TOPK))
+    assert same(cube, want.view(3, 4, HIDDEN))
+    for dtype in (torch.float32, torch.float64):
+        out = wrapper.forward(hidden.to(dtype), ids.int(), weights.double())
+        assert out.dtype == dtype and torch.equal(out, want.to(dtype))
+    wide = torch.zeros(12, 2 * HIDDEN, dtype=torch.bfloat16)
+    wide[:, ::2] = hidden
+    assert same(wrapper.forward(wide[:, ::2], ids.T.contiguous().T, weights), want)
+
+
+def test_outputs_are_the_callers_own(converted: Callable[..., Path]) -> None:
+    wrapper = loaded(converted("int8", 1))
+    first, second = inputs(4, seed=1), inputs(4, seed=2)
+    kept = wrapper.forward(*first)
+    copy = kept.clone()
+    wrapper.forward(*second)
+    assert same(kept, copy)
+    wrapper.submit_forward(*first)
+    for tensor in first:
+        tensor.zero_()  # kt-kernel copies too: what was submitted may be overwritten
+    assert same(wrapper.sync_forward(first[0]), copy)
+
+
+def test_masked_experts_add_nothing_and_the_mask_may_change(converted: Callable[..., Path]) -> None:
+    path = converted("int8", 1)
+    hidden, ids, weights = inputs(20)
+    mask = torch.zeros(EXPERTS, dtype=torch.bool)
+    mask[[1, 4]] = True
+    everything, masked = loaded(path), loaded(path, gpu_experts_mask=mask)
+    assert masked.num_gpu_experts == 2
+    assert same(
+        masked.forward(hidden, ids, weights), everything.forward(hidden, ids.masked_fill(mask[ids], -1), weights)
+    )
+    masked.gpu_experts_mask.copy_(torch.zeros(EXPERTS, dtype=torch.bool))  # as SGLang does
+    assert same(masked.forward(hidden, ids, weights), everything.forward(hidden, ids, weights))
+    nobody = torch.tensor([[-1, EXPERTS]] * 20)
+    assert not everything.forward(hidden, nobody, weights).any()
+
+
+@pytest.mark.filterwarnings("ignore:.*made for 2 NUMA parts")
+def test_wrappers_with_different_threads_coexist(converted: Callable[..., Path]) -> None:
+    path = converted("int4", 2)
+    given = inputs(9)
+    wrappers = [
+        loaded(path, method="AMXINT4", cpuinfer_threads=threads, threadpool_count=parts)
+        for threads, parts in ((1, 1), (2, 2), (3, 2), (2, 2))
+    ]
+    outs = [wrapper.forward(*given) for wrapper in wrappers]
+    assert all(same(out, outs[0]) for out in outs)
+    pools = [wrapper.moe.pool for wrapper in wrappers if wrapper.moe]
+    assert [pool.threads for pool in pools] == [1, 2, 3, 2]
+    assert pools[1] is pools[3] and len(set(map(id, pools))) == 3
+
+
+def test_strict_refuses_another_threadpool_count(
+    converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KTMoEWrapper, "strict", True)
+    with pytest.raises(KtconvertError, match="made for 1 NUMA parts"):
+        loaded(converted("int8", 1), threadpool_count=2)
+
+
+# --- weights from tensors -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_online_weights_are_the_converters(
+    tmp_path: Path, converted: Callable[..., Path], stacked: list[Stacked], method: str, parts: int
+) -> None:
+    loose, name = converted(method, parts, "--no-merge-safetensor"), f"AMX{method.upper()}"
+    given = inputs(5)
+    for layer in (0, 1):
+        online = make(tmp_path, layer_idx=layer, method=name, threadpool_count=parts, cpu_save=True)
+        online.load_weights_from_tensors(*stacked[layer], torch.arange(EXPERTS))
+        want = loaded(loose, layer_idx=layer, method=name, threadpool_count=parts).forward(*given)
+        assert same(online.forward(*given), want)
+        saved = loaded(tmp_path, layer_idx=layer, method=name, threadpool_count=parts)
+        assert same(saved.forward(*given), want)
+    ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (tmp_path, loose))
+    assert ours == theirs and len(ours) == 2 * EXPERTS * 3 * parts * 2
+
+
+def test_without_cpu_save_nothing_is_written(tmp_path: Path, stacked: list[Stacked]) -> None:
+    make(tmp_path / "new").load_weights_from_tensors(*stacked[0], torch.arange(EXPERTS))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_physical_experts_compute_with_their_logical_ones(
+    tmp_path: Path, converted: Callable[..., Path], stacked: list[Stacked]
+) -> None:
+    order = torch.tensor([3, 1, 0, 7, 6, 5, 2, 4])
+    hidden, ids, weights = inputs(20)
+    want = loaded(converted("int8", 1)).forward(hidden, order[ids], weights)
+    mapped = make(converted("int8", 1))
+    mapped.load_weights(order)
+    assert same(mapped.forward(hidden, ids, weights), want)
+    online = make(tmp_path, cpu_save=True)
+    online.load_weights_from_tensors(*stacked[0], order)
+    assert same(online.forward(hidden, ids, weights), want)
+    assert same(loaded(tmp_path).forward(hidden, order[ids], weights), want)  # files hold logical experts
+    with pytest.raises(ValueError, match="order must name"):
+        mapped.load_weights(torch.arange(EXPERTS - 1))
+
+
+# --- deferred experts -----------------------------------------------------------------------------
+
+
+def test_an_expert_is_immediate_for_all_tokens_of_a_batch() -> None:
+    ids = torch.tensor([[0, 1, 2], [2, 3, 4]])
+    weights = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]])
+    now, later = deferred.select(ids, weights, 1, 6)
+    assert now.tolist() == [[0, -1, -1], [-1, 3, -1]]
+    assert later is not None and later.tolist() == [[-1, 1, 2], [2, -1, 4]]
+    now, later = deferred.select(ids, weights, 2, 6)  # 0 and 1 of the first, 3 and 4 of the second
+    assert later is not None and later.tolist() == [[-1, -1, 2], [2, -1, -1]]
+    now, later = deferred.select(ids, weights.flip(1), 1, 6)  # 2 for the first, so for the second as well
+    assert now.tolist() == [[-1, -1, 2], [2, 3, -1]]
+    now, later = deferred.select(ids, weights, 0, 6)
+    assert (now == -1).all() and later is not None and later.tolist() == ids.tolist()
+    assert deferred.select(ids, weights, 3, 6) == (ids, None)
+    strange = torch.tensor([[-1, 1, 9], [2, 3, 4]])
+    now, later = deferred.select(strange, weights, 1, 6)
+    assert later is not None and later.tolist() == [[-1, 1, -1], [2, -1, 4]]
+
+
+class Plain:
+    """Deferred experts as one would write them down, for one NUMA part and kt-kernel's rounding, in NumPy.
+
+    Each expert's output y is BF16; a layer's sum is fma(y, weight, sum) over its experts in float32, what was left before comes last.
+    """
+
+    def __init__(self, path: Path, layers: int) -> None:
+        self.experts = [Experts.load(path, layer, exact=True) for layer in range(layers)]
+        self.left: list[Any] = [None] * layers
+
+    def sums(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+        total = np.zeros((len(hidden), HIDDEN), np.float32)
+        one = torch.ones(len(hidden), 1)
+        for j in range(ids.shape[1]):
+            y = by_experts(self.experts[layer], hidden, ids[:, j : j + 1].contiguous(), one).double().numpy()
+            total = (total + y * weights[:, j : j + 1].double().numpy()).astype(np.float32)
+        return total
+
+    def __call__(self, layer: int, defer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+        now, later = ids.clone(), torch.full_like(ids, -1)
+        if defer:
+            best = weights.argsort(1, descending=True)[:, : ids.shape[1] - defer]
+            at_once = set(ids.gather(1, best).flatten().tolist())
+            for t, j in np.ndindex(*ids.shape):
+                if int(ids[t, j]) not in at_once:
+                    now[t, j], later[t, j] = -1, ids[t, j]
+        total = self.sums(layer, hidden, now, weights)
+        if layer and self.left[layer - 1] is not None:
+            total = total + self.left[layer - 1]
+        if defer:
+            left = torch.from_numpy(self.sums(layer, hidden, later, weights)).to(torch.bfloat16)
+            self.left[layer] = left.float().numpy()
+        return torch.from_numpy(total).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("way", ["forward", "submit", "turns"])
+@pytest.mark.parametrize("defer", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_deferred_experts_reach_the_next_layer(
+    converted: Callable[..., Path], way: str, defer: int, tokens: int
+) -> None:
+    path = converted("int8", 1)
+    KTMoEWrapper.exact = True
+    layers = [
+        loaded(path, layer_idx=layer, max_deferred_experts_per_token=defer if layer == 0 else 0) for layer in (0, 1)
+    ]
+    plain = Plain(path, 2)
+    for turn in range(3):
+        hidden, ids, weights = inputs(tokens, seed=10 * turn + tokens)
+        for layer, wrapper in enumerate(layers):
+            want = plain(layer, defer if layer == 0 else 0, hidden, ids, weights)
+            if way == "submit" or (way == "turns" and (turn + layer) % 2):
+                wrapper.submit_forward(hidden, ids, weights, None)
+                out = wrapper.sync_forward(hidden, None)
+            else:
+                out = wrapper.forward(hidden, ids, weights, None)
+            assert same(out, want), (turn, layer)
+            hidden, ids = out, ids.flip(0)
+        plain.left = [None, None]
+
+
+def test_what_is_left_is_added_once_and_only_by_the_next_layer(converted: Callable[..., Path]) -> None:
+    path = converted("int8", 1)
+    given = inputs(4)
+    first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
+    alone = second.forward(*given)
+    first.forward(*given)
+    assert not same(second.forward(*given), alone)
+    assert same(second.forward(*given), alone)
+    first.forward(*given)
+    assert same(first.forward(*given), first.forward(*given))  # nothing comes before layer 0
+    loaded(path, layer_idx=0)  # a new layer 0 has left nothing
+    assert same(second.forward(*given), alone)
+    first.forward(*given)
+    KTMoEWrapper.clear_buffer_cache()
+    assert same(second.forward(*given), alone)
+
+
+def test_models_do_not_mix(converted: Callable[..., Path]) -> None:
+    given = inputs(4)
+    other = loaded(converted("int4", 1), layer_idx=1, method="AMXINT4")
+    alone = other.forward(*given)
+    loaded(converted("int8", 1), max_deferred_experts_per_token=1).forward(*given)
+    assert same(other.forward(*given), alone)
+
+
+def test_the_next_layer_must_get_the_same_tokens(converted: Callable[..., Path]) -> None:
+    path = converted("int8", 1)
+    first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
+    first.forward(*inputs(4))
+    with pytest.raises(ValueError, match=r"layer 1 was called with 3 tokens.*layer 0 deferred experts of 4 tokens"):
+        second.forward(*inputs(3))
+    second.forward(*inputs(3))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_unknown_modes_and_methods_are_told_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"Unknown mode: 'train'.*'inference' and 'sft'"):
+        make(mode="train")
+    with pytest.raises(ValueError, match=r"Unknown method 'INT3'.*AMXINT4, AMXINT8.*MOE_INT8"):
+        make(method="INT3")
+    with pytest.raises(ValueError, match=r"Unknown method 'AMXINT4' for mode 'sft'.*AMXINT4_SFT"):
+        make(method="AMXINT4", mode="sft")
+
+
+LATER = "RAWINT4 FP8 BF16 FP8_PERCHANNEL GPTQ_INT4 SYCL_GPTQ_INT4 MXFP4 NVFP4 MXFP8 LLAMAFILE MOE_INT4 MOE_INT8"
+TRAINING = (
+    "AMXBF16_SFT AMXFP8_SFT MXFP4_SFT INT8_SFT AMXINT8_SFT AMXINT4_SFT AMXINT4_1_SFT RAWINT4_SFT AMXINT4_KGroup_SFT "
+    "AMXINT4_1KGroup_SFT AMXBF16_SFT_SkipLoRA AMXINT8_SFT_SkipLoRA AMXINT4_SFT_SkipLoRA AMXINT4_1_SFT_SkipLoRA "
+    "AMXINT4_KGroup_SFT_SkipLoRA AMXINT4_1KGroup_SFT_SkipLoRA"
+)
+
+
+@pytest.mark.parametrize("method", LATER.split())
+def test_methods_that_come_later(method: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"'{method}' comes later.*AMXINT4 and AMXINT8"):
+        make(method=method)
+
+
+@pytest.mark.parametrize("method", TRAINING.split())
+def test_training_is_kt_kernels(method: str) -> None:
+    with pytest.raises(NotImplementedError, match="does not train"):
+        make(method=method, mode="sft")
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"swiglu_limit": 10.0}, "swiglu_limit=10.0"),
+        ({"swiglu_alpha": 1.7}, "swiglu_alpha=1.7"),
+        ({"num_experts": 0}, "must be positive"),
+        ({"hidden_size": -1}, "must be positive"),
+        ({"num_experts_per_tok": 9}, "at most num_experts"),
+        ({"numa_nodes": [0, 1]}, "numa_nodes must name 1 nodes"),
+        ({"gpu_experts_mask": torch.zeros(3)}, r"gpu_experts_mask must have shape \(8,\)"),
+    ],
+)
+def test_values_that_cannot_be(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make(**changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"method": "AMXINT4"},
+        {"num_experts": 16},
+        {"hidden_size": 512},
+        {"moe_intermediate_size": 512},
+        {"layer_idx": 2},
+    ],
+)
+def test_files_that_are_something_else(converted: Callable[..., Path], changed: dict[str, Any]) -> None:
+    with pytest.raises(KtconvertError):
+        make(converted("int8", 1), **changed).load_weights(None)
+
+
+def test_calls_out_of_order_and_of_wrong_shape(converted: Callable[..., Path], stacked: list[Stacked]) -> None:
+    empty = make()
+    hidden, ids, weights = inputs(4)
+    for call in (empty.forward, empty.submit_forward):
+        with pytest.raises(RuntimeError, match="layer 0 has no weights"):
+            call(hidden, ids, weights)
+    wrapper = loaded(converted("int8", 1))
+    with pytest.raises(RuntimeError, match="without a submit_forward"):
+        wrapper.sync_forward(hidden)
+    for wrong in (
+        (hidden[:, :128], ids, weights),
+        (hidden[:3], ids, weights),
+        (hidden, ids, weights[:, :1]),
+        (hidden[0], ids[0], weights[0]),
+    ):
+        with pytest.raises(ValueError, match="hidden_states must be"):
+            wrapper.forward(*wrong)
+    with pytest.raises(ValueError, match="gate_proj must have shape"):
+        empty.load_weights_from_tensors(stacked[0][0][:4], *stacked[0][1:], torch.arange(8))
+    with pytest.raises(ValueError, match="cpu_save=True writes"):
+        make(cpu_save=True).load_weights(torch.arange(8))
+    with pytest.raises(NotImplementedError, match="kt-gpu-prefill-token-threshold"):
+        wrapper.submit_write_weight_scale_to_buffer(1, 0, [0], [0], [0], [0])
+
+
+# --- the rest of kt_kernel ------------------------------------------------------------------------
+
+
+def test_capture_batch_sizes() -> None:
+    KTMoEWrapper.set_capture_batch_sizes([1, 2, 4])
+    assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2, 4]
+    KTMoEWrapper.set_capture_batch_sizes([])
+    KTMoEWrapper.clear_buffer_cache()
+    KTMoEWrapper.clear_sft_buffer_cache()
+
+
+def test_gpu_experts_masks() -> None:
+    frequency = torch.tensor([[0.1, 0.5, 0.3, 0.8], [0.2, 0.4, 0.9, 0.1]])
+    masks = generate_gpu_experts_masks(frequency, 3)
+    assert masks.dtype == torch.bool and masks.tolist() == [[False, True, False, True], [False, False, True, False]]
+    assert not generate_gpu_experts_masks(frequency, -1).any() and generate_gpu_experts_masks(frequency, 99).all()
+
+
+def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("KTCONVERT_", "KT_KERNEL_"))}
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=clean | environment
+    )
+
+
+def test_kt_kernel_by_its_own_name() -> None:
+    done = python(
+        "import importlib.util, sys\n"
+        "from ktconvert.native_quant import install_as_kt_kernel, KTMoEWrapper as ours\n"
+        "assert 'kt_kernel' not in sys.modules\n"
+        "install_as_kt_kernel(); install_as_kt_kernel()\n"
+        "import kt_kernel\n"
+        "from kt_kernel import KTMoEWrapper, generate_gpu_experts_masks, kt_kernel_ext\n"
+        "assert KTMoEWrapper is ours and importlib.util.find_spec('kt_kernel')\n"
+        "print(kt_kernel.__version__, kt_kernel.__cpu_variant__, kt_kernel_ext.__cpu_variant__)\n"
+        "try: kt_kernel_ext.CPUInfer(4)\n"
+        "except AttributeError as error: print(error)\n"
+        "try: import kt_kernel.utils\n"
+        "except ImportError as error: print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    version, variant, same_variant = first.split()
+    assert version[0].isdigit() and variant == same_variant in ("amx", "avx512_vnni", "avx512_base", "avx2", "scalar")
+    assert "CPUInfer" in second and "kt_kernel.utils" in third
+
+
+def test_the_real_kt_kernel_is_not_replaced() -> None:
+    done = python(
+        "import sys, types\n"
+        "sys.modules['kt_kernel'] = types.ModuleType('kt_kernel')\n"
+        "from ktconvert.native_quant import install_as_kt_kernel\n"
+        "install_as_kt_kernel()\n"
+    )
+    assert "RuntimeError: the real kt_kernel is imported already" in done.stderr
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    done = python(
+        "import sys, ktconvert.native_quant as nq\n"
+        "nq.Experts, nq.__version__, nq.__cpu_variant__, dir(nq)\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+        "nq.Nothing\n"
+    )
+    assert done.stdout.strip() == "[]"
+    assert "has no attribute 'Nothing'" in done.stderr
+
+
+SHOW = "from ktconvert.native_quant import kernels; print(kernels.isa()); kernels.isa()"
+
+
+def test_environment_chooses_the_instruction_set() -> None:
+    assert python(SHOW, KTCONVERT_ISA="avx2").stdout == "avx2\n"
+    assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2").stdout == "avx2\n"
+    assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2", KTCONVERT_ISA="scalar").stdout == "scalar\n"
+    best = kernels.available_isas()[-1]
+    assert python(SHOW, KT_KERNEL_CPU_VARIANT="neon").stdout == f"{best}\n"  # kt-kernel passes over it too
+    if "avx512vnni" in kernels.available_isas():
+        assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx512_bf16").stdout == "avx512vnni\n"
+        assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx512_base").stdout == "avx512\n"
+    if "amx" not in kernels.available_isas():
+        refused = python(SHOW, KT_KERNEL_CPU_VARIANT="amx")
+        assert "ValueError: KT_KERNEL_CPU_VARIANT: this machine does not offer 'amx'" in refused.stderr
+
+
+def test_debug_prints_the_choice_once() -> None:
+    done = python(SHOW, KTCONVERT_DEBUG="1", KTCONVERT_ISA="avx2")
+    assert done.stderr.startswith("ktconvert: computes with avx2 (KTCONVERT_ISA) of scalar, avx2")
+    assert done.stderr.count("\n") == 1
+    assert python(SHOW).stderr == ""

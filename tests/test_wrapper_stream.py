@@ -1,0 +1,275 @@
+"""KTMoEWrapper on a CUDA stream: what is launched, in which buffers, and again when a graph is replayed.
+
+The tests marked by `gpu` need one. The others stand in for the stream: the same C functions, by the same addresses, are called by
+another thread in the order of their launch, and tensors on the CPU take the place of those on the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktconvert.native_quant import KTMoEWrapper
+from ktconvert.native_quant._ktq import ffi
+from ktconvert.native_quant.runtime import streams
+from ktconvert.native_quant.runtime.experts import Job
+from ktconvert.native_quant.runtime.streams import SUBMIT, WAIT, Buffers
+
+EXPERTS, HIDDEN, TOPK, LAYERS = 8, 256, 2, 2
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> str:
+    """The bundled model as INT8, T = 1."""
+    out = tmp_path_factory.mktemp("out") / "int8"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
+    return str(out)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Buffers and deferred experts of one test must not reach another."""
+    KTMoEWrapper.clear_buffer_cache()
+    yield
+    KTMoEWrapper.set_capture_batch_sizes([])
+    KTMoEWrapper.clear_buffer_cache()
+
+
+def model(folder: str, defer: int, threads: tuple[int, int] = (2, 2)) -> list[KTMoEWrapper]:
+    """Both layers; the first defers."""
+    wrappers = []
+    for layer in range(LAYERS):
+        wrapper = KTMoEWrapper(
+            layer_idx=layer,
+            num_experts=EXPERTS,
+            num_experts_per_tok=TOPK,
+            hidden_size=HIDDEN,
+            moe_intermediate_size=256,
+            cpuinfer_threads=threads[layer],
+            threadpool_count=1,
+            weight_path=folder,
+            chunked_prefill_size=512,
+            max_deferred_experts_per_token=defer if layer == 0 else 0,
+            method="AMXINT8",
+        )
+        wrapper.load_weights(torch.arange(EXPERTS))
+        wrappers.append(wrapper)
+    return wrappers
+
+
+def inputs(tokens: int, seed: int) -> Given:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :TOPK].contiguous()
+    return torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16), ids, torch.rand(tokens, TOPK, generator=g)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.cpu().view(torch.int16), right.cpu().view(torch.int16))
+
+
+def run(wrappers: list[KTMoEWrapper], given: Given) -> list[torch.Tensor]:
+    """Through the layers on the CPU's path."""
+    hidden, ids, weights = given
+    outs = []
+    for wrapper in wrappers:
+        hidden = wrapper.forward(hidden, ids, weights)
+        outs.append(hidden)
+    return outs
+
+
+class Stream:
+    """What was launched, and a thread that did it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[int, Job]] = []
+
+    def launch(self, stream: int, function: int, job: Job) -> None:
+        assert stream == 7
+        self.log.append((function, job))
+        self.call(function, job)
+
+    def call(self, function: int, job: Job) -> None:
+        c = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+        thread = threading.Thread(target=c, args=(int(ffi.cast("uintptr_t", job.pointer)),))
+        thread.start()
+        thread.join()
+
+    def replay(self) -> None:
+        for function, job in list(self.log):
+            self.call(function, job)
+
+    def run(self, wrappers: list[KTMoEWrapper], given: Given) -> list[torch.Tensor]:
+        """Through the layers on the GPU's path."""
+        hidden, ids, weights = given
+        outs = []
+        for wrapper in wrappers:
+            assert wrapper._stream is not None
+            wrapper._stream.submit(hidden, ids, weights, 7)
+            hidden = wrapper._stream.sync(hidden, 7)
+            outs.append(hidden)
+        return outs
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """A stand-in for a CUDA stream, number 7."""
+    made = Stream()
+    monkeypatch.setattr(streams, "launch", made.launch)
+    monkeypatch.setattr(streams, "current", lambda device, number: contextlib.nullcontext(number))
+    return made
+
+
+@pytest.mark.parametrize("defer", [0, 1, 2])
+def test_stream_gives_the_bits_of_the_cpu(folder: str, stream: Stream, defer: int) -> None:
+    wrappers = model(folder, defer)
+    for seed, tokens in enumerate((4, 1, 4, 4, 9)):
+        given = inputs(tokens, seed)
+        want = run(wrappers, given)
+        assert all(map(same, stream.run(wrappers, given), want))
+
+
+def test_order_of_what_is_launched(folder: str, stream: Stream) -> None:
+    stream.run(model(folder, 1), inputs(3, 0))
+    functions, jobs = [f for f, _ in stream.log], [j for _, j in stream.log]
+    assert functions == [SUBMIT, SUBMIT, WAIT, SUBMIT, WAIT]  # now, late, now; now
+    assert jobs[0] is jobs[2] and jobs[3] is jobs[4] and len(set(map(id, jobs))) == 3
+
+
+def test_layers_with_their_own_threads_wait_for_each_other(folder: str, stream: Stream) -> None:
+    wrappers = model(folder, 1, threads=(1, 2))
+    given = inputs(5, 3)
+    want = run(wrappers, given)
+    assert all(map(same, stream.run(wrappers, given), want))
+    assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
+
+
+def test_a_deferred_job_that_nobody_took_is_waited_for(folder: str, stream: Stream) -> None:
+    first = model(folder, 1)[:1]
+    given = inputs(5, 3)
+    want = run(first, given)
+    for _ in range(3):
+        assert same(stream.run(first, given)[0], want[0])
+    assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT] + 2 * [WAIT, SUBMIT, SUBMIT, WAIT]
+
+
+@pytest.mark.parametrize("defer", [0, 1])
+def test_what_a_graph_recorded_runs_again(folder: str, stream: Stream, defer: int) -> None:
+    KTMoEWrapper.set_capture_batch_sizes([4])
+    wrappers = model(folder, defer)
+    stream.run(wrappers, inputs(4, 0))
+    (buffers,) = Buffers.kept.values()
+    wrappers_again = model(folder, defer)
+    for seed in (1, 2):
+        _, ids, weights = given = inputs(4, seed)
+        # A graph's copies: what comes in for both layers, here without one layer's output going into the next.
+        want = [wrappers_again[0].forward(*given), wrappers_again[1].forward(*given)]
+        now, later = wrappers[0].select_deferred_experts(ids, weights, TOPK - defer)
+        for place in range(LAYERS):
+            buffers.hidden[place].copy_(given[0])
+            buffers.weights[place].copy_(weights)
+        buffers.ids[0].copy_(now)
+        buffers.ids[1].copy_(ids)
+        if later is not None:
+            buffers.late_ids[0].copy_(later)
+        stream.replay()
+        assert same(buffers.out[0], want[0]) and same(buffers.out[1], want[1])
+    stream.run(wrappers, inputs(9, 0))
+    assert list(Buffers.kept.values()) == [buffers]  # another size did not take their place
+
+
+def test_only_the_last_size_is_kept_unless_it_is_captured(folder: str, stream: Stream) -> None:
+    KTMoEWrapper.set_capture_batch_sizes([2, 4])
+    wrappers = model(folder, 0)
+    for tokens in (2, 3, 4, 5, 2, 6):
+        stream.run(wrappers, inputs(tokens, 0))
+    assert sorted(key[-1] for key in Buffers.kept) == [2, 4]
+    assert [tokens for tokens, _ in Buffers.last.values()] == [6]
+    assert wrappers[0]._stream is not None and len(wrappers[0]._stream._jobs) == 3
+    KTMoEWrapper.clear_buffer_cache()
+    stream.log.clear()
+    gc.collect()
+    assert len(wrappers[0]._stream._jobs) == 0
+    assert same(stream.run(wrappers, inputs(4, 0))[1], run(wrappers, inputs(4, 0))[1])
+
+
+def test_masks_are_read_at_every_run(folder: str, stream: Stream) -> None:
+    wrapper = model(folder, 0)[0]
+    given = inputs(6, 1)
+    stream.run([wrapper], given)
+    wrapper.gpu_experts_mask[:] = True
+    assert not stream.run([wrapper], given)[0].any()
+
+
+# --- with a GPU -----------------------------------------------------------------------------------
+
+
+def on_gpu(given: Given) -> Given:
+    hidden, ids, weights = given
+    return hidden.cuda(), ids.cuda().int(), weights.cuda()
+
+
+@gpu
+@pytest.mark.parametrize("defer", [0, 1])
+def test_gpu_tensors(folder: str, defer: int) -> None:
+    wrappers = model(folder, defer)
+    for tokens in (1, 4, 40):
+        given = inputs(tokens, tokens)
+        want = run(wrappers, given)
+        outs = run(wrappers, on_gpu(given))
+        assert all(out.is_cuda for out in outs) and all(map(same, outs, want))
+
+
+@gpu
+@pytest.mark.parametrize("name", ["number", "stream", "none"])
+def test_order_on_a_stream(folder: str, name: str) -> None:
+    """What comes before on the stream is seen, what comes after waits, though the host does not."""
+    wrapper = model(folder, 0)[0]
+    given = inputs(16, 5)
+    want = wrapper.forward(*given)
+    own = torch.cuda.Stream()
+    cuda_stream: Any = {"number": own.cuda_stream, "stream": own, "none": None}[name]
+    source = on_gpu(given)
+    for _ in range(5):
+        late = torch.zeros_like(source[0])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(own):
+            torch.cuda._sleep(20_000_000)
+            late.copy_(source[0])
+            wrapper.submit_forward(late, source[1], source[2], cuda_stream)
+            late.zero_()
+            out = wrapper.sync_forward(late, cuda_stream).clone()
+        own.synchronize()
+        assert same(out, want)
+
+
+@gpu
+@pytest.mark.parametrize("defer", [0, 1])
+def test_graph_capture(folder: str, defer: int) -> None:
+    KTMoEWrapper.set_capture_batch_sizes([4])
+    wrappers = model(folder, defer)
+    hidden, ids, weights = on_gpu(inputs(4, 0))
+    run(wrappers, (hidden, ids, weights))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run(wrappers, (hidden, ids, weights))
+    run(wrappers, on_gpu(inputs(40, 9)))  # another size in between
+    for seed in (1, 2, 3):
+        given = inputs(4, seed)
+        want = run(model(folder, defer), given)
+        for place, value in zip((hidden, ids, weights), on_gpu(given), strict=True):
+            place.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(same, outs, want))
