@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(wildcard native_quant/csrc/*)
 
-.PHONY: setup demo test test-fast lint types asan golden bench peer clean
+.PHONY: setup demo test test-fast lint types asan emulated golden bench peer clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml setup.py .ci/constraints.txt native_quant/_build.py $(C
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c .ci/constraints.txt setuptools cffi
 	$(BIN)/pip install --quiet -c .ci/constraints.txt torch
-	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[hub,torch,dev]'
+	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[hub,torch,run,serve,plot,dev]'
 	@touch $@
 
 lint: setup
@@ -43,6 +43,8 @@ demo: setup
 	$(BIN)/ktconvert cpu --input-path examples/qwen3-moe-small --output build/demo/qwen3-moe-small-int4 --quant-method int4 --threadpool-count 2
 	$(BIN)/ktconvert verify build/demo/qwen3-moe-small-int4 --against examples/qwen3-moe-small --full
 	@ls -l build/demo/qwen3-moe-small-int4
+	$(BIN)/ktconvert eval examples/qwen3-moe-small --cpu-weights build/demo/qwen3-moe-small-int4 --text examples/heldout.txt --max-windows 4
+	$(BIN)/ktconvert run examples/qwen3-moe-small --cpu-weights build/demo/qwen3-moe-small-int4 --prompt "def " --max-new-tokens 80
 
 # Our own golden vectors, from the NumPy reference; kt-kernel's are never made again.
 golden: setup
@@ -52,10 +54,15 @@ golden: setup
 asan: setup
 	sh tests/asan.sh $(BIN)/python
 
+# The kernels for AMX and AVX-VNNI on a CPU without them.
+emulated: setup
+	sh tests/emulated.sh $(BIN)/python
+
 bench: setup
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/forward.py
 
 # The real kt-kernel, in a venv of its own, for tests/test_peer.py and the benchmarks.
 peer: build/peer/.ready

@@ -27,7 +27,8 @@ def config_json(original: Mapping[str, Any], facts: Mapping[str, Any], tool_vers
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _errors(stats: Sequence[Mapping[str, Any]]) -> list[str]:
+def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on how far the sampled experts lie from their source; nothing where none was measured."""
     rows = []
     for projection in ("gate", "up", "down"):
         measured = [s[projection] for s in stats if projection in s]
@@ -110,7 +111,7 @@ def model_card(
         "```",
         "",
         "`ktconvert doctor` prints the two machine values.",
-        *_errors(stats),
+        *error_lines(stats),
     ]
     if notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]

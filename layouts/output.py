@@ -1,4 +1,4 @@
-"""An output that lies on disk, merged or loose, ours or kt-kernel's: which bytes are which part of which expert."""
+"""An output on disk, for the CPU (merged or loose, ours or kt-kernel's) or the GPU: which bytes are which part of which expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import LAYOUTS, Layout, loose, manifest, merged
+from ktconvert.layouts import LAYOUTS, Layout, gpu_output, loose, manifest, merged
 from ktconvert.layouts.checkpoints.safetensors import REMEDY, read_header
 from ktconvert.layouts.checkpoints.source import INDEX, read_index
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
@@ -83,6 +83,7 @@ class Output:
     strays     names that stand among the experts but that kt-kernel does not read
     prefixes   how the loose files start
     damaged    file -> why it cannot be read
+    names      what packed linears are called, in an output for the GPU; its tensors are (place, suffix), all NUMA part 0
     """
 
     root: Path
@@ -99,14 +100,16 @@ class Output:
     strays: list[tuple[str, str]] = field(default_factory=list)
     prefixes: set[str] = field(default_factory=set)
     damaged: dict[str, str] = field(default_factory=dict)
+    names: gpu_output.Names | None = None
 
-    def read(self, stored: Stored, start: int = 0, stop: int | None = None) -> Bytes:
-        """Bytes start..stop-1 of a tensor (all of it by default), in memory of their own.
+    def read(self, stored: Stored, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
+        """Bytes start..stop-1 of a tensor (all of it by default), in `out` or in memory of their own.
 
         Raises VerificationError where the disk or a file that became shorter does not give them.
         """
         stop = stored.nbytes if stop is None else stop
-        out = np.empty(stop - start, np.uint8)
+        if out is None:
+            out = np.empty(stop - start, np.uint8)
         view, done = memoryview(out.data), 0
         path = self.root / stored.file
         try:
@@ -181,7 +184,14 @@ def open_output(root: Path) -> Output:
         is_loose = bool(made["settings"].get("no_merge_safetensor"))
     damaged: dict[str, str] = {}
     output = Output(
-        root, is_loose, made, _json(root, "config.json", damaged), *_index(root, damaged), shards, damaged=damaged
+        root,
+        is_loose,
+        made,
+        _json(root, "config.json", damaged),
+        *_index(root, damaged),
+        shards,
+        damaged=damaged,
+        names=gpu_output.Names(made["model"]["linear_names"]) if made is not None and gpu_output.of_gpu(made) else None,
     )
     if is_loose:
         _walk_loose(output, folders)
@@ -195,6 +205,8 @@ def measure(output: Output) -> Measure:
 
     INT4 and INT8 share names and dtypes; only byte counts tell them apart. H and I follow from the scales: gate has I/T rows, down H.
     """
+    if output.names is not None:
+        return _measure_gpu(output)
     places = {place for place, _ in output.tensors}
     numa = 1 + max((place.numa for place in places), default=0)
     experts: dict[int, int] = {}
@@ -226,6 +238,17 @@ def measure(output: Output) -> Measure:
     return Measure(method, layout, numa, any(place.backward for place in places), shapes)
 
 
+def _measure_gpu(output: Output) -> Measure:
+    assert output.manifest is not None
+    facts = output.manifest["model"]
+    scales = (
+        (place.layer, place.expert, place.projection, stored.shape)
+        for (place, what), stored in output.tensors.items()
+        if what == "weight_scale"
+    )
+    return Measure(facts["method"], None, 1, False, gpu_output.shapes_of(scales, facts["group_size"]))
+
+
 def files_of(root: Path) -> Iterator[str]:
     """Every file of an output, relative to it, less what hidden folders hold."""
     for folder, folders, files in os.walk(root):
@@ -244,7 +267,7 @@ def _trusted(root: Path) -> dict[str, Any] | None:
     good = (
         isinstance(made.get("command"), str)
         and isinstance(made.get("tool"), dict)
-        and isinstance(facts.get("numa"), int)
+        and (gpu_output.is_trusted(facts) if gpu_output.of_gpu(made) else isinstance(facts.get("numa"), int))
         and all(type(n) is int for name in ("layers", "kept_layers") for n in facts.get(name, []))
         and all(isinstance(size, int | list | str) for size in sizes)
         and all(isinstance(file, dict) for file in made["source"])
@@ -298,6 +321,13 @@ def _walk_shards(output: Output) -> None:
         output.metadata[shard] = header.metadata
         for entry in header.entries:
             stored = Stored(entry.name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes)
+            if output.names is not None:
+                part = output.names.find(entry.name)
+                if part is None:
+                    _add(output, output.others, entry.name, stored)
+                else:
+                    _add(output, output.tensors, (Place(*part[:3], False, 0), part[3]), stored)
+                continue
             match = merged.KEY.fullmatch(entry.name)
             if match is None:
                 if "ffn_" in entry.name and "_exps" in entry.name:

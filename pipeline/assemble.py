@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts import card, loose, manifest, publish
+from ktconvert.layouts import loose, manifest, publish
 from ktconvert.layouts.checkpoints.safetensors import read_header
 from ktconvert.layouts.checkpoints.source import INDEX
 from ktconvert.layouts.shards import index_json
@@ -26,18 +26,17 @@ class Assembly:
     """What goes beside the weights.
 
     companions   (path below the output, file to copy)
-    config       the source's config.json, parsed; None where there is none
+    config       config.json, to be written; None where there is none
+    card         README.md, from the units' figures
     loose        whether the weights are loose folders (then there is no index)
     kept_layers  loose layer folders that lay in the output before and stay as they are
     """
 
     companions: tuple[tuple[str, Path], ...]
-    config: Mapping[str, Any] | None
-    base_model: str | None
+    config: bytes | None
+    card: Callable[..., bytes]
     loose: bool
-    non_experts: bool
     kept_layers: tuple[int, ...] = ()
-    card_notes: tuple[str, ...] = field(default=())
 
 
 def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
@@ -64,18 +63,9 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
         size, sha256 = publish.copy_file(source, target / name)
         files.append({"name": name, "size": size, "sha256": sha256})
     require_unchanged(plan)
-    facts = plan.facts
     if assembly.config is not None:
-        files.append(_written(target, CONFIG, card.config_json(assembly.config, facts, tool_version())))
-    text = card.model_card(
-        base_model=assembly.base_model,
-        facts=facts,
-        notes=assembly.card_notes,
-        stats=[r["stats"] for r in made.values() if r["stats"]],
-        loose=assembly.loose,
-        non_experts=assembly.non_experts,
-        tool_version=tool_version(),
-    )
+        files.append(_written(target, CONFIG, assembly.config))
+    text = assembly.card(stats=[r["stats"] for r in made.values() if r["stats"]])
     files.append(_written(target, CARD, text))
     if not assembly.loose:
         shards = []
@@ -87,7 +77,7 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
         tool_version=tool_version(),
         command=plan.request.command,
         settings=dict(sorted(plan.request.settings.items())),
-        facts=facts,
+        facts=plan.facts,
         source=[f.lasting() for f in plan.source],
         files=files,
     )

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.pipeline.convert import plan_cpu
+from ktconvert.pipeline.gpu import plan_gpu
 from ktconvert.pipeline.merge import plan_merge
 from ktconvert.pipeline.plan import Plan, Request
 
-PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {"cpu": plan_cpu, "merge": plan_merge}
+PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
+    "cpu": plan_cpu,
+    "gpu": plan_gpu,
+    "merge": plan_merge,
+}
 
 
 def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:

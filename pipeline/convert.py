@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import hashlib
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ktconvert.layouts import LAYOUTS, Layout, loose, numa
+from ktconvert.layouts import LAYOUTS, Layout, card, loose, numa
 from ktconvert.layouts.card import ranges
-from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.parts import ExpertGrid
-from ktconvert.layouts.shards import shard_name
-from ktconvert.pipeline import machine
-from ktconvert.pipeline.assemble import CARD, CONFIG, SOURCE_CARD, Assembly, assemble
-from ktconvert.pipeline.execute import begun_with, hash_inputs
-from ktconvert.pipeline.graph import Stage, Unit
-from ktconvert.pipeline.plan import Plan, Request, SourceFile, changed_since
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.assemble import Assembly, assemble
+from ktconvert.pipeline.checkpoint import (
+    BASE_MEMORY,
+    base_model,
+    collector_at_rest,
+    companions,
+    number_shards,
+    read_files,
+    rows_for,
+    shape_facts,
+    shard_metadata,
+    source_files,
+)
+from ktconvert.pipeline.execute import begun_with
+from ktconvert.pipeline.graph import Stage
+from ktconvert.pipeline.plan import Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.run import LANES, WAITING
 from ktconvert.pipeline.stages import carry_over, cpu_experts
 
-BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 STATED_DTYPES = {"fp8": "F8_E4M3", "fp16": "F16", "bf16": "BF16"}
-OWN_NAMES = {CARD: SOURCE_CARD, "manifest.json": "manifest.source.json"}
 
 
-@contextlib.contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Headers become hundreds of thousands of objects that all stay; walking them again and again is a quarter of a large plan's time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_collector_at_rest()
+@collector_at_rest()
 def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is told of bytes as --verify-inputs reads them.
 
@@ -51,8 +45,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     """
     settings = dict(request.settings)
     source = open_checkpoint(request.input, request.tuning.get("revision"))
-    rows = (_own_row(settings["arch_file"]), *ARCHS) if settings.get("arch_file") else ARCHS
-    model = recognise(source, rows)
+    model = recognise(source, rows_for(settings.get("arch_file")))
     _require_stated_dtype(request.tuning.get("input_type"), model)
     layout = LAYOUTS[settings["quant_method"]]
     parts = int(settings["threadpool_count"])
@@ -65,7 +58,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
 
     merge = not settings["no_merge_safetensor"]
     facts = _facts(model, layout, parts, layers, settings)
-    metadata = _metadata(facts, source)
+    about = ("method", "layout_version", "numa", "activation", "weights_on")
+    metadata = shard_metadata(facts, source, about)
     stages: list[Stage] = [
         cpu_experts.stage(
             model,
@@ -79,19 +73,25 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         )
     ]
     if settings["non_experts"] == "copy":
-        stages.append(carry_over.stage(model, settings["max_shard_size"], metadata))
-    companions = [(OWN_NAMES.get(name, name), source.root / name) for name in source.companions() if name != CONFIG]
+        stages.append(carry_over.stage(source, carry_over.renamed(model), settings["max_shard_size"], metadata))
+    beside = companions(source)
     notes = tuple(_notes(model, layout, layers, settings))
     assembly = Assembly(
-        companions=tuple(companions),
-        config=source.config or None,
-        base_model=_base_model(source),
+        companions=beside,
+        config=card.config_json(source.config, facts, tool_version()) if source.config else None,
+        card=functools.partial(
+            card.model_card,
+            base_model=base_model(source),
+            facts=facts,
+            notes=notes,
+            loose=not merge,
+            non_experts=settings["non_experts"] == "copy",
+            tool_version=tool_version(),
+        ),
         loose=not merge,
-        non_experts=settings["non_experts"] == "copy",
         kept_layers=kept,
-        card_notes=notes,
     )
-    files = _source_files(source, request, hashed)
+    files = source_files(source, request, hashed)
     companion_files = [file for file in files if file.header_sha256 is None]
     plan = Plan(
         request=replace(request, settings=settings),
@@ -102,8 +102,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         peak_memory=lambda threads: _peak_memory(layout, model, layers, parts, settings, threads),
         assemble=lambda work: assemble(plan, assembly, work),
         source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
-        reads=lambda unit: _reads(source, unit),
-        extra_bytes=sum(path.stat().st_size for _, path in companions),
+        reads=lambda unit: read_files(source, unit),
+        extra_bytes=sum(path.stat().st_size for _, path in beside),
     )
     return plan
 
@@ -172,40 +172,14 @@ def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
 def _facts(
     model: MoeModel, layout: Layout, parts: int, layers: tuple[int, ...], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    shapes = sorted({model.shape(layer) for layer in layers})
-
-    def only(values: set[int]) -> int | list[int]:
-        return values.pop() if len(values) == 1 else sorted(values)
-
     return {
         "architecture": model.arch.name,
         "method": layout.name,
         "layout_version": layout.version,
         "bits": layout.quantizer.bits,
         "numa": parts,
-        "layers": list(layers),
-        "experts": only({e for e, _, _ in shapes}),
-        "hidden": only({h for _, h, _ in shapes}),
-        "intermediate": only({i for _, _, i in shapes}),
-        "activation": model.activation,
-        "weights_on": model.weights_on,
-        "dtypes": sorted(model.dtypes),
+        **shape_facts(model, layers),
         "backward": settings["save_backward_weights"],
-    }
-
-
-def _metadata(facts: Mapping[str, Any], source: TensorSource) -> dict[str, str]:
-    """What every shard says of itself."""
-    identity = hashlib.sha256("".join(f"{s.header_sha256}{s.size}" for s in source.shards).encode()).hexdigest()
-    return {
-        "format": "pt",
-        "ktconvert_format": "1",
-        "method": facts["method"],
-        "layout_version": str(facts["layout_version"]),
-        "numa": str(facts["numa"]),
-        "activation": facts["activation"],
-        "weights_on": facts["weights_on"],
-        "source": identity,
     }
 
 
@@ -239,40 +213,6 @@ def machine_note(plan: Plan) -> str | None:
     )
 
 
-def number_shards(stages: list[Stage]) -> list[Stage]:
-    """Final names for all shards, in order over all stages."""
-    total = sum(len(stage.units) for stage in stages)
-    number, named = 0, []
-    for stage in stages:
-        units = []
-        for unit in stage.units:
-            number += 1
-            units.append(replace(unit, final=shard_name(number, total)))
-        named.append(replace(stage, units=tuple(units)))
-    return named
-
-
-def _source_files(
-    source: TensorSource, request: Request, hashed: Callable[[int], None] | None
-) -> tuple[SourceFile, ...]:
-    digests: list[str | None] = [None] * len(source.shards)
-    if request.tuning.get("verify_inputs") and hashed is not None:
-        digests = list(hash_inputs([s.path for s in source.shards], int(request.tuning["cpuinfer_threads"]), hashed))
-    files = [
-        SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
-        for s, digest in zip(source.shards, digests, strict=True)
-    ]
-    for name in source.companions():
-        status = (source.root / name).stat()
-        files.append(SourceFile(name, status.st_size, None, status.st_mtime_ns))
-    return tuple(files)
-
-
-def _reads(source: TensorSource, unit: Unit) -> set[str]:
-    by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
-    return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
-
-
 def _peak_memory(
     layout: Layout, model: MoeModel, layers: tuple[int, ...], parts: int, settings: Mapping[str, Any], threads: int
 ) -> int:
@@ -285,19 +225,3 @@ def _peak_memory(
     scratch = max(cpu_experts.scratch_bytes(grid) for grid in grids)
     packing = threads + WAITING
     return BASE_MEMORY + (packing + 2 * LANES) * buffers + packing * scratch
-
-
-def _base_model(source: TensorSource) -> str | None:
-    """org/name, where the checkpoint says so: the hub cache's folder, else config.json."""
-    for folder in (source.root, *source.root.parents):
-        if folder.name.startswith("models--"):
-            return "/".join(folder.name.split("--")[1:])
-    told = source.config.get("_name_or_path")
-    return told if isinstance(told, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", told) else None
-
-
-def _own_row(text: str) -> Arch:
-    """The row that --arch-file gave; its text is kept in the plan, so that resume needs no file."""
-    from ktconvert.layouts.checkpoints.arch_file import parse_arch
-
-    return parse_arch(text)

@@ -11,7 +11,8 @@ from typing import Any
 
 from ktconvert.layouts import manifest, publish
 from ktconvert.layouts.errors import InputError, OutputError, ResourceError, UsageError, VerificationError
-from ktconvert.pipeline import journal, machine
+from ktconvert.native_quant import machine
+from ktconvert.pipeline import journal
 from ktconvert.pipeline.graph import Status, statuses
 from ktconvert.pipeline.plan import Plan, changed_files, require_same_settings, require_same_source
 from ktconvert.pipeline.report import Reporter, duration, size

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts import LAYOUTS, Layout, numa
 from ktconvert.layouts.card import ranges
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch
@@ -16,15 +15,12 @@ from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import KtconvertError, UnsupportedError
 from ktconvert.layouts.output import is_output, measure, open_output
-from ktconvert.layouts.parts import ExpertGrid
-from ktconvert.pipeline import journal, machine
+from ktconvert.pipeline import journal
+from ktconvert.pipeline.makeable import commands, gpu_commands, gpu_types, methods
 from ktconvert.pipeline.report import size
 from ktconvert.pipeline.verify.report import facts, facts_rows
 from ktconvert.pipeline.verify.structure import check_structure
 from ktconvert.pipeline.workdir import Places, locate
-
-COUNTS = (1, 2, 4, 8)  # NUMA parts that machines have
-DEFAULT_PARTS = 2  # of `ktconvert cpu`
 
 
 def look(where: str, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
@@ -57,7 +53,16 @@ def look_checkpoint(where: str, revision: str | None = None, arch_file: str | No
             model = recognise(source, rows)
         except UnsupportedError as error:
             return found | {"refused": str(error)}
-        return found | _experts(model, source) | {"methods": _methods(model), "convert": _commands(model, where)}
+        return (
+            found
+            | _experts(model, source)
+            | {
+                "methods": methods(model),
+                "convert": commands(model, where),
+                "gpu": (gpu := gpu_types(model)),
+                "convert_gpu": gpu_commands(gpu, where),
+            }
+        )
 
 
 def _files(source: TensorSource) -> dict[str, Any]:
@@ -101,56 +106,6 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
         "rest_bytes": sum(info.nbytes for info in source.tensors.values()) - routed - mtp,
         "notes": list(model.notes),
     }
-
-
-def _methods(model: MoeModel) -> list[dict[str, Any]]:
-    """For each method: the legal NUMA counts, why others are not, and the size of the output by count."""
-    return [
-        {
-            "quant_method": name,
-            "method": layout.name,
-            "legal": legal_counts(model, layout),
-            "illegal": {str(t): reason for t in COUNTS if (reason := illegal_reason(model, layout, t)) is not None},
-            "bytes": {str(t): output_bytes(model, layout, t) for t in legal_counts(model, layout)},
-        }
-        for name, layout in LAYOUTS.items()
-    ]
-
-
-def illegal_reason(model: MoeModel, layout: Layout, parts: int) -> str | None:
-    """Why this model cannot be held in so many parts, by the first layer that cannot; None if it can."""
-    shapes = dict.fromkeys(model.shape(layer)[1:] for layer in model.layers)
-    reasons = (numa.illegal_reason(layout, hidden, intermediate, parts) for hidden, intermediate in shapes)
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def legal_counts(model: MoeModel, layout: Layout) -> list[int]:
-    """The NUMA counts, of those that machines have, that this layout can hold this model in."""
-    return [t for t in COUNTS if illegal_reason(model, layout, t) is None]
-
-
-def output_bytes(model: MoeModel, layout: Layout, parts: int) -> int:
-    """Bytes of the weights and scales of the whole output."""
-    total = 0
-    for layer in model.layers:
-        experts, hidden, intermediate = model.shape(layer)
-        total += experts * ExpertGrid(layer, hidden, intermediate, parts).expert_bytes(layout)
-    return total
-
-
-def _commands(model: MoeModel, where: str) -> list[str]:
-    """The ready line for each method: for this machine's NUMA nodes where that is legal, else for what is."""
-    nodes = len(machine.numa_nodes())
-    lines = []
-    for name, layout in LAYOUTS.items():
-        legal = legal_counts(model, layout)
-        if not legal:
-            continue
-        parts = next((t for t in (nodes, DEFAULT_PARTS) if t in legal), legal[-1])
-        output = f"{Path(where).expanduser().resolve().name}-{layout.name}"
-        words = ["ktconvert", "cpu", "-i", where, "-o", output, "--quant-method", name]
-        lines.append(shlex.join([*words, "--threadpool-count", str(parts)]))
-    return lines
 
 
 # ---- an output ------------------------------------------------------------------------------------------------------
@@ -266,6 +221,11 @@ def _checkpoint_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         what = f"NUMA parts {legal}; {sizes[0]} of output" if legal else "not possible"
         told.append((f"{method['quant_method']} ({method['method']})", what))
         told += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
+    for made in found["gpu"]:
+        what = (
+            f"the whole model, {size(made['bytes'])}" if made["refused"] is None else f"not possible: {made['refused']}"
+        )
+        told.append((f"{made['quant_type']} (GPU)", what))
     return told
 
 

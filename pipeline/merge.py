@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts import LAYOUTS, PROJECTIONS, Layout, loose, manifest
+from ktconvert.layouts import LAYOUTS, PROJECTIONS, Layout, card, loose, manifest
 from ktconvert.layouts.checkpoints.source import companion_files
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.parts import Part
 from ktconvert.pipeline.assemble import CONFIG, Assembly, assemble
-from ktconvert.pipeline.convert import BASE_MEMORY, OWN_NAMES, number_shards
+from ktconvert.pipeline.checkpoint import BASE_MEMORY, OWN_NAMES, number_shards
 from ktconvert.pipeline.graph import Unit
-from ktconvert.pipeline.plan import Plan, Request, SourceFile, changed_since
+from ktconvert.pipeline.plan import Plan, Request, SourceFile, changed_since, tool_version
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
@@ -54,10 +55,17 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
     stages = number_shards([merge_parts.stage(files, request.settings["max_tensors"], metadata, root)])
     assembly = Assembly(
         companions=tuple((OWN_NAMES.get(name, name), path) for name, path in companions if name != CONFIG),
-        config=config,
-        base_model=None,
+        config=None if config is None else card.config_json(config, facts, tool_version()),
+        card=functools.partial(
+            card.model_card,
+            base_model=None,
+            facts=facts,
+            notes=(),
+            loose=False,
+            non_experts=False,
+            tool_version=tool_version(),
+        ),
         loose=False,
-        non_experts=False,
     )
 
     def changed() -> list[str]:

@@ -7,9 +7,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.pipeline import machine
+from ktconvert.native_quant import machine
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -25,6 +26,11 @@ def size(nbytes: float) -> str:
         nbytes /= 1024
         step += 1
     return f"{nbytes:.0f} B" if step == 0 else f"{nbytes:.1f} {UNITS[step]}"
+
+
+def tokens(count: float) -> str:
+    """Tokens for people: 512 tokens."""
+    return f"{count:.0f} tokens"
 
 
 def duration(seconds: float) -> str:
@@ -46,6 +52,7 @@ class Reporter:
         self._total = self._done = self._counted = 0
         self._begun = self._last_line = 0.0
         self._where = ""
+        self._amount: Callable[[float], str] = size
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -75,28 +82,33 @@ class Reporter:
         self.event("warning", text=text)
         self.say(f"warning: {text}", level=-1)
 
-    def begin(self, total_bytes: int, done_bytes: int) -> None:
-        """Progress starts: bytes of input in all, and those that finished units already account for."""
+    def begin(self, total_bytes: int, done_bytes: int, amount: Callable[[float], str] = size) -> None:
+        """Progress starts: bytes of input in all, and those that finished units already account for.
+
+        amount  says how much; what is counted need not be bytes
+        """
+        self._amount = amount
         self._total, self._done, self._counted = total_bytes, done_bytes, 0
         self._begun = self._last_line = time.monotonic()
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
         if self.json_events or self.verbosity < 0 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             return
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        class Amount(ProgressColumn):
+            """How much of how much, and how fast."""
+
+            def render(self, task: Task) -> Text:
+                speed = task.finished_speed or task.speed
+                rate = "?" if speed is None else amount(speed)
+                return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
 
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            Amount(),
             TimeRemainingColumn(),
             TextColumn("RSS {task.fields[rss]}"),
             console=Console(stderr=True),
@@ -127,7 +139,7 @@ class Reporter:
                        unit=self._where, rss=machine.rss())  # fmt: skip
             share = 100 * self._done / max(self._total, 1)
             self.say(
-                f"{share:5.1f} %  {size(self._done)} of {size(self._total)}  {size(rate)}/s  ETA {duration(eta)}  "
+                f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  ETA {duration(eta)}  "
                 f"{self._where}  RSS {size(machine.rss())}"
             )
 

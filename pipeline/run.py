@@ -17,7 +17,7 @@ from typing import Any
 
 from ktconvert.layouts import publish
 from ktconvert.layouts.errors import ResourceError
-from ktconvert.pipeline import machine
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.graph import Stage, Unit
 from ktconvert.pipeline.plan import Plan, require_unchanged
 from ktconvert.pipeline.report import Reporter

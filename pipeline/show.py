@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ktconvert.pipeline import machine
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.execute import SLACK, adopts, agree, already_finished, fit_threads, saved_plan, unit_states
 from ktconvert.pipeline.plan import Plan
 from ktconvert.pipeline.report import size

@@ -13,8 +13,8 @@ from typing import Any
 
 from ktconvert.layouts import publish
 from ktconvert.layouts.errors import OutputError
+from ktconvert.native_quant import machine
 from ktconvert.pipeline import journal as journals
-from ktconvert.pipeline import machine
 from ktconvert.pipeline.graph import Result, Unit
 
 INSIDE = ".ktconvert"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ktconvert.quantizers.spec import Matrix
 
-__all__ = ["DECODERS", "QUANTIZERS", "Matrix", "Quantizer"]
+__all__ = ["DECODERS", "GROUP_QUANTIZERS", "QUANTIZERS", "GroupQuantizer", "Matrix", "Quantizer"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,28 @@ class Quantizer:
 
 
 QUANTIZERS = {q.name: q for q in (Quantizer("int4", bits=4, version=1), Quantizer("int8", bits=8, version=1))}
+
+
+@dataclass(frozen=True)
+class GroupQuantizer:
+    """Symmetric, one BF16 scale per group of columns of a row, for weights on a GPU (NUMERICS.md, section 6).
+
+    name as in kt-kernel's --quant-type. version: as above.
+    """
+
+    name: str
+    bits: int
+    group: int
+    version: int
+
+
+GROUP_QUANTIZERS = {
+    q.name: q
+    for q in (
+        GroupQuantizer("W4A16", bits=4, group=128, version=1),
+        GroupQuantizer("W8A16", bits=8, group=128, version=1),
+    )
+}
 
 # safetensors dtype -> the encoding that the kernels decode; each one ends in BF16, rounded to nearest even.
 DECODERS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F8_E4M3": "fp8_e4m3"}

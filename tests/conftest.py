@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+from ktconvert.native_quant import kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
@@ -26,6 +28,17 @@ Write = Callable[..., Path]
 def example() -> Path:
     """The bundled trained model: 2 layers, 8 experts, H = I = 256, BF16."""
     return EXAMPLE
+
+
+@pytest.fixture(params=kernels.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in use; a machine without it says so. Whatever the test sets, the one before is put back."""
+    if request.param not in kernels.available_isas():
+        pytest.skip(f"this machine has no {request.param}")
+    before = kernels.isa()
+    kernels.set_isa(request.param)
+    yield request.param
+    kernels.set_isa(before)
 
 
 @pytest.fixture(scope="session")

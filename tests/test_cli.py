@@ -111,7 +111,7 @@ def test_a_wrong_input_type_says_what_was_found(tmp_path: Path, cli: Any, exampl
 
 def test_the_first_line_names_this_machines_numa_count(tmp_path: Path, cli: Any, example: Path) -> None:
     done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--threadpool-count", 2, "--dry-run")
-    from ktconvert.pipeline import machine
+    from ktconvert.native_quant import machine
 
     nodes = len(machine.numa_nodes())
     if nodes != 2:

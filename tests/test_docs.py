@@ -130,9 +130,12 @@ def test_every_example_parses(page: str, line: str) -> None:
 def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
     """Their commands and ours stand in pairs; only the program's name differs."""
     scripts = {"scripts/convert_cpu_weights.py": "cpu", "scripts/merge_cpu_weights.py": "merge"}
+    scripts["scripts/convert_gpu_weights.py"] = "gpu"
     block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_cpu_weights.py" in b)
     lines = [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
-    assert len(lines) == 2 * 9
+    block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_gpu_weights.py" in b)
+    lines += [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
+    assert len(lines) == 2 * (9 + 2)
     for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
         assert theirs[0] == "python"
         assert ours == ["ktconvert", scripts[theirs[1]], *theirs[2:]]
@@ -247,6 +250,12 @@ def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: An
         assert f"`{name}`" in page, f"FORMAT.md does not name {name}"
     for name in json.loads((out / "config.json").read_text())["quantization_config"]:
         assert f'"{name}"' in page, f"FORMAT.md does not name {name}"
+    cli("gpu", "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN")
+    made = manifest.read(tmp_path / "gpu")
+    assert made is not None
+    names = {*made["settings"], *made["model"], *read_header(next((tmp_path / "gpu").glob("*.safetensors"))).metadata}
+    for name in names:
+        assert f"`{name}`" in page, f"FORMAT.md does not name {name}"
 
 
 # ---- architectures --------------------------------------------------------------------------------------------------
@@ -346,7 +355,7 @@ def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, exa
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--threadpool-count", 2)
     told = cli("inspect", example).stdout + cli("verify", out, "--against", example, "--full").stdout
     for line in told.splitlines():
-        if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ")):
+        if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ", "ktconvert gpu ")):
             assert line in readme, f"README.md, transcript: {line!r} is missing; paste `make demo` again"
 
 

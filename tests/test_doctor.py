@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ktconvert.native_quant import kernels
-from ktconvert.pipeline import machine
+from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.cli.doctor import Disk, Facts, doctor, measure_disk, rows, versions, warnings
 
 GIB = 1 << 30

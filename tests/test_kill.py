@@ -99,6 +99,7 @@ CASES = {
     "loose": Case("cpu", "tiny", ("--no-merge-safetensor",)),
     "cut and copied": Case("cpu", "small", ("--max-shard-size", "80KB", "--non-experts", "copy", "--layers", "0-1")),
     "merge": Case("merge", "loose", ("--max-tensors", "9")),
+    "for the GPU": Case("gpu", "small", ("--quant-method", "RTN", "--quant-type", "W4A16", "--max-shard-size", "80KB")),
     "overwrite": Case("cpu", "tiny", over=True, threads=1),
     "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),
     "overwrite, no swapping": Case("cpu", "tiny", over=True, swap=False, threads=1),

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import ResourceError
-from ktconvert.pipeline import journal, machine
+from ktconvert.native_quant import machine
+from ktconvert.pipeline import journal
 from ktconvert.pipeline.cli import main
 
 

@@ -50,7 +50,7 @@ class MoeModel:
     dtypes       the dtypes that expert weights have, sorted.
     activation   key of ACTIVATIONS, or what the config calls it.
     weights_on   "output" or "input".
-    notes        sentences for the plan.
+    notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output.
     """
 
     arch: Arch
@@ -63,6 +63,7 @@ class MoeModel:
     activation: str
     weights_on: str
     notes: tuple[str, ...]
+    common_notes: tuple[str, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
     found: dict[int, MoeLayer] = field(default_factory=dict, repr=False)
 
@@ -176,15 +177,16 @@ def _recognise(source: TensorSource, archs: Sequence[Arch]) -> MoeModel:
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.weights), default=0)
     found = {n: measure(source.config, arch, layer, prefix, n, blocks, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in _names(seen.layers[prefix, n])}
-    if mtp_names:
-        which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
-        notes.append(f"The experts of the MTP part ({which}) are left out: kt-kernel does not load them.")
     if seen.others:
         notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
+    of_amx: list[str] = []
+    if mtp_names:
+        which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
+        of_amx.append(f"The experts of the MTP part ({which}) are left out: kt-kernel does not load them.")
     activation, weights_on = _activation(source, arch), arch.weights_on
     if activation != "silu" or weights_on != "output":
         where = "" if weights_on == "output" else ", with routing weights on their input"
-        notes.append(
+        of_amx.append(
             f"The experts of {arch.name} compute {ACTIVATIONS.get(activation, activation)}{where}; kt-kernel's AMXINT4 "
             "and AMXINT8 would compute something else, silu(gate) * up with routing weights on the output: "
             f"{arch.instead}."
@@ -199,7 +201,8 @@ def _recognise(source: TensorSource, archs: Sequence[Arch]) -> MoeModel:
         has_shared_experts=seen.shared,
         activation=activation,
         weights_on=weights_on,
-        notes=tuple(notes),
+        notes=(*notes, *of_amx),
+        common_notes=tuple(notes),
         blocks=blocks,
         found=found,
     )

@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import re
-import threading
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.safetensors import LFS_MAGIC, REMEDY, read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.native_quant import kernels
+from ktconvert.layouts.mapped import MappedFiles
 
 INDEX = "model.safetensors.index.json"
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
@@ -105,8 +104,7 @@ class TensorSource:
         self.tensors = tensors
         self.ignored = ignored
         self._alone = alone
-        self._maps: dict[int, mmap.mmap] = {}
-        self._lock = threading.Lock()
+        self._maps = MappedFiles()
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """The tensor's values as a read-only view of the mapped file; BF16, F16 and FP8 come as unsigned bits."""
@@ -154,11 +152,7 @@ class TensorSource:
 
     def close(self) -> None:
         """Lets go of the mapped files; each is unmapped when the last view of it goes."""
-        # Not mmap.close(): numpy's views do not count as exports, and would be left pointing at nothing.
-        with self._lock:
-            for mapped in self._maps.values():
-                kernels.unregister_mapping(_address(mapped))
-            self._maps.clear()
+        self._maps.close()
 
     def __enter__(self) -> TensorSource:
         return self
@@ -167,27 +161,13 @@ class TensorSource:
         self.close()
 
     def _map(self, index: int) -> mmap.mmap:
-        with self._lock:
-            mapped = self._maps.get(index)
-            if mapped is None:
-                shard = self.shards[index]
-                try:
-                    with shard.path.open("rb") as f:
-                        if os.fstat(f.fileno()).st_size != shard.size:
-                            raise InputError(f"{shard.path}: its size changed since it was opened; start again")
-                        mapped = mmap.mmap(f.fileno(), shard.size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
-                except OSError as e:
-                    raise InputError(
-                        f"{shard.path}: cannot be mapped ({e.strerror}); check the disk and start again"
-                    ) from None
-                self._maps[index] = mapped
-                kernels.register_mapping(_address(mapped), shard.size, str(shard.path))
-            return mapped
+        shard = self.shards[index]
+        return self._maps.map(shard.path, shard.size)
 
     def _advise(self, shard: int, start: int, nbytes: int, advice: int) -> None:
         # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
         first = start - start % mmap.PAGESIZE
-        if nbytes and (advice != mmap.MADV_DONTNEED or shard in self._maps):
+        if nbytes and (advice != mmap.MADV_DONTNEED or self.shards[shard].path in self._maps):
             self._map(shard).madvise(advice, first, start + nbytes - first)
 
 
@@ -347,11 +327,6 @@ def _config(root: Path) -> dict[str, Any]:
             raise InputError(f"{path}: must hold a JSON object; {REMEDY}")
         return tree
     return {}
-
-
-def _address(mapped: mmap.mmap) -> int:
-    """Where the file lies in memory: a page that cannot be read is told by its address."""
-    return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
 def _blob(path: Path) -> str | None:

@@ -14,10 +14,15 @@ import click
 # command -> (module below this package, what --help says of it)
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "cpu": ("cpu", "Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights."),
+    "gpu": ("gpu", "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU."),
     "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
     "resume": ("resume", "Finish a conversion that was cut off."),
     "verify": ("verify", "Check an output, alone or against its source or another output."),
     "inspect": ("inspect", "Say what a checkpoint or an output is, and what can be made of it."),
+    "bench": ("bench", "Measure how fast this machine computes an output's experts, next to how fast it reads memory."),
+    "run": ("run", "Let a model write, its experts computed from converted weights."),
+    "serve": ("serve", "Serve a model to OpenAI clients, its experts computed from converted weights."),
+    "eval": ("eval", "Measure what converted experts cost: perplexity, divergence, error per layer."),
     "doctor": ("doctor", "Say what this machine has, and the kt-kernel flags that fit it."),
 }
 
@@ -37,6 +42,7 @@ Exit codes:
 Examples:
   ktconvert inspect Qwen/Qwen3-30B-A3B
   ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT8 --quant-method int8
+  ktconvert gpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-W4A16 --quant-method RTN --quant-type W4A16
   ktconvert resume /models/Qwen3-30B-A3B-INT8
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B
 """
@@ -90,7 +96,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     help="Show versions and exit.",
 )
 def group() -> None:
-    """Convert mixture-of-experts checkpoints into the CPU expert weights that kt-kernel loads."""
+    """Convert mixture-of-experts checkpoints into expert weights for the CPU, as kt-kernel loads them, and for the GPU."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from ktconvert.pipeline import machine
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.report import size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")

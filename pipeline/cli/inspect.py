@@ -43,7 +43,8 @@ def inspect(path: str, **given: Any) -> None:
     click.echo("\n".join(aligned(look.rows(found))))
     for note in found.get("notes", []):
         click.echo(f"\nnote: {note}")
-    if found.get("convert"):
-        click.echo("\n" + "\n".join(found["convert"]))
+    lines = [*found.get("convert", []), *found.get("convert_gpu", [])]
+    if lines:
+        click.echo("\n" + "\n".join(lines))
     if refused is not None:
         raise UnsupportedError(refused)

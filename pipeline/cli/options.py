@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.pipeline import machine
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.report import Reporter, size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,13 +80,18 @@ def reporter(json_events: bool, quiet: bool, verbose: bool) -> Reporter:
 
 
 def threads(asked: int | None, told: Reporter) -> int:
-    """The number of threads to use: never more than this process may use."""
+    """--cpuinfer-threads: the number of threads to use, never more than this process may use."""
+    return lowered("--cpuinfer-threads", asked or machine.allowed_cpus(), told)
+
+
+def lowered(option: str, asked: int, told: Reporter) -> int:
+    """At most as many threads as this process may use; a note where that is less."""
     allowed = machine.allowed_cpus()
-    if asked is not None and asked > allowed:
+    if asked > allowed:
         told.note(
-            f"--cpuinfer-threads {asked} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may use"
+            f"{option} {asked} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may use"
         )
-    return min(asked or allowed, allowed)
+    return min(asked, allowed)
 
 
 def stored_input(text: str) -> str:
@@ -95,8 +100,11 @@ def stored_input(text: str) -> str:
     return str(path.absolute()) if path.exists() else text
 
 
-def check_kernels() -> None:
-    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file breaks off."""
+def check_kernels(again: str = "`ktconvert resume`") -> None:
+    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file breaks off.
+
+    again  what the user should then run
+    """
     from ktconvert.native_quant import kernels
 
     try:
@@ -104,8 +112,8 @@ def check_kernels() -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     kernels.guard_sigbus(
-        "ktconvert: %s: became shorter or could not be read while it was being converted; "
-        "put the file back or check the disk, then run `ktconvert resume`.",
+        "ktconvert: %s: became shorter or could not be read while it was being read; "
+        f"put the file back or check the disk, then run {again}.",
         InputError.exit_code,
     )
 

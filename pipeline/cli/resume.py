@@ -45,7 +45,7 @@ def resume(output: Path, **given: Any) -> None:
             reporter.say(f"{output} is finished: nothing to do")
             return
         raise OutputError(
-            f"{output}: no conversion into it was begun; start one with `ktconvert cpu` or `ktconvert merge`."
+            f"{output}: no conversion into it was begun; start one with `ktconvert cpu`, `ktconvert gpu` or `ktconvert merge`."
         )
     options.check_kernels()
     tuning = dict(old["tuning"])

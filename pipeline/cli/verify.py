@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.pipeline.cli import options
+
+if TYPE_CHECKING:
+    from ktconvert.pipeline.verify.found import Check
+    from ktconvert.pipeline.verify.output import Report
 
 METHODS = ("int4", "int8", "amxint4", "amxint8")
 
@@ -20,6 +25,7 @@ Examples:
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B          quantize again: the same bytes?
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel      which tensors differ?
   ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8              what it will be loaded as
+  ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                                    does it compute here?
 """
 
 
@@ -36,13 +42,15 @@ Examples:
 )
 @options.arch_file
 @click.option("--full", is_flag=True, help="Measure the error of every expert, not of 8 per layer.")
+@click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.cpuinfer_threads
 @options.talk
 def verify(output: Path, **given: Any) -> None:
     """Check an output, ours or kt-kernel's: structure, sizes, counts and the hash of every file.
 
     With --against SOURCE every expert is quantized again and must give the same bytes, and the error is measured.
-    With --against ANOTHER OUTPUT the tensors that differ are named. Exit code 6 if anything is not as it should be.
+    With --against ANOTHER OUTPUT the tensors that differ are named. With --run one layer is computed, every expert of it.
+    Exit code 6 if anything is not as it should be.
     """
     from ktconvert.layouts import LAYOUTS
     from ktconvert.pipeline.report import Reporter
@@ -52,7 +60,7 @@ def verify(output: Path, **given: Any) -> None:
 
     # stdout is the report's alone: one table, or one JSON object.
     told = Reporter(verbosity=-1 if given["quiet"] else int(given["verbose"]))
-    options.check_kernels()
+    options.check_kernels("the command again")
     method = given["quant_method"]
     wish = Wish(
         output=output.expanduser().absolute(),
@@ -65,6 +73,8 @@ def verify(output: Path, **given: Any) -> None:
         threads=options.threads(given["cpuinfer_threads"], told),
     )
     report = look(wish, told)
+    if given["run"]:
+        report = replace(report, checks=(*report.checks, run_check(report, wish.threads)))
     for note in report.notes:
         told.note(note)
     if given["json_events"]:
@@ -76,3 +86,34 @@ def verify(output: Path, **given: Any) -> None:
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)
+
+
+def run_check(report: Report, threads: int) -> Check:
+    """Push a few tokens through the first layer: finite, and close to what the weights give in float.
+
+    Raises UnsupportedError for a method that this runtime cannot compute.
+    """
+    from ktconvert.layouts.errors import InputError, UnsupportedError
+    from ktconvert.native_quant.runtime import smoke
+    from ktconvert.native_quant.runtime.pool import shared_pool
+    from ktconvert.pipeline.cli.bench import experts_per_token
+    from ktconvert.pipeline.verify.found import AGAIN, Check
+    from ktconvert.pipeline.verify.structure import weights_whole
+
+    output, found = report.output, report.measure
+    if not weights_whole(output) or not found.shapes:
+        return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
+    if found.method != "unknown" and found.layout is None:
+        raise UnsupportedError(
+            f"{output.root}: {found.method} weights cannot be computed here; verify them without --run."
+        )
+    layer = min(found.shapes)
+    topk, _ = experts_per_token(output.config, layer, found.shapes[layer][0])
+    try:
+        made = smoke.smoke(output.root, layer, topk, shared_pool(threads))
+    except (InputError, UnsupportedError, VerificationError) as error:
+        return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
+    far = ", ".join(f"{error:.3f} ({mode})" for mode, error in made.error.items())
+    told = f"layer {layer}, {made.experts} experts, {made.tokens} tokens: finite; relative error against float {far}, at most {smoke.BOUND}"
+    remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
+    return Check("run", told, made.problems, remedy=remedy)

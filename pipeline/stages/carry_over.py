@@ -1,18 +1,21 @@
-"""Tensors that are no routed experts, copied under kt-kernel's names, streamed."""
+"""Tensors that are no routed experts: copied bit for bit, streamed; for a GPU output what is FP8 becomes BF16."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts import merged, publish
+from ktconvert.layouts.checkpoints.beside import Beside, Scaled
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.shards import Entry, group_by_limit, plan_shard
+from ktconvert.native_quant import kernels
 from ktconvert.pipeline.graph import Result, Stage, Unit, Written
 from ktconvert.pipeline.run import Context
 
@@ -22,46 +25,84 @@ DEFAULT_SHARD = 5 * 10**9  # bytes; what transformers writes
 
 
 @dataclass(frozen=True)
+class Carried:
+    """One tensor of the output: its name there, the stored one, and its scales where it is to be decoded to BF16."""
+
+    key: str
+    info: TensorInfo
+    scaled: Scaled | None = None
+
+    @property
+    def entry(self) -> Entry:
+        """What it will be."""
+        if self.scaled is None:
+            return Entry(self.key, self.info.dtype, self.info.shape, self.info.nbytes)
+        return Entry(self.key, "BF16", self.info.shape, 2 * self.info.nbytes)
+
+    @property
+    def reads(self) -> tuple[TensorInfo, ...]:
+        """The stored tensors that it is made of."""
+        return (self.info,) if self.scaled is None else (self.info, self.scaled.scale)
+
+
+@dataclass(frozen=True)
 class Job:
-    """The tensors of one shard, with their new names."""
+    """The tensors of one shard."""
 
     source: TensorSource
-    tensors: tuple[tuple[str, TensorInfo], ...]
+    tensors: tuple[Carried, ...]
     metadata: Mapping[str, str]
 
 
-def stage(model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]) -> Stage:
-    """The stage that copies everything but routed experts. Raises InputError where two tensors would get one name."""
+def renamed(model: MoeModel) -> tuple[Carried, ...]:
+    """Everything but routed experts, under kt-kernel's names. Raises InputError where two tensors would get one name."""
     source = model.source
     taken = model.expert_tensor_names() | model.mtp_tensors
-    renamed: dict[str, TensorInfo] = {}
+    found: dict[str, Carried] = {}
     for name, info in source.tensors.items():
         if name in taken:
             continue
         key = merged.rename_non_expert(name)
-        if key in renamed:
+        if key in found:
             raise InputError(
-                f"{source.root}: tensors {renamed[key].name} and {name} would both be called {key}; use --non-experts skip."
+                f"{source.root}: tensors {found[key].info.name} and {name} would both be called {key}; use --non-experts skip."
             )
-        renamed[key] = info
-    tensors = list(renamed.items())
+        found[key] = Carried(key, info)
+    return tuple(found.values())
+
+
+def carried(rest: Beside, source: TensorSource) -> tuple[Carried, ...]:
+    """Everything but routed experts under its own name, what is FP8 to be decoded."""
+    return tuple(Carried(name, source.tensors[name], scaled) for name, scaled in rest.tensors.items())
+
+
+def stage(
+    source: TensorSource, tensors: Collection[Carried], max_shard_size: int | None, metadata: Mapping[str, str]
+) -> Stage:
+    """The stage that copies these tensors."""
+    tensors = tuple(tensors)
     shards = [(s.header_sha256, s.size, s.blob) for s in source.shards]
     units = []
     for number, (start, stop) in enumerate(
-        group_by_limit([t.nbytes for _, t in tensors], max_shard_size or DEFAULT_SHARD)
+        group_by_limit([t.entry.nbytes for t in tensors], max_shard_size or DEFAULT_SHARD)
     ):
-        group = tuple(tensors[start:stop])
-        nbytes = sum(t.nbytes for _, t in group)
+        group = tensors[start:stop]
+        params: list[tuple[str, object]] = [
+            ("metadata", tuple(sorted(metadata.items()))),
+            ("names", tuple(t.key for t in group)),
+        ]
+        decoded = tuple((t.key, t.scaled.block) for t in group if t.scaled is not None)
+        params += [("decoded", decoded)] if decoded else []
         units.append(
             Unit(
                 stage=NAME,
                 key=f"{number:03d}",
                 versions=(VERSION,),
-                params=(("metadata", tuple(sorted(metadata.items()))), ("names", tuple(key for key, _ in group))),
-                inputs=tuple((t.name, t.dtype, t.shape, shards[t.shard]) for _, t in group),
+                params=tuple(params),
+                inputs=tuple((i.name, i.dtype, i.shape, shards[i.shard]) for t in group for i in t.reads),
                 final="",
-                bytes_in=nbytes,
-                bytes_out=nbytes,
+                bytes_in=sum(i.nbytes for t in group for i in t.reads),
+                bytes_out=sum(t.entry.nbytes for t in group),
                 work=Job(source, group, metadata),
             )
         )
@@ -71,14 +112,29 @@ def stage(model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, st
 def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
     """One shard of copied tensors."""
     job: Job = unit.work
-    plan = plan_shard([Entry(key, t.dtype, t.shape, t.nbytes) for key, t in job.tensors], job.metadata)
+    plan = plan_shard([t.entry for t in job.tensors], job.metadata)
     with publish.DirectFile(partial, plan.size) as file:
         file.append(plan.header)
-        for _, info in job.tensors:
-            data = job.source.view(replace(info, dtype="U8", shape=(info.nbytes,)))
-            for start in range(0, data.size, publish.STAGING_BYTES):
-                file.append(np.ascontiguousarray(data[start : start + publish.STAGING_BYTES]))
-            job.source.release(info)
-            context.reporter.advance(info.nbytes)
+        for tensor in job.tensors:
+            for piece in pieces(job.source, tensor):
+                file.append(piece)
+            for info in tensor.reads:
+                job.source.release(info)
+            context.reporter.advance(sum(info.nbytes for info in tensor.reads))
         digest = file.close()
     return Result((Written("", plan.size, digest),), len(plan.entries))
+
+
+def pieces(source: TensorSource, tensor: Carried) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes of a tensor as it will be, a few MiB at a time."""
+    if tensor.scaled is None:
+        data = source.view(replace(tensor.info, dtype="U8", shape=(tensor.info.nbytes,)))
+        for start in range(0, data.size, publish.STAGING_BYTES):
+            yield np.ascontiguousarray(data[start : start + publish.STAGING_BYTES])
+        return
+    for linear in tensor.scaled.linears(source):
+        rows = max(1, publish.STAGING_BYTES // (2 * linear.shape[1]))
+        for start in range(0, linear.shape[0], rows):
+            piece = linear.rows(start, min(start + rows, linear.shape[0]))
+            bits = kernels.decode(piece.values, piece.kind, scales=piece.scales, block=piece.block, origin=piece.origin)
+            yield bits.reshape(-1).view(np.uint8)

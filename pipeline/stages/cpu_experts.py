@@ -12,17 +12,23 @@ import numpy.typing as npt
 
 from ktconvert.layouts import PROJECTIONS, Layout, loose, merged, publish
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.parts import ExpertGrid, Part
 from ktconvert.layouts.shards import group_by_limit
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.graph import Result, Stage, Unit, Written
 from ktconvert.pipeline.run import Context
+from ktconvert.pipeline.stages.expert_stream import (
+    error_figures,
+    items,
+    non_finite,
+    read_ahead,
+    sampled_error,
+    taken,
+)
 from ktconvert.pipeline.stages.ordered import in_order
 
 NAME = "cpu_experts"
 VERSION = 1
-READ_AHEAD = 64 << 20  # bytes of input that the disk is asked for before they are needed
 Array = npt.NDArray[np.uint8]
 
 
@@ -117,7 +123,7 @@ def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
         file.append(plan.header)
         offsets = {}
         at = len(plan.header)
-        for item in _items(job):
+        for item in items(job.start, job.stop):
             offsets[item] = at
             at += sum(job.layout.weight_bytes(p.n, p.k) for p in job.grid.parts(*item))
 
@@ -126,10 +132,12 @@ def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
             file.write_at(offsets[item], weights)
             return weights, item_scales
 
-        for item, _, (weights, item_scales) in in_order(context.pool, _read_ahead(job), _slots(job, context), make):
+        for item, _, (weights, item_scales) in in_order(
+            context.pool, read_ahead(job.model, job.grid.layer, job.start, job.stop), _slots(job, context), make
+        ):
             file.skip(weights)
             scales.append(item_scales.copy())
-            _advance(job, item, context)
+            taken(job.model, job.grid.layer, item, context.reporter)
         file.append(np.concatenate(scales).view(np.uint8))
         digest = file.close()
     return Result((Written("", plan.size, digest),), len(plan.entries), _sampled_error(job))
@@ -152,31 +160,13 @@ def write_folder(unit: Unit, partial: Path, context: Context) -> Result:
         return written
 
     files: list[Written] = []
-    for item, _, written in in_order(context.pool, _read_ahead(job), _slots(job, context), make):
+    for item, _, written in in_order(
+        context.pool, read_ahead(job.model, job.grid.layer, job.start, job.stop), _slots(job, context), make
+    ):
         files += written
-        _advance(job, item, context)
+        taken(job.model, job.grid.layer, item, context.reporter)
     publish.sync_tree(partial)
     return Result(tuple(files), len(files), _sampled_error(job))
-
-
-def _items(job: Job) -> Iterator[tuple[int, str]]:
-    for expert in range(job.start, job.stop):
-        for projection in PROJECTIONS:
-            yield expert, projection
-
-
-def _read_ahead(job: Job) -> Iterator[tuple[int, str]]:
-    """The items, while the system is told which experts come soon: on a cold cache the disk then works all the time."""
-    layer, source = job.grid.layer, job.model.source
-    each = sum(t.nbytes for t in job.model.expert_tensors(layer, job.start))
-    ahead = max(1, READ_AHEAD // each)
-    told = job.start
-    for expert, projection in _items(job):
-        while told < min(expert + ahead + 1, job.stop):
-            for info in job.model.expert_tensors(layer, told):
-                source.prefetch(info)
-            told += 1
-        yield expert, projection
 
 
 def _slots(job: Job, context: Context) -> list[Buffers]:
@@ -212,40 +202,21 @@ def _pack(job: Job, item: tuple[int, str], buffers: Buffers) -> tuple[Array, npt
             job.layout.pack(piece, weight, scale)
         except kernels.NonFinite as error:
             place = (piece.origin[0] + error.row, piece.origin[1] + error.column)
-            raise InputError(_non_finite(job, expert, projection, place[::-1] if part.backward else place)) from error
+            raise non_finite(
+                job.model, job.grid.layer, expert, projection, place[::-1] if part.backward else place
+            ) from error
         w += weight.size
         s += scale.size
     return buffers.weights[:w], buffers.scales[:s]
 
 
-def _non_finite(job: Job, expert: int, projection: str, place: tuple[int, int]) -> str:
-    info = job.model.weight(job.grid.layer, expert, projection)
-    shard = job.model.source.shards[info.shard].path
-    return (
-        f"{shard}: tensor {info.name} (layer {job.grid.layer}, expert {expert}, {projection}_proj) holds a value that is not finite "
-        f"at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
-    )
-
-
-def _advance(job: Job, item: tuple[int, str], context: Context) -> None:
-    """Count an expert as read, and let go of its mapped pages, once all its projections were taken."""
-    expert, projection = item
-    if projection == PROJECTIONS[-1]:
-        tensors = job.model.expert_tensors(job.grid.layer, expert)
-        for info in tensors:
-            job.model.source.release(info)
-        context.reporter.advance(sum(t.nbytes for t in tensors))
-
-
 def _sampled_error(job: Job) -> dict[str, Any]:
     """Relative error and cosine of one expert of this unit, by projection: the quality figure of the report."""
-    expert = job.start + job.grid.layer % (job.stop - job.start)
-    found: dict[str, Any] = {"sampled_expert": expert}
-    for projection in PROJECTIONS:
-        found[projection] = measure_error(job.model, job.layout, job.grid, expert, projection)
-    for info in job.model.expert_tensors(job.grid.layer, expert):
-        job.model.source.release(info)
-    return found
+
+    def error(expert: int, projection: str) -> dict[str, float]:
+        return measure_error(job.model, job.layout, job.grid, expert, projection)
+
+    return sampled_error(job.model, job.grid.layer, job.start, job.stop, error)
 
 
 def measure_error(model: MoeModel, layout: Layout, grid: ExpertGrid, expert: int, projection: str) -> dict[str, float]:
@@ -258,11 +229,3 @@ def measure_error(model: MoeModel, layout: Layout, grid: ExpertGrid, expert: int
         layout.pack(piece, weight, scale)
         sums += layout.error_sums(piece, weight, scale)
     return error_figures(sums)
-
-
-def error_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Figures from the sums of x*x, y*y, x*y and (x-y)^2; an all-zero source is matched exactly or not at all."""
-    xx, yy, xy, dd = (float(v) for v in sums)
-    relative = (dd / xx) ** 0.5 if xx else float(dd > 0)
-    cosine = xy / (xx * yy) ** 0.5 if xx and yy else float(xx == yy)
-    return {"relative_error": round(relative, 6), "cosine": round(cosine, 6)}

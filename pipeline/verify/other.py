@@ -9,8 +9,9 @@ from ktconvert.layouts.output import Measure, Output, Place, Stored
 from ktconvert.layouts.output import measure as measure_of
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages.ordered import in_order
-from ktconvert.pipeline.verify.source import PIECE, first_difference
-from ktconvert.pipeline.verify.structure import Check, said
+from ktconvert.pipeline.verify.found import Check, first_difference
+from ktconvert.pipeline.verify.source import PIECE
+from ktconvert.pipeline.verify.structure import said
 
 Key = tuple[Place, str]
 
@@ -24,7 +25,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, *, threads:
     ]
     problems += [*_one_sided(output, other), *_one_sided(other, output)]
     pairs = [
-        (place.key(what), stored, other.tensors[place, what])
+        (stored.name if output.names else place.key(what), stored, other.tensors[place, what])
         for (place, what), stored in sorted(output.tensors.items())
         if (place, what) in other.tensors
     ]

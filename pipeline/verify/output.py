@@ -19,10 +19,11 @@ from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.output import Measure, Output, is_output, measure, open_output
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.verify.found import Check, LayerError
+from ktconvert.pipeline.verify.gpu import check_numbers, compare_gpu_source
 from ktconvert.pipeline.verify.other import compare_outputs
-from ktconvert.pipeline.verify.source import LayerError, compare_source, source_bytes
+from ktconvert.pipeline.verify.source import compare_source, source_bytes
 from ktconvert.pipeline.verify.structure import (
-    Check,
     check_options,
     check_structure,
     files_told,
@@ -109,16 +110,15 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     reporter.begin(total, 0)
     try:
         if whole:
-            checks.append(check_scales(output))
+            checks.append(check_scales(output) if output.names is None else check_numbers(output))
         if output.manifest is not None:
             checks.append(check_hashes(output, hashed, wish.threads, reporter))
         if other is not None:
             checks.append(compare_outputs(output, found, other, threads=wish.threads, reporter=reporter))
         elif model is not None and whole:
             notes += _other_source(output, model)
-            check, errors = compare_source(
-                output, found, model, full=wish.full, threads=wish.threads, reporter=reporter
-            )
+            compare = compare_source if output.names is None else compare_gpu_source
+            check, errors = compare(output, found, model, full=wish.full, threads=wish.threads, reporter=reporter)
             checks.append(check)
         elif model is not None:
             notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
@@ -212,7 +212,7 @@ def _open_source(wish: Wish, output: Output) -> MoeModel:
 
 def _other_source(output: Output, model: MoeModel) -> list[str]:
     """A note where the files of the source are not those that the manifest names; equal bytes may come of it all the same."""
-    if output.manifest is None or output.manifest["command"] != "cpu":
+    if output.manifest is None or output.manifest["command"] not in ("cpu", "gpu"):
         return []
     made_of = {(f.get("header_sha256"), f["size"]) for f in output.manifest["source"] if f.get("header_sha256")}
     if made_of == {(shard.header_sha256, shard.size) for shard in model.source.shards}:

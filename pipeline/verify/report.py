@@ -9,11 +9,18 @@ from typing import Any
 from ktconvert.layouts.card import ranges
 from ktconvert.layouts.output import Measure, Output
 from ktconvert.pipeline.report import size
+from ktconvert.pipeline.verify.found import worst
 from ktconvert.pipeline.verify.output import Report
-from ktconvert.pipeline.verify.source import worst
 from ktconvert.pipeline.verify.structure import said
 
 SHOWN = 10  # problems printed per check; --json has them all
+
+
+FORMS = {
+    "merged": "{shards} safetensors shards",
+    "loose": "loose .kt folders",
+    "pack-quantized": "a whole model for the GPU, pack-quantized, in {shards} safetensors shards",
+}
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
@@ -29,7 +36,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "output": str(output.root),
         "made_by": f"ktconvert {told['tool']['version']}" if told else None,
         "command": told["command"] if told else None,
-        "form": "loose" if output.loose else "merged",
+        "form": "pack-quantized" if output.names else "loose" if output.loose else "merged",
         **said(measure),
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
@@ -45,9 +52,9 @@ def facts_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("output", found["output"]),
         ("made by", f"{found['made_by']} {found['command']}" if found["made_by"] else "not ktconvert (no manifest)"),
-        ("form", f"{found['shards']} safetensors shards" if found["form"] == "merged" else "loose .kt folders"),
+        ("form", FORMS[found["form"]].format(**found)),
         ("method", found["method"]),
-        ("NUMA parts", _told(found["numa"])),
+        *([("NUMA parts", _told(found["numa"]))] if found["form"] != "pack-quantized" else []),
         ("layers", f"{len(found['layers'])} ({ranges(found['layers'])})"),
         ("experts", _told(found["experts"])),
         ("hidden size", _told(found["hidden"])),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts import PROJECTIONS, Layout, merged
 from ktconvert.layouts.card import ranges
@@ -20,51 +17,9 @@ from ktconvert.layouts.output import Measure, Output, Place, Stored, place_of
 from ktconvert.layouts.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.report import Reporter
-from ktconvert.pipeline.stages.cpu_experts import error_figures
-from ktconvert.pipeline.stages.ordered import in_order
-from ktconvert.pipeline.verify.structure import Check
+from ktconvert.pipeline.verify.found import Check, Found, LayerError, first_difference, gather, sample
 
-SAMPLED = 8  # experts per layer whose error is measured, unless all are
 PIECE = 4 << 20  # bytes of a copied tensor compared at a time
-
-
-class Error(NamedTuple):
-    """How far one projection of one expert lies from its source in BF16: ||x-y||/||x||, and x.y/(||x|| ||y||)."""
-
-    layer: int
-    expert: int
-    projection: str
-    relative_error: float
-    cosine: float
-
-
-@dataclass
-class LayerError:
-    """The same over the measured experts of a layer: sums of x*x, y*y, x*y, (x-y)^2, and each expert's own figures."""
-
-    layer: int
-    projection: str
-    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
-    experts: list[Error] = field(default_factory=list)
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Relative error and cosine of all measured experts together."""
-        return error_figures(self.sums)
-
-    @property
-    def worst(self) -> Error:
-        """The expert with the largest relative error."""
-        return max(self.experts, key=lambda e: e.relative_error)
-
-
-@dataclass
-class Found:
-    """What comparing one expert gave."""
-
-    problems: list[str] = field(default_factory=list)
-    equal: int = 0
-    sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
 
 
 def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
@@ -87,31 +42,19 @@ def compare_source(
     problems, notes = _same_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.found and (h, i) == model.shape(n)[1:]]
     layers = [n for n in layers if illegal_reason(layout, *measure.shapes[n][1:], measure.numa) is None]
-    work = [(n, expert) for n in layers for expert in range(model.shape(n)[0])]
-    errors: dict[tuple[int, str], LayerError] = {}
-    equal = 0
 
-    def one(item: tuple[int, int], _slot: int) -> Found:
-        layer, expert = item
+    def one(layer: int, expert: int) -> Found:
         count, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward)
-        measured = full or expert in _sample(count)
+        measured = full or expert in sample(count)
         return _compare_expert(output, model, layout, grid, expert, measured)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        for (layer, expert), _, found in in_order(pool, work, list(range(2 * threads)), one):
-            problems += found.problems
-            equal += found.equal
-            for projection, sums in found.sums.items():
-                total = errors.setdefault((layer, projection), LayerError(layer, projection))
-                total.sums += sums
-                total.experts.append(Error(layer, expert, projection, **error_figures(sums)))
-            reporter.at(f"layer {layer}")
-            reporter.advance(sum(t.nbytes for t in model.expert_tensors(layer, expert)))
+    differing, equal, errors = gather(model, layers, one, threads, reporter)
+    problems += differing
     copied, differing = _compare_copied(output, model)
     problems += differing
     told = f"{equal} tensors quantized again: the same bytes" + (f"; {copied} copied tensors too" if copied else "")
-    return Check("source", told, tuple(problems), tuple(notes)), list(errors.values())
+    return Check("source", told, tuple(problems), tuple(notes)), errors
 
 
 def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[list[str], list[str]]:
@@ -131,11 +74,6 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
     if asked:
         return problems, [f"layers {ranges(absent)} of the source were left out, as asked"]
     return [*problems, f"layers {ranges(absent)} of {model.source.root} are missing here"], []
-
-
-def _sample(count: int) -> frozenset[int]:
-    """Experts spread evenly."""
-    return frozenset(i * count // SAMPLED for i in range(SAMPLED)) if count > SAMPLED else frozenset(range(count))
 
 
 def _compare_expert(
@@ -169,14 +107,6 @@ def _compare_expert(
     for info in model.expert_tensors(grid.layer, expert):
         model.source.release(info)
     return found
-
-
-def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
-    """(position of the first differing byte, its value in a and in b, how many bytes differ); None for equal bytes."""
-    if np.array_equal(a, b):
-        return None
-    at = np.flatnonzero(a != b)
-    return int(at[0]), int(a[at[0]]), int(b[at[0]]), at.size
 
 
 def _differs(place: Place, what: str, stored: Stored, difference: tuple[int, int, int, int]) -> str:
@@ -232,8 +162,3 @@ def _copied_bytes(output: Output, model: MoeModel, stored: Stored, info: TensorI
         if difference is not None:
             yield f"{stored.name} in {stored.file} differs from {info.name} at byte {start + difference[0]}"
             return
-
-
-def worst(errors: Iterable[LayerError], count: int = 5) -> list[Error]:
-    """The experts with the largest relative errors, of all that were measured."""
-    return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts import LAYOUTS, Layout, manifest, numa
@@ -14,29 +13,23 @@ from ktconvert.layouts.checkpoints.archs import ARCHS, HIDDEN, NUM_EXPERTS, NUM_
 from ktconvert.layouts.checkpoints.source import INDEX, PART
 from ktconvert.layouts.output import METHODS, Measure, Output, Place, files_of, place_of
 from ktconvert.layouts.parts import ExpertGrid
+from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.gpu import check_packed, check_quantization
 
-AGAIN = "convert it again with --overwrite"
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
 DTYPES = {"weight": "I8", "scale": "F32"}
 LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at: what holds if there are no problems, else the problems, one sentence each, and what to do."""
-
-    name: str
-    told: str
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    remedy: str = AGAIN
 
 
 def check_structure(output: Output, measure: Measure) -> list[Check]:
     """Everything that names, sizes and headers can tell; no weight is read."""
     checks = [check_files(output), check_index(output)]
     if weights_whole(output):
-        checks += [check_tensors(output, measure), check_metadata(output, measure), check_config(output, measure)]
+        if output.names is not None:
+            checks += [check_packed(output, measure), check_quantization(output)]
+        else:
+            checks.append(check_tensors(output, measure))
+        checks += [check_metadata(output, measure), check_config(output, measure)]
     return [check for check in checks if check is not None]
 
 
@@ -234,7 +227,7 @@ def check_metadata(output: Output, measure: Measure) -> Check | None:
     for (place, _), stored in output.tensors.items():
         by_shard.setdefault(stored.file, set()).add(place.layer)
     for shard, about in told.items():
-        wanted = {"method": measure.method, "numa": str(measure.numa)}
+        wanted = {"method": measure.method} | ({"numa": str(measure.numa)} if output.names is None else {})
         if "layer" in about and by_shard.get(shard):
             layer = min(by_shard[shard])
             experts, hidden, intermediate = measure.shapes[layer]

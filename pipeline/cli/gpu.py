@@ -1,0 +1,153 @@
+"""ktconvert gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.report import Reporter
+
+EPILOG = """\b
+Examples:
+  ktconvert gpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-W4A16 --quant-method RTN --quant-type W4A16
+  ktconvert gpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-W8A16 --quant-method RTN
+  ktconvert gpu -i MODEL -o OUT --quant-method RTN --dry-run     what would be done, from headers only
+
+The same command again, or `ktconvert resume OUT`, finishes what was cut off.
+"""
+
+# Options of kt-kernel's script that mean nothing when rounding to nearest: (option, why).
+FOR_GPTQ = "is for GPTQ only and changes nothing here"
+UNUSED = {
+    "num_calibration_samples": FOR_GPTQ,
+    "max_sequence_length": FOR_GPTQ,
+    "dampening_frac": FOR_GPTQ,
+    "dataset": FOR_GPTQ,
+    "dataset_split": FOR_GPTQ,
+    "random_seed": FOR_GPTQ,
+    "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
+    "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",
+    "max_gpu_memory": "changes nothing here: rounding to nearest never touches a GPU",
+    "max_cpu_memory": "changes nothing here: memory is bounded by a few experts; --max-memory sets a limit",
+}
+
+
+class SeveralValues(click.Command):
+    """A command whose --ignore-patterns takes several values after one flag, as argparse's nargs="*" does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Write the flag before each of its values."""
+        spread: list[str] = []
+        several = False
+        for word in args:
+            if word.startswith("-"):
+                several = word.replace("_", "-") == "--ignore-patterns"
+                spread += [] if several else [word]
+            elif several:
+                spread += ["--ignore-patterns", word]
+            else:
+                spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+@click.command("gpu", cls=SeveralValues, epilog=EPILOG)
+@click.option("-i", "--model-id", "--input-path", "model_id", required=True,
+              help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).")  # fmt: skip
+@click.option(
+    "-o",
+    "--output-dir",
+    "--output",
+    "output_dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Output directory.",
+)
+@click.option("--quant-method", type=click.Choice(["GPTQ", "RTN"], case_sensitive=False), default="GPTQ", show_default=True,
+              help="How experts are quantized. This version makes RTN.")  # fmt: skip
+@click.option("--quant-type", type=click.Choice(["W4A16", "W8A16"], case_sensitive=False), default="W8A16", show_default=True,
+              help="Output format: 4 or 8 bits in groups of 128.")  # fmt: skip
+@click.option("--rounding", type=click.Choice(["library", "float32"], case_sensitive=False), default="library", show_default=True,
+              help="The bits of llmcompressor, or one rounding less.")  # fmt: skip
+@click.option("--ignore-patterns", multiple=True,
+              help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.")  # fmt: skip
+@click.option("--num-calibration-samples", type=click.IntRange(min=1), default=512, show_default=True, help="For GPTQ.")
+@click.option("--max-sequence-length", type=click.IntRange(min=1), default=2048, show_default=True, help="For GPTQ.")
+@click.option("--dampening-frac", type=float, default=0.1, show_default=True, help="For GPTQ.")
+@click.option("--dataset", default="HuggingFaceH4/ultrachat_200k", show_default=True, help="For GPTQ.")
+@click.option("--dataset-split", default="train_sft", show_default=True, help="For GPTQ.")
+@click.option("--random-seed", type=int, default=42, show_default=True, help="For GPTQ.")
+@click.option("--torch-dtype", type=click.Choice(["bfloat16", "float16", "float32"], case_sensitive=False), default="bfloat16",
+              show_default=True, help="What experts are rounded from: bfloat16.")  # fmt: skip
+@click.option("--trust-remote-code", is_flag=True, help="Accepted and ignored: RTN runs no code of a model.")
+@click.option("--force-cpu", is_flag=True, help="Accepted and ignored: RTN never touches a GPU.")
+@click.option(
+    "--max-gpu-memory", type=options.Size(), default=None, help="Accepted and ignored: RTN never touches a GPU."
+)
+@click.option(
+    "--max-cpu-memory", type=options.Size(), default=None, help="Accepted and ignored: memory is a few experts."
+)
+@options.cpuinfer_threads
+@click.option("--tp-size", type=click.IntRange(min=1), multiple=True, default=(1,), show_default=True,
+              help="Tensor parallelism to be loaded with; refused where experts cannot be cut so. May be repeated.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
+@click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards between experts. [default: 5GB]")
+@click.option("--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume.")
+@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
+@options.arch_file
+@click.option("--overwrite", is_flag=True, help="Replace what lies at --output-dir, once the new output is complete.")
+@options.max_memory
+@options.talk
+def gpu(**given: Any) -> None:
+    """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the output.
+
+    FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts, whatever the model's size. All other
+    tensors are copied as they are.
+    """
+    from ktconvert.pipeline import show
+    from ktconvert.pipeline.execute import execute
+    from ktconvert.pipeline.gpu import plan_gpu, require_available
+    from ktconvert.pipeline.plan import Request
+
+    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
+    require_available(given["quant_method"], given["torch_dtype"])
+    note_unused(reporter)
+    options.check_kernels()
+    request = Request(
+        command="gpu",
+        input=options.stored_input(given["model_id"]),
+        output=given["output_dir"].expanduser().absolute(),
+        settings={
+            "quant_method": given["quant_method"],
+            "quant_type": given["quant_type"],
+            "rounding": given["rounding"],
+            "ignore_patterns": list(given["ignore_patterns"]),
+            "torch_dtype": given["torch_dtype"],
+            "max_shard_size": given["max_shard_size"],
+            "arch_file": options.text_of("--arch-file", given["arch_file"]),
+        },
+        tuning={
+            "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
+            "max_memory": given["max_memory"],
+            "verify_inputs": given["verify_inputs"],
+            "revision": given["revision"],
+            "tp_size": sorted(set(given["tp_size"])),
+        },
+    )
+    plan = plan_gpu(request, None if given["dry_run"] else options.hashing(reporter))
+    for note in plan.notes:
+        reporter.note(note)
+    if given["dry_run"]:
+        show.show_plan(plan, as_json=given["json_events"], overwrite=given["overwrite"])
+        return
+    execute(plan, reporter, overwrite=given["overwrite"])
+
+
+def note_unused(reporter: Reporter) -> None:
+    """Say of every option that was given and means nothing here, that it does not."""
+    context = click.get_current_context()
+    for name, why in UNUSED.items():
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            reporter.note(f"--{name.replace('_', '-')} {why}")

@@ -1,0 +1,159 @@
+"""The plan of `ktconvert gpu`: from options and a checkpoint's headers to stages, sizes, notes and refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ktconvert.layouts import PROJECTIONS, gpu_card
+from ktconvert.layouts.checkpoints.beside import Beside, beside
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.compressed import COMPRESSED, Compressed, check_shapes, linear_name
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.ignore import USUAL_PATTERNS, ignore_list
+from ktconvert.pipeline.assemble import CONFIG, Assembly, assemble
+from ktconvert.pipeline.checkpoint import (
+    BASE_MEMORY,
+    base_model,
+    collector_at_rest,
+    companions,
+    number_shards,
+    read_files,
+    rows_for,
+    shape_facts,
+    shard_metadata,
+    source_files,
+)
+from ktconvert.pipeline.graph import Stage
+from ktconvert.pipeline.plan import Plan, Request, changed_since, tool_version
+from ktconvert.pipeline.run import WAITING
+from ktconvert.pipeline.stages import carry_over, gpu_linears
+
+METHODS = ("GPTQ", "RTN")
+ROUNDINGS = ("library", "float32")
+TORCH_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def require_available(quant_method: str, torch_dtype: str) -> None:
+    """Raise UnsupportedError, saying how to ask for it, where this version makes something else."""
+    if quant_method != "RTN":
+        raise UnsupportedError(
+            f"--quant-method {quant_method}: this version rounds to nearest and does not calibrate yet; ask for it with --quant-method RTN."
+        )
+    if torch_dtype != "bfloat16":
+        raise UnsupportedError(
+            f"--torch-dtype {torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the option out."
+        )
+
+
+@collector_at_rest()
+def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Read headers only, and say everything that will happen. hashed is told of bytes as --verify-inputs reads them.
+
+    Raises UnsupportedError, InputError or UsageError before any weight is read.
+    """
+    settings = dict(request.settings)
+    require_available(settings["quant_method"], settings["torch_dtype"])
+    source = open_checkpoint(request.input, request.tuning.get("revision"))
+    if not (source.root / CONFIG).is_file():
+        raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
+    model = recognise(source, rows_for(settings.get("arch_file")))
+    form = COMPRESSED[settings["quant_type"]]
+    loading = check_shapes(model, form, request.tuning.get("tp_size") or (1,))
+    ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
+    rest = beside(source, model.expert_tensor_names(), model.blocks)
+
+    facts = _facts(model, form, settings)
+    about = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
+    metadata = shard_metadata(facts, source, about)
+    stages = [
+        gpu_linears.stage(
+            model,
+            form,
+            rounding=settings["rounding"],
+            max_shard_size=settings["max_shard_size"],
+            metadata=metadata,
+        ),
+        *_carried(rest, model, settings["max_shard_size"], metadata),
+    ]
+    stages = number_shards(stages)
+    dropped_files = [name for name, _ in companions(source) if name in gpu_card.CONFIG_FILES]
+    copied = tuple((name, path) for name, path in companions(source) if name not in dropped_files)
+    notes = tuple(_notes(model, rest, dropped_files, loading))
+    assembly = Assembly(
+        companions=copied,
+        config=gpu_card.config_json(source.config, form, ignore),
+        card=functools.partial(
+            gpu_card.model_card,
+            base_model=base_model(source),
+            facts=facts,
+            notes=notes,
+            tool_version=tool_version(),
+        ),
+        loose=False,
+    )
+    files = source_files(source, request, hashed)
+    companion_files = [file for file in files if file.header_sha256 is None]
+    plan = Plan(
+        request=replace(request, settings=settings),
+        source=files,
+        stages=tuple(stages),
+        facts=facts,
+        notes=notes,
+        peak_memory=lambda threads: (
+            BASE_MEMORY + gpu_linears.peak_memory(model, form, stages[0].units, threads + WAITING)
+        ),
+        assemble=lambda work: assemble(plan, assembly, work),
+        source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
+        reads=lambda unit: read_files(source, unit),
+        extra_bytes=sum(path.stat().st_size for _, path in copied),
+    )
+    return plan
+
+
+def _carried(rest: Beside, model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]) -> list[Stage]:
+    stage = carry_over.stage(model.source, carry_over.carried(rest, model.source), max_shard_size, metadata)
+    return [stage] if stage.units else []
+
+
+def _facts(model: MoeModel, form: Compressed, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "architecture": model.arch.name,
+        "method": form.name,
+        "layout_version": form.version,
+        "quant_method": settings["quant_method"],
+        "rounding": settings["rounding"],
+        "bits": form.quantizer.bits,
+        "group_size": form.quantizer.group,
+        **shape_facts(model, model.layers),
+        "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
+        "linear_names": {projection: name_template(model, projection) for projection in PROJECTIONS},
+    }
+
+
+def name_template(model: MoeModel, projection: str) -> str:
+    """What linears are called, with {layer} and {expert} for the numbers: the layer's is the first such number, the expert's the last."""
+    layer = model.layers[-1]
+    expert = model.shape(layer)[0] - 1
+    name = linear_name(model, layer, expert, projection)
+    before, _, after = name.rpartition(f".{expert}.")
+    head, _, tail = f".{before}.".partition(f".{layer}.")
+    return f"{head}.{{layer}}.{tail}{{expert}}.{after}".removeprefix(".")
+
+
+def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
+    notes = list(model.common_notes)
+    decoded = sum(scaled is not None for scaled in rest.tensors.values())
+    if any(dtype.startswith("F8") for dtype in model.dtypes):
+        notes.append("FP8 to integers rounds twice: where there is a BF16 release, convert that for better accuracy")
+    if decoded:
+        notes.append(f"{decoded} FP8 tensors outside the routed experts are written as BF16, without their scales")
+    if model.mtp_tensors:
+        which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
+        notes.append(f"the experts of the MTP part ({which}) are not quantized, and named in the ignore list")
+    if dropped_files:
+        notes.append(f"{', '.join(dropped_files)} is left out: it tells how the source was quantized")
+    return [*notes, *loading]

@@ -1,0 +1,77 @@
+"""Routed experts one after the other through memory maps: asked for in time, let go when taken, whatever is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts import PROJECTIONS
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.report import Reporter
+
+READ_AHEAD = 64 << 20  # bytes of input that the disk is asked for before they are needed
+
+
+def items(start: int, stop: int) -> Iterator[tuple[int, str]]:
+    """(expert, projection) of the experts start..stop-1, in the order in which they are made."""
+    for expert in range(start, stop):
+        for projection in PROJECTIONS:
+            yield expert, projection
+
+
+def read_ahead(model: MoeModel, layer: int, start: int, stop: int) -> Iterator[tuple[int, str]]:
+    """The items, while the system is told which experts come soon: on a cold cache the disk then works all the time."""
+    each = sum(t.nbytes for t in model.expert_tensors(layer, start))
+    ahead = max(1, READ_AHEAD // each)
+    told = start
+    for expert, projection in items(start, stop):
+        while told < min(expert + ahead + 1, stop):
+            for info in model.expert_tensors(layer, told):
+                model.source.prefetch(info)
+            told += 1
+        yield expert, projection
+
+
+def taken(model: MoeModel, layer: int, item: tuple[int, str], reporter: Reporter) -> None:
+    """Count an expert as read, and let go of its mapped pages, once all its projections were taken."""
+    expert, projection = item
+    if projection == PROJECTIONS[-1]:
+        tensors = model.expert_tensors(layer, expert)
+        for info in tensors:
+            model.source.release(info)
+        reporter.advance(sum(t.nbytes for t in tensors))
+
+
+def non_finite(model: MoeModel, layer: int, expert: int, projection: str, place: tuple[int, int]) -> InputError:
+    """The sentence for a NaN or an infinity at (row, column) of a linear."""
+    info = model.weight(layer, expert, projection)
+    shard = model.source.shards[info.shard].path
+    return InputError(
+        f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not finite "
+        f"at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
+    )
+
+
+def sampled_error(
+    model: MoeModel, layer: int, start: int, stop: int, error: Callable[[int, str], dict[str, float]]
+) -> dict[str, Any]:
+    """error(expert, projection) of one expert of a unit: the quality figure of the report."""
+    expert = start + layer % (stop - start)
+    found: dict[str, Any] = {"sampled_expert": expert}
+    for projection in PROJECTIONS:
+        found[projection] = error(expert, projection)
+    for info in model.expert_tensors(layer, expert):
+        model.source.release(info)
+    return found
+
+
+def error_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Figures from the sums of x*x, y*y, x*y and (x-y)^2; an all-zero source is matched exactly or not at all."""
+    xx, yy, xy, dd = (float(v) for v in sums)
+    relative = (dd / xx) ** 0.5 if xx else float(dd > 0)
+    cosine = xy / (xx * yy) ** 0.5 if xx and yy else float(xx == yy)
+    return {"relative_error": round(relative, 6), "cosine": round(cosine, 6)}

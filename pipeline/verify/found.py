@@ -1,0 +1,112 @@
+"""What verify finds: a check with its problems, an error measured, a byte that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.pipeline.report import Reporter
+from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages.ordered import in_order
+
+AGAIN = "convert it again with --overwrite"
+SAMPLED = 8  # experts per layer whose error is measured, unless all are
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: what holds if there are no problems, else the problems, one sentence each, and what to do."""
+
+    name: str
+    told: str
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    remedy: str = AGAIN
+
+
+class Error(NamedTuple):
+    """How far one projection of one expert lies from its source in BF16: ||x-y||/||x||, and x.y/(||x|| ||y||)."""
+
+    layer: int
+    expert: int
+    projection: str
+    relative_error: float
+    cosine: float
+
+
+@dataclass
+class LayerError:
+    """The same over the measured experts of a layer: sums of x*x, y*y, x*y, (x-y)^2, and each expert's own figures."""
+
+    layer: int
+    projection: str
+    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
+    experts: list[Error] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Relative error and cosine of all measured experts together."""
+        return error_figures(self.sums)
+
+    @property
+    def worst(self) -> Error:
+        """The expert with the largest relative error."""
+        return max(self.experts, key=lambda e: e.relative_error)
+
+
+@dataclass
+class Found:
+    """What comparing one expert gave."""
+
+    problems: list[str] = field(default_factory=list)
+    equal: int = 0
+    sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+
+def gather(
+    model: MoeModel, layers: Iterable[int], compare: Callable[[int, int], Found], threads: int, reporter: Reporter
+) -> tuple[list[str], int, list[LayerError]]:
+    """compare(layer, expert) for every expert of these layers, in threads: problems, how many tensors are equal, and the errors."""
+    problems: list[str] = []
+    equal = 0
+    errors: dict[tuple[int, str], LayerError] = {}
+    work = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
+
+    def one(item: tuple[int, int], _slot: int) -> Found:
+        return compare(*item)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        for (layer, expert), _, found in in_order(pool, work, list(range(2 * threads)), one):
+            problems += found.problems
+            equal += found.equal
+            for projection, sums in found.sums.items():
+                total = errors.setdefault((layer, projection), LayerError(layer, projection))
+                total.sums += sums
+                total.experts.append(Error(layer, expert, projection, **error_figures(sums)))
+            reporter.at(f"layer {layer}")
+            reporter.advance(sum(t.nbytes for t in model.expert_tensors(layer, expert)))
+    return problems, equal, list(errors.values())
+
+
+def sample(count: int) -> frozenset[int]:
+    """Experts spread evenly."""
+    return frozenset(i * count // SAMPLED for i in range(SAMPLED)) if count > SAMPLED else frozenset(range(count))
+
+
+def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
+    """(position of the first differing byte, its value in a and in b, how many bytes differ); None for equal bytes."""
+    if np.array_equal(a, b):
+        return None
+    at = np.flatnonzero(a != b)
+    return int(at[0]), int(a[at[0]]), int(b[at[0]]), at.size
+
+
+def worst(errors: Iterable[LayerError], count: int = 5) -> list[Error]:
+    """The experts with the largest relative errors, of all that were measured."""
+    return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]

@@ -1,0 +1,413 @@
+"""Pack-quantized experts: names, tensors, config and ignore list are what compressed-tensors and its loaders expect."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts import compressed, ignore
+from ktconvert.layouts.checkpoints.archs import ARCHS, Fused, Separate, Stacked, Style
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.compressed import COMPRESSED
+from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.native_quant import kernels
+from ktconvert.quantizers import Matrix, groups, reference
+
+ROWS = {arch.matches[0]: arch for arch in ARCHS}
+E, H, I = 3, 256, 128  # noqa: E741
+BF16 = "BF16"
+DTYPES = (np.int32, np.uint16)  # of weight_packed and weight_scale
+Build = Callable[..., MoeModel]
+
+
+@pytest.fixture
+def build(tmp_path: Path, write_safetensors: Any) -> Build:
+    """A checkpoint of layer 1 (and MTP layer 2) in any style: build("mixtral", style, prefix, extra tensors...)."""
+
+    def make(
+        family: str,
+        style: Style,
+        prefix: str = "model.",
+        *,
+        shape: tuple[int, int, int] = (E, H, I),
+        mtp: bool = False,
+        extra: dict[str, tuple[int, ...]] | None = None,
+        **config: Any,
+    ) -> MoeModel:
+        e, h, i = shape
+        shapes = {"gate": (i, h), "up": (i, h), "down": (h, i), "gate_up": (2 * i, h)}
+        tensors: dict[str, tuple[str, Any]] = {}
+        rng = np.random.default_rng(0)
+
+        def add(name: str, size: tuple[int, ...]) -> None:
+            tensors[name] = (BF16, reference.f32_to_bf16(rng.standard_normal(size).astype(np.float32)))
+
+        for layer in (1, 2) if mtp else (1,):
+            for part in style.parts:
+                template: str = getattr(style, part).replace("{prefix}", prefix)
+                if isinstance(style, Separate):
+                    for expert in range(e):
+                        add(template.format(layer=layer, expert=expert), shapes[part])
+                else:
+                    add(template.format(layer=layer), (e, *shapes[part]))
+        for name, size in (extra or {}).items():
+            add(name, size)
+        said = {"model_type": family, "num_hidden_layers": 2, "num_experts": e, "hidden_size": h, "hidden_act": "silu"}
+        for key in ("moe_intermediate_size", "intermediate_size"):
+            said[key] = i
+        (tmp_path / "config.json").write_text(json.dumps(said | config))
+        write_safetensors(tmp_path / "model.safetensors", tensors)
+        return recognise(open_checkpoint(tmp_path))
+
+    return make
+
+
+def style_of(family: str, kind: type[Style], n: int = 0) -> Style:
+    return [style for style in ROWS[family].stored if isinstance(style, kind)][n]
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+W132, USUAL = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("prefix", ["model.", "", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize(
+    ("family", "kind", "n", "block", "names"),
+    [
+        ("qwen3_moe", Separate, 0, "mlp.experts", USUAL),
+        ("qwen3_moe", Fused, 0, "mlp.experts", USUAL),
+        ("mixtral", Separate, 0, "block_sparse_moe.experts", W132),
+        ("mixtral", Fused, 0, "block_sparse_moe.experts", W132),  # as the family names single experts there
+        ("mixtral", Fused, 1, "mlp.experts", USUAL),
+        ("minimax_m2", Separate, 0, "block_sparse_moe.experts", W132),
+        ("lfm2_moe", Fused, 0, "feed_forward.experts", W132),
+        ("llama4", Fused, 0, "feed_forward.experts", USUAL),
+        ("step3p5", Stacked, 0, "moe.experts", USUAL),
+        ("gemma4", Fused, 0, "experts", USUAL),
+    ],
+)
+def test_names(
+    build: Build, prefix: str, family: str, kind: type[Style], n: int, block: str, names: tuple[str, ...]
+) -> None:
+    model = build(family, style_of(family, kind, n), prefix)
+    want = [f"{prefix}layers.1.{block}.{e}.{name}" for e in range(E) for name in names]
+    found = list(compressed.linears(model, 1))
+    assert [name for _, _, name, _, _ in found] == want
+    assert [(n, k) for _, _, _, n, k in found[:3]] == [(I, H), (I, H), (H, I)]
+    assert [name for _, _, name, _, _ in compressed.linears(model, 1, [2])] == want[-3:]
+    if kind is Separate:
+        assert {f"{name}.weight" for name in want} == model.expert_tensor_names()
+
+
+def test_an_unknown_family_stored_together_gets_the_usual_names(build: Build) -> None:
+    model = build("unheard_of", style_of("qwen3_moe", Fused))
+    assert compressed.linear_name(model, 1, 2, "up") == "model.layers.1.mlp.experts.2.up_proj"
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build: Build, tmp_path: Path) -> None:
+    """Odd sizes, so that a wrong order of the tensors would leave the shapes (I64) where torch cannot see them."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    model = build("qwen3_moe", style_of("qwen3_moe", Fused), shape=(E, 256, 384))
+    plan = compressed.plan_experts(model, 1, range(E), form, {"format": "pt"})
+    assert plan.data_bytes == E * form.expert_bytes(256, 384)
+    at = len(plan.header)
+    for entry in plan.entries:
+        assert at % {"I32": 4, "I64": 8, BF16: 2}[entry.dtype] == 0
+        at += entry.nbytes
+    made: dict[str, Any] = {}
+    for expert, projection, name, n, k in compressed.linears(model, 1):
+        packed, scale = (np.zeros(e.shape, t) for e, t in zip(form.entries(name, n, k)[::2], DTYPES, strict=True))
+        form.pack(model.linear(1, expert, projection), packed, scale)
+        made |= {
+            f"{name}.weight_packed": packed,
+            f"{name}.weight_scale": scale,
+            f"{name}.weight_shape": np.array([n, k]),
+        }
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "model.safetensors"
+    path.write_bytes(plan.header + b"".join(made[entry.key].tobytes() for entry in plan.entries))
+    assert path.stat().st_size == plan.size
+    loaded = load_file(path)
+    assert loaded.keys() == made.keys()
+    for expert, projection, name, n, k in compressed.linears(model, 1):
+        assert loaded[f"{name}.weight_packed"].dtype == torch.int32
+        assert loaded[f"{name}.weight_scale"].dtype == torch.bfloat16
+        assert loaded[f"{name}.weight_shape"].tolist() == [n, k]
+        packed, scale = (
+            loaded[f"{name}.weight_packed"].numpy(),
+            loaded[f"{name}.weight_scale"].view(torch.uint16).numpy(),
+        )
+        linear = model.linear(1, expert, projection)
+        bf16 = kernels.decode(linear.values, linear.kind)
+        codes, want = groups.quantize_groups(form.quantizer.bits, 128, bf16)
+        assert (form.codes(packed) == codes).all() and (scale == want).all()
+        x, y = reference.bf16_to_f32(bf16), form.unpack(packed, scale)
+        step = np.repeat(reference.bf16_to_f32(scale), 128, axis=1)
+        assert (np.abs(x - y) <= 0.55 * step + np.abs(x) * 2.0**-8).all()
+        xx, yy, xy, dd = form.error_sums(linear, packed, scale)
+        np.testing.assert_allclose(
+            [xx, yy, xy, dd], [(x * x).sum(), (y * y).sum(), (x * y).sum(), np.square(x - y).sum()], rtol=1e-4
+        )
+
+
+def test_rounding_and_encodings_reach_the_kernel() -> None:
+    form = COMPRESSED["W8A16"]
+    values = np.random.default_rng(0).integers(0, 0x7F, (256, 64)).astype(np.uint8)
+    linear = Matrix(values, "fp8_e4m3", np.full((2, 1), 0.37, np.float32), (128, 64)).T
+    bf16 = reference.decode(linear.values, "fp8_e4m3", linear.scales, linear.block)
+    results = []
+    for rounding in kernels.ROUNDINGS:
+        packed, scale = np.zeros((64, 64), np.int32), np.zeros((64, 2), np.uint16)
+        form.pack(linear, packed, scale, rounding)
+        assert (form.codes(packed) == groups.quantize_groups(8, 128, bf16, rounding)[0]).all()
+        results.append(packed)
+    assert (results[0] != results[1]).any()
+
+
+@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(form.quantization_config([]))
+    bf16 = reference.f32_to_bf16(np.random.default_rng(0).standard_normal((96, 256)).astype(np.float32))
+    packed, scale = np.zeros((96, 256 * form.quantizer.bits // 32), np.int32), np.zeros((96, 2), np.uint16)
+    form.pack(Matrix(bf16, "bf16"), packed, scale)
+    state = {
+        "weight_packed": torch.from_numpy(packed),
+        "weight_scale": torch.from_numpy(scale).view(torch.bfloat16),
+        "weight_shape": torch.tensor([96, 256]),
+    }
+    scheme = config.config_groups["group_0"]
+    weight = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
+    assert (weight.view(torch.uint16).numpy() == reference.f32_to_bf16(form.unpack(packed, scale))).all()
+
+
+# --- quantization_config --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+def test_quantization_config(form: compressed.Compressed) -> None:
+    """What SGLang's and vLLM's loaders look at."""
+    config = form.quantization_config(["lm_head"])
+    scheme = config["config_groups"]["group_0"]
+    assert config["quant_method"] == "compressed-tensors" and config["quantization_status"] == "compressed"
+    assert config["format"] == scheme["format"] == "pack-quantized" and scheme["targets"] == ["Linear"]
+    weights = scheme["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (form.quantizer.bits, 128)
+    assert weights["symmetric"] and weights["strategy"] == "group" and weights["type"] == "int"
+    assert weights["actorder"] is None and weights["dynamic"] is False
+    assert scheme["input_activations"] is None and config["ignore"] == ["lm_head"]
+    assert json.loads(json.dumps(config)) == config
+
+
+@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+def test_quantization_config_is_the_librarys(form: compressed.Compressed) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors import __version__
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+
+    scheme = preset_name_to_scheme(form.name, ["Linear"])
+    scheme.format = "pack-quantized"
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        quantization_status=QuantizationStatus.COMPRESSED,
+        format="pack-quantized",
+    )
+    assert form.quantization_config(["lm_head"]) == {**config.model_dump(mode="json"), "version": __version__}
+
+
+# --- the ignore list ------------------------------------------------------------------------------
+
+EXTRA = {
+    "lm_head.weight": (8, H),
+    "model.embed_tokens.weight": (8, H),
+    "model.norm.weight": (H,),
+    "model.layers.0.mlp.gate_proj.weight": (8, H),
+    "model.layers.1.input_layernorm.weight": (H,),
+    "model.layers.1.self_attn.q_proj.weight": (8, H),
+    "model.layers.1.mlp.gate.weight": (E, H),
+    "model.layers.1.mlp.shared_experts.up_proj.weight": (8, H),
+}
+LOADER_NAMES = [
+    "model.layers.0.mlp.gate_proj",
+    "language_model.model.layers.10.mlp.gate_proj",
+    "layers.7.mlp.gate_proj",
+]
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(ignore.is_match(name, pattern) for pattern in patterns)
+
+
+def test_the_ignore_list_names_everything_but_routed_experts(build: Build) -> None:
+    model = build("deepseek_v3", style_of("deepseek_v3", Separate), extra=EXTRA, mtp=True)
+    assert model.mtp_layers == (2,)
+    found = ignore.ignore_list(model)
+    assert found[: len(ignore.USUAL_PATTERNS)] == ignore.USUAL_PATTERNS
+    assert len(found) <= len(ignore.USUAL_PATTERNS) + 3, found
+    others = [name.removesuffix(".weight") for name, size in EXTRA.items() if len(size) == 2]
+    mtp = [f"model.layers.2.mlp.experts.{e}.{p}" for e in range(E) for p in USUAL] + ["model.layers.2.mlp.experts"]
+    for name in (*others, *mtp, *LOADER_NAMES):
+        assert matches(name, found), name
+    for e in range(E):
+        for p in USUAL:
+            assert not matches(f"model.layers.1.mlp.experts.{e}.{p}", found)
+    assert not matches("model.layers.1.mlp.experts", found)
+    assert not matches("model.layers.12.mlp.experts.0.gate_proj", found)
+
+
+def test_routers_of_every_name_are_ignored(build: Build) -> None:
+    """kt-kernel's own patterns know mlp.gate only."""
+    extra = {"model.layers.1.block_sparse_moe.gate.weight": (E, H), "model.layers.1.feed_forward.router.weight": (E, H)}
+    model = build("mixtral", style_of("mixtral", Separate), extra=extra)
+    for name in extra:
+        assert not matches(name.removesuffix(".weight"), ignore.USUAL_PATTERNS)
+        assert matches(name.removesuffix(".weight"), ignore.ignore_list(model))
+        assert matches(name.removesuffix(".weight").replace("layers.1", "layers.31"), ignore.ignore_list(model))
+    with pytest.raises(UsageError, match=r"the router model\.layers\.1\.\S+, which a loader would take for quantized"):
+        ignore.check_ignore(model, ignore.USUAL_PATTERNS)
+
+
+def test_other_blocks_with_experts_are_ignored_whole(build: Build) -> None:
+    """Loaders make single experts of what is stored together, so the container's name is what must match."""
+    extra = {"mtp.layers.0.mlp.experts.gate_up_proj": (E, 2 * I, H), "mtp.layers.0.mlp.experts.down_proj": (E, H, I)}
+    found = ignore.ignore_list(build("qwen3_5_moe", style_of("qwen3_5_moe", Fused), extra=extra))
+    for name in ("mtp.layers.0.mlp.experts.2.gate_proj", "model.mtp.layers.0.mlp.experts", *extra):
+        assert matches(name, found), (name, found)
+    assert not matches("model.layers.0.mlp.experts.2.gate_proj", found)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"re:.*gate.*",
+        r"re:.*\.experts\.2\.down_proj$",
+        r"re:model\.layers\.1\..*",
+        r"re:.*experts$",
+        r"re:.*w2$",
+        "model.layers.1.block_sparse_moe.experts.1.w3",
+        "Linear",
+    ],
+)
+def test_patterns_that_hit_a_routed_expert_are_refused(build: Build, pattern: str) -> None:
+    model = build("mixtral", style_of("mixtral", Separate))
+    with pytest.raises(
+        UsageError, match=r"would leave out the routed expert model\.layers\.1\.block_sparse_moe\.experts"
+    ) as e:
+        ignore.ignore_list(model, (*ignore.USUAL_PATTERNS, pattern))
+    assert repr(pattern) in str(e.value)
+
+
+def test_patterns_are_read_as_the_library_reads_them(build: Build) -> None:
+    model = build("qwen3_moe", style_of("qwen3_moe", Separate))
+    for harmless in ("experts", r"re:experts", r".*experts.*", r"re:mlp\.experts\.0", r"re:.*shared_experts.*"):
+        ignore.check_ignore(model, ignore.ignore_list(model, (harmless,)))
+    with pytest.raises(UsageError, match=r"'re:\(' is no regular expression"):
+        ignore.ignore_list(model, ("re:(",))
+    library = pytest.importorskip("compressed_tensors.utils.match", reason="compressed-tensors is not installed")
+    names = ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts.0.gate_proj", "a.self_attn.q"]
+    for pattern in (*ignore.USUAL_PATTERNS, "re:experts", "re:.*experts", "model.layers.1.mlp.gate"):
+        for name in names:
+            assert ignore.is_match(name, pattern) == library.match_name(name, pattern)
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def test_groups_must_divide_every_row(build: Build) -> None:
+    form = COMPRESSED["W4A16"]
+    for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
+        model = build("qwen3_moe", style_of("qwen3_moe", Separate), shape=shape)
+        with pytest.raises(UnsupportedError, match=f"groups of 128 columns, which do not divide the {what}"):
+            compressed.check_shapes(model, form)
+
+
+def test_tensor_parallel_sizes(build: Build) -> None:
+    form = COMPRESSED["W4A16"]
+    model = build("qwen3_moe", style_of("qwen3_moe", Separate), shape=(E, 128, 768))
+    notes = compressed.check_shapes(model, form, tp=(1, 2))
+    assert notes == ("Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2.",)
+    with pytest.raises(
+        UnsupportedError, match=r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
+    ):
+        compressed.check_shapes(model, form, tp=(4,))
+
+
+def test_what_marlin_cannot_compute_is_said(build: Build) -> None:
+    model = build("llama4", style_of("llama4", Separate))
+    assert any("silu" in note for note in compressed.check_shapes(model, COMPRESSED["W4A16"]))
+
+
+# --- whole checkpoints ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp8"])
+@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+def test_a_whole_checkpoint_equals_model_free_ptq(
+    form: compressed.Compressed, source: str, example: Path, tmp_path: Path, write_safetensors: Any
+) -> None:
+    """The library's own streaming round to nearest, with our ignore list: same names, same bytes, nothing else packed."""
+    llmcompressor = pytest.importorskip(
+        "llmcompressor", reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')"
+    )
+    import torch
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+    from safetensors.torch import load_file, save_file
+
+    converter, given = None, tmp_path / "given"
+    shutil.copytree(example, given)
+    if source == "fp8":
+        converter = FP8BlockDequantizer(targets=[r"re:.*\.mlp\.experts\.\d+\..*"])
+        for path in given.glob("*.safetensors"):
+            tensors = load_file(path)
+            for name in [name for name in tensors if ".experts." in name]:
+                scale = torch.rand(2, 2) * 0.01 + 1e-4
+                spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+                tensors[name] = (tensors[name].float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = scale
+            save_file(tensors, path)
+        (given / "model.safetensors.index.json").unlink(missing_ok=True)
+        config = json.loads((given / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (given / "config.json").write_text(json.dumps(config))
+    model = recognise(open_checkpoint(given))
+    patterns = ignore.ignore_list(model)
+    llmcompressor.model_free_ptq(
+        str(given), str(tmp_path / "theirs"), form.name, ignore=patterns, device="cpu", converter=converter
+    )
+    theirs: dict[str, Any] = {}
+    for path in (tmp_path / "theirs").glob("*.safetensors"):
+        theirs |= load_file(path)
+    packed_names = {name for name in theirs if name.rpartition(".")[2] in compressed.SUFFIXES}
+    for layer in model.layers:
+        for expert, projection, name, n, k in compressed.linears(model, layer):
+            packed, scale = (np.zeros(e.shape, t) for e, t in zip(form.entries(name, n, k)[::2], DTYPES, strict=True))
+            form.pack(model.linear(layer, expert, projection), packed, scale)
+            assert (theirs[f"{name}.weight_packed"].numpy() == packed).all()
+            assert (theirs[f"{name}.weight_scale"].view(torch.uint16).numpy() == scale).all()
+            assert theirs[f"{name}.weight_shape"].tolist() == [n, k]
+            packed_names -= {f"{name}.{suffix}" for suffix in compressed.SUFFIXES}
+    assert not packed_names
+    said = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
+    (scheme,) = said["config_groups"].values()
+    scheme["weights"]["observer"] = None  # how the library found the scales
+    assert not said.pop("transform_config")
+    assert said | {"config_groups": {"group_0": scheme}} == form.quantization_config(patterns)

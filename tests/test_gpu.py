@@ -1,0 +1,720 @@
+"""`ktconvert gpu`: every packed tensor is the definition's, every other one the source's, and what cannot be loaded is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import struct
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.quantizers import groups, reference
+
+Bits = npt.NDArray[Any]
+Tensors = dict[str, tuple[str, Bits]]
+E, H, I = 3, 256, 128  # noqa: E741
+BITS = {"W4A16": 4, "W8A16": 8}
+LOADABLE = find_spec("compressed_tensors") is not None and find_spec("transformers") is not None
+
+
+def read(folder: Path) -> Tensors:
+    """All tensors of a folder's safetensors files by name: dtype and raw bits."""
+    types = {
+        "BF16": np.uint16,
+        "F16": np.uint16,
+        "F32": np.float32,
+        "F8_E4M3": np.uint8,
+        "I32": np.int32,
+        "I64": np.int64,
+    }
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + size])
+        for name, told in header.items():
+            if name != "__metadata__":
+                start, stop = (8 + size + at for at in told["data_offsets"])
+                bits = np.frombuffer(data[start:stop], types[told["dtype"]]).reshape(told["shape"])
+                assert name not in found
+                found[name] = told["dtype"], bits
+    return found
+
+
+def bf16(rng: np.random.Generator, *shape: int) -> Bits:
+    return reference.f32_to_bf16((rng.standard_normal(shape) * 0.05).astype(np.float32))
+
+
+def fp8(rng: np.random.Generator, *shape: int) -> Bits:
+    """Finite E4M3 codes."""
+    return (rng.integers(0, 0x7E, shape) | rng.integers(0, 2, shape) << 7).astype(np.uint8)
+
+
+def decoded(codes: Bits, scales: Bits, block: int = 128) -> Bits:
+    """FP8 times its block's scale, as BF16."""
+    rows, columns = codes.shape
+    grid = np.repeat(np.repeat(scales, block, axis=0)[:rows], block, axis=1)[:, :columns]
+    sign = np.where(codes & 0x80, -1.0, 1.0)
+    exponent, mantissa = (codes >> 3 & 15).astype(int), (codes & 7).astype(float)
+    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return reference.f32_to_bf16((sign * value).astype(np.float32) * grid)
+
+
+@pytest.fixture
+def save(tmp_path: Path, write_safetensors: Any) -> Callable[..., Path]:
+    """A checkpoint from its tensors: save(tensors, model_type=..., ...)."""
+
+    def make(tensors: Tensors, **config: Any) -> Path:
+        folder = tmp_path / "source"
+        folder.mkdir()
+        document = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "hidden_size": H, "hidden_act": "silu"}
+        (folder / "config.json").write_text(json.dumps(document | config))
+        (folder / "tokenizer.json").write_text("{}")
+        write_safetensors(folder / "model.safetensors", tensors)
+        return folder
+
+    return make
+
+
+def others(rng: np.random.Generator, router: str) -> Tensors:
+    """A dense layer 0, and what stands beside the experts of layer 1."""
+    made: Tensors = {
+        "model.embed_tokens.weight": ("BF16", bf16(rng, 32, H)),
+        "lm_head.weight": ("BF16", bf16(rng, 32, H)),
+    }
+    for layer in (0, 1):
+        made[f"model.layers.{layer}.self_attn.q_proj.weight"] = ("BF16", bf16(rng, H, H))
+        made[f"model.layers.{layer}.input_layernorm.weight"] = ("F32", rng.standard_normal(H).astype(np.float32))
+    made["model.layers.0.mlp.gate_proj.weight"] = ("BF16", bf16(rng, I, H))
+    made[f"model.layers.1.{router}.weight"] = ("BF16", bf16(rng, E, H))
+    return made
+
+
+def check(source: Tensors, output: Tensors, linears: dict[str, Bits], kind: str, rounding: str = "library") -> None:
+    """Every linear (its BF16 bits) is packed as the definition says; all others are the source's."""
+    left = dict(output)
+    for name, weight in linears.items():
+        codes, scale = groups.quantize_groups(BITS[kind], 128, weight, rounding)
+        for suffix, dtype, wanted in (
+            ("weight_packed", "I32", groups.pack_words(BITS[kind], codes)),
+            ("weight_scale", "BF16", scale),
+            ("weight_shape", "I64", np.array(weight.shape)),
+        ):
+            found = left.pop(f"{name}.{suffix}")
+            assert found[0] == dtype, (name, suffix)
+            np.testing.assert_array_equal(found[1], wanted, f"{name}.{suffix}")
+    assert left.keys() == source.keys()
+    for name, (dtype, bits) in source.items():
+        assert left[name][0] == dtype, name
+        assert left[name][1].shape == bits.shape, name
+        assert left[name][1].tobytes() == bits.tobytes(), name
+
+
+def config_of(output: Path) -> Any:
+    return json.loads((output / "config.json").read_text())
+
+
+# ---- what comes out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounding", ["library", "float32"])
+@pytest.mark.parametrize("kind", BITS)
+def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, example: Path) -> None:
+    out = tmp_path / "out"
+    cli(
+        "gpu",
+        "--model_id",
+        example,
+        "--output_dir",
+        out,
+        "--quant_method",
+        "RTN",
+        "--quant_type",
+        kind,
+        "--rounding",
+        rounding,
+    )
+    source = read(example)
+    experts = {name: source.pop(name)[1] for name in list(source) if ".experts." in name}
+    linears = {name.removesuffix(".weight"): bits for name, bits in experts.items()}
+    check(source, read(out), linears, kind, rounding)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == read(out).keys()
+    assert index["metadata"]["total_size"] == sum(bits.nbytes for _, bits in read(out).values())
+    assert (out / "tokenizer.json").read_bytes() == (example / "tokenizer.json").read_bytes()
+    quant = config_of(out)["quantization_config"]
+    assert quant["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert quant["config_groups"]["group_0"]["weights"]["num_bits"] == BITS[kind]
+    assert quant["config_groups"]["group_0"]["weights"]["actorder"] is None
+    assert {k: v for k, v in config_of(out).items() if k != "quantization_config"} == config_of(example)
+    told = cli("verify", out, "--against", example, "--full", "--json").stdout
+    report = json.loads(told)
+    assert report["ok"] and report["form"] == "pack-quantized" and report["method"] == kind
+    assert max(e["relative_error"] for e in report["errors"]) < {"W4A16": 0.12, "W8A16": 0.01}[kind]
+    assert cli("resume", out).returncode == 0
+
+
+def test_names_of_mixtral_stay(tmp_path: Path, cli: Any, save: Any) -> None:
+    rng = np.random.default_rng(1)
+    source = others(rng, "block_sparse_moe.gate")
+    experts = {
+        f"model.layers.1.block_sparse_moe.experts.{e}.{w}": bf16(rng, *((H, I) if w == "w2" else (I, H)))
+        for e in range(E)
+        for w in ("w1", "w2", "w3")
+    }
+    tensors = source | {f"{name}.weight": ("BF16", bits) for name, bits in experts.items()}
+    folder = save(tensors, model_type="mixtral", num_local_experts=E, intermediate_size=I)
+    cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
+    check(source, read(tmp_path / "out"), experts, "W4A16")
+    cli("verify", tmp_path / "out", "--against", folder)
+    assert any("block_sparse_moe" in p for p in config_of(tmp_path / "out")["quantization_config"]["ignore"])
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["output-major", "input-major"])
+def test_fused_experts_are_split(turned: bool, tmp_path: Path, cli: Any, save: Any) -> None:
+    rng = np.random.default_rng(2)
+    source = others(rng, "mlp.gate")
+    gate_up, down = bf16(rng, E, 2 * I, H), bf16(rng, E, H, I)
+    stored = {"gate_up_proj": gate_up, "down_proj": down}
+    base = "model.layers.1.mlp.experts"
+    tensors = source | {
+        f"{base}.{name}": ("BF16", np.ascontiguousarray(x.swapaxes(1, 2)) if turned else x)
+        for name, x in stored.items()
+    }
+    folder = save(tensors, model_type="qwen3_moe", num_experts=E, moe_intermediate_size=I)
+    cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN")
+    linears = {f"{base}.{e}.gate_proj": gate_up[e, :I] for e in range(E)}
+    linears |= {f"{base}.{e}.up_proj": gate_up[e, I:] for e in range(E)}
+    linears |= {f"{base}.{e}.down_proj": down[e] for e in range(E)}
+    check(source, read(tmp_path / "out"), linears, "W8A16")
+    cli("verify", tmp_path / "out", "--against", folder)
+
+
+def test_fp8_becomes_integers_in_the_experts_and_bf16_elsewhere(tmp_path: Path, cli: Any, save: Any) -> None:
+    """MTP experts too; no scale of the source and no word of its quantization is left."""
+    rng = np.random.default_rng(3)
+    plain = others(rng, "mlp.gate")
+    tensors, linears, wanted = dict(plain), {}, dict(plain)
+
+    def add(name: str, *shape: int) -> Bits:
+        codes = fp8(rng, *shape)
+        scales = rng.uniform(1e-3, 1e-2, (-(-shape[0] // 128), -(-shape[1] // 128))).astype(np.float32)
+        tensors[f"{name}.weight"] = ("F8_E4M3", codes)
+        tensors[f"{name}.weight_scale_inv"] = ("F32", scales)
+        return decoded(codes, scales)
+
+    for layer in (1, 2):  # 2 is MTP
+        for expert in range(E):
+            for part, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+                made = add(name, *shape)
+                if layer == 1:
+                    linears[name] = made
+                else:
+                    wanted[f"{name}.weight"] = ("BF16", made)
+    for name, shape in (
+        ("model.layers.1.self_attn.o_proj", (H, H)),
+        ("model.layers.1.mlp.shared_experts.up_proj", (8400, H)),
+    ):
+        wanted[f"{name}.weight"] = ("BF16", add(name, *shape))
+    stacked = fp8(rng, 2, 128, H)
+    stacked_scales = rng.uniform(1e-3, 1e-2, (2, 1, 2)).astype(np.float32)
+    tensors["mtp.layers.0.mlp.experts.up_proj"] = ("F8_E4M3", stacked)
+    tensors["mtp.layers.0.mlp.experts.up_proj_scale_inv"] = ("F32", stacked_scales)
+    wanted["mtp.layers.0.mlp.experts.up_proj"] = (
+        "BF16",
+        np.stack([decoded(c, s) for c, s in zip(stacked, stacked_scales, strict=True)]),
+    )
+    quant = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = save(
+        tensors, model_type="deepseek_v3", n_routed_experts=E, moe_intermediate_size=I, quantization_config=quant
+    )
+    (folder / "hf_quant_config.json").write_text("{}")
+    out = tmp_path / "out"
+    done = cli("gpu", "-i", folder, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16")
+    assert "MTP part (layer 2) are not quantized" in done.stderr
+    assert "FP8 tensors outside the routed experts are written as BF16" in done.stderr
+    check(wanted, read(out), linears, "W4A16")
+    assert not (out / "hf_quant_config.json").exists()
+    assert "fp8" not in (out / "config.json").read_text()
+    assert any("layers" in p and "2" in p for p in config_of(out)["quantization_config"]["ignore"])
+    cli("verify", out, "--against", folder)
+
+
+def test_no_quantization_of_the_source_survives_in_a_nested_config(
+    tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
+) -> None:
+    folder = write_qwen(tmp_path / "source", {0: random_experts(2, H, I)})
+    config = config_of(folder)
+    nested = {k: config.pop(k) for k in ("num_experts", "moe_intermediate_size")}
+    config["text_config"] = nested | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN")
+    assert config_of(tmp_path / "out")["text_config"] == nested
+
+
+def test_bytes_do_not_depend_on_threads_or_instruction_set(
+    tmp_path: Path, cli: Any, example: Path, read_tree: Any
+) -> None:
+    made = []
+    for n, (threads, isa) in enumerate((("1", "scalar"), ("2", ""))):
+        out = tmp_path / str(n)
+        cli(
+            "gpu",
+            "-i",
+            example,
+            "-o",
+            out,
+            "--quant-method",
+            "RTN",
+            "--cpuinfer-threads",
+            threads,
+            env={"KTCONVERT_ISA": isa},
+        )
+        made.append(read_tree(out))
+    assert made[0] == made[1]
+
+
+def test_shards_are_cut_between_experts(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
+    """As small as they come: every shard holds one expert."""
+    layers = {n: random_experts(E, 128, 384, seed=n) for n in (0, 1)}
+    folder = write_qwen(tmp_path / "source", layers)
+    cli(
+        "gpu",
+        "-i",
+        folder,
+        "-o",
+        tmp_path / "out",
+        "--quant-method",
+        "RTN",
+        "--quant-type",
+        "W4A16",
+        "--max-shard-size",
+        "80KB",
+    )
+    source = read(folder)
+    linears = {n.removesuffix(".weight"): source.pop(n)[1] for n in list(source) if ".experts." in n}
+    check(source, read(tmp_path / "out"), linears, "W4A16")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2 * E + 1
+
+
+@pytest.mark.parametrize("dtype", ["F16", "F32"])
+def test_other_floats_are_rounded_from_bf16(dtype: str, tmp_path: Path, cli: Any, save: Any) -> None:
+    rng = np.random.default_rng(7)
+    source = others(rng, "mlp.gate")
+    source["model.norm.weight"] = (
+        dtype,
+        rng.standard_normal(H)
+        .astype(np.float32 if dtype == "F32" else np.float16)
+        .view(f"u{4 if dtype == 'F32' else 2}"),
+    )
+    values = {
+        f"model.layers.1.mlp.experts.{e}.{p}_proj": rng.standard_normal((H, I) if p == "down" else (I, H)).astype(
+            np.float32
+        )
+        for e in range(E)
+        for p in ("gate", "up", "down")
+    }
+    if dtype == "F16":
+        values = {name: x.astype(np.float16).astype(np.float32) for name, x in values.items()}
+    stored = {f"{n}.weight": (dtype, x if dtype == "F32" else x.astype(np.float16)) for n, x in values.items()}
+    folder = save(source | stored, model_type="qwen3_moe", num_experts=E, moe_intermediate_size=I)
+    cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN")
+    check(source, read(tmp_path / "out"), {name: reference.f32_to_bf16(x) for name, x in values.items()}, "W8A16")
+
+
+def test_an_expert_of_zeros_is_told(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
+    experts = random_experts(2, 128, 128)
+    experts["up"][1] = 0x8000  # negative zeros
+    folder = write_qwen(tmp_path / "source", {0: experts})
+    done = cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN")
+    assert "warning: model.layers.0.mlp.experts.1.up_proj is all zeros in the source" in done.stderr
+    assert (
+        "up_proj.weight_packed is all zeros, as the scales say its source was" in cli("verify", tmp_path / "out").stderr
+    )
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_gptq_says_what_there_is(tmp_path: Path, cli: Any, example: Path) -> None:
+    for words in (("--quant-method", "GPTQ"), ()):
+        done = cli("gpu", "-i", example, "-o", tmp_path / "out", *words, code=UnsupportedError.exit_code)
+        assert done.stderr.startswith("ktconvert: --quant-method GPTQ: ")
+        assert "--quant-method RTN" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "code", "words"),
+    [
+        ((192, 128), (), 3, "hidden size 192"),
+        ((128, 96), (), 3, "expert width 96"),
+        ((128, 256), ("--tp-size", "4"), 3, "4 tensor-parallel ranks"),
+        ((128, 128), ("--ignore-patterns", "lm_head", "re:.*experts.*"), 2, "would leave out the routed expert"),
+        ((128, 128), ("--ignore_patterns", "re:("), 2, "is no regular expression"),
+        ((128, 128), ("--torch-dtype", "float16"), 3, "BF16"),
+    ],
+)
+def test_refused_before_any_work(
+    shape: tuple[int, int],
+    options: tuple[str, ...],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    cli: Any,
+    write_qwen: Any,
+    random_experts: Any,
+) -> None:
+    folder = write_qwen(tmp_path / "source", {0: random_experts(2, *shape)})
+    done = cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", *options, code=code)
+    assert words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_that_is_not_finite_is_named(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
+    experts = random_experts(2, 128, 256)
+    experts["down"][1, 7, 130] = 0x7F80
+    folder = write_qwen(tmp_path / "source", {0: experts})
+    done = cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", code=5)
+    assert "model.layers.0.mlp.experts.1.down_proj.weight" in done.stderr
+    assert "row 7, column 130" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "code", "words"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", (H, H), 5, "has no scale"),
+        ("model.layers.0.self_attn.q_proj.weight_packed", "I32", (H, 32), 3, "packed by compressed-tensors"),
+        ("model.layers.0.self_attn.q_proj.qweight", "I32", (32, H), 3, "GPTQ or AWQ"),
+    ],
+)
+def test_others_that_are_packed_are_refused(
+    name: str, dtype: str, shape: tuple[int, ...], code: int, words: str, tmp_path: Path, cli: Any, save: Any
+) -> None:
+    rng = np.random.default_rng(5)
+    tensors: Tensors = {
+        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": ("BF16", bf16(rng, *((H, I) if p == "down" else (I, H))))
+        for e in range(E)
+        for p in ("gate", "up", "down")
+    }
+    tensors[name] = (dtype, np.zeros(shape, np.int32 if dtype == "I32" else np.uint8))
+    folder = save(tensors, model_type="qwen3_moe", num_experts=E, moe_intermediate_size=I, num_hidden_layers=1)
+    done = cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", code=code)
+    assert name in done.stderr and words in done.stderr
+
+
+def test_without_a_config_nothing_could_load_it(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
+    folder = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)})
+    (folder / "config.json").unlink()
+    assert "config.json" in cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", code=5).stderr
+
+
+# ---- verify and inspect ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path: Path, cli: Any, example: Path) -> Path:
+    out = tmp_path / "made"
+    cli("gpu", "-i", example, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16", "-q")
+    return out
+
+
+def rewrite(path: Path, change: Callable[[dict[str, tuple[Any, bytes]]], None]) -> None:
+    """Change a shard's tensors: name -> (header entry, bytes)."""
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    about = header.pop("__metadata__")
+    tensors = {
+        n: (t, data[8 + size + t["data_offsets"][0] : 8 + size + t["data_offsets"][1]]) for n, t in header.items()
+    }
+    change(tensors)
+    at, table = 0, {"__metadata__": about}
+    for name, (told, raw) in tensors.items():
+        table[name] = told | {"data_offsets": [at, at + len(raw)]}
+        at += len(raw)
+    text = json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(raw for _, raw in tensors.values()))
+
+
+NAME = "model.layers.0.mlp.experts.2.up_proj"
+Change = Callable[[dict[str, tuple[Any, bytes]]], None]
+
+
+def _drop(tensors: dict[str, tuple[Any, bytes]]) -> None:
+    for suffix in ("weight_packed", "weight_scale", "weight_shape"):
+        del tensors[f"{NAME}.{suffix}"]
+
+
+def _zero(tensors: dict[str, tuple[Any, bytes]]) -> None:
+    told, raw = tensors[f"{NAME}.weight_packed"]
+    tensors[f"{NAME}.weight_packed"] = told, b"\x88" * len(raw)
+
+
+def _nan(tensors: dict[str, tuple[Any, bytes]]) -> None:
+    told, raw = tensors[f"{NAME}.weight_scale"]
+    tensors[f"{NAME}.weight_scale"] = told, raw[:-2] + b"\xc0\x7f"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_drop, (f"{NAME}.weight_packed is missing", "47 linears are quantized, the plan had 48")),
+        (_zero, (f"{NAME}.weight_packed", "is all zeros")),
+        (_nan, (f"{NAME}.weight_packed", "is not a positive number")),
+    ],
+    ids=["an expert is gone", "all zeros", "scale NaN"],
+)
+def test_verify_sees_damage(change: Change, words: tuple[str, ...], made: Path, cli: Any) -> None:
+    """Where the manifest was made to fit, as another program's would."""
+    shard = made / "model-00001-of-00003.safetensors"
+    rewrite(shard, change)
+    manifest = json.loads((made / "manifest.json").read_text())
+    next(f for f in manifest["files"] if f["name"] == shard.name)["size"] = shard.stat().st_size
+    (made / "manifest.json").write_text(json.dumps(manifest))
+    report = json.loads(cli("verify", made, "--json", code=6).stdout)
+    problems = "\n".join(p for c in report["checks"] for p in c["problems"])
+    for word in words:
+        assert word in problems
+    assert f"{shard.name} is not what was written" in problems
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("ignore",), ["lm_head", "re:.*experts.*"], "which is quantized"),
+        (("ignore",), ["lm_head"], "not named in the ignore list"),
+        (("config_groups", "group_0", "weights", "actorder"), "static", "config_groups"),
+        (("config_groups", "group_0", "targets"), ["re:.*experts.*"], "config_groups"),
+    ],
+)
+def test_verify_sees_a_config_that_loaders_misread(
+    path: tuple[str, ...], value: Any, words: str, made: Path, cli: Any
+) -> None:
+    config = config_of(made)
+    inner = config["quantization_config"]
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (made / "config.json").write_text(json.dumps(config))
+    report = json.loads(cli("verify", made, "--json", code=6).stdout)
+    quantization = next(c for c in report["checks"] if c["name"] == "quantization")
+    assert any(words in problem for problem in quantization["problems"])
+
+
+def test_verify_against_another_source_and_another_output(made: Path, tmp_path: Path, cli: Any, example: Path) -> None:
+    other = tmp_path / "w8"
+    cli("gpu", "-i", example, "-o", other, "--quant-method", "RTN")
+    assert "method is W4A16 here" in cli("verify", made, "--against", other, code=6).stderr
+    cli("verify", made, "--against", made)
+    rounded = tmp_path / "float32"
+    cli("gpu", "-i", example, "-o", rounded, "--quant-method", "RTN", "--quant-type", "W4A16", "--rounding", "float32")
+    assert "weight_packed differs" in cli("verify", made, "--against", rounded, code=6).stdout
+
+
+def test_inspect_says_what_it_is(made: Path, cli: Any) -> None:
+    found = json.loads(cli("inspect", made, "--json").stdout)
+    assert found["kind"] == "output" and found["complete"] and found["command"] == "gpu"
+    assert (found["form"], found["method"], found["experts"], found["tensors"]) == ("pack-quantized", "W4A16", 8, 144)
+    assert "NUMA" not in cli("inspect", made).stdout
+
+
+def test_it_is_no_weights_for_the_cpu(made: Path, cli: Any, example: Path) -> None:
+    for command in (
+        ("bench", made),
+        ("run", example, "--cpu-weights", made, "--prompt", "x"),
+        ("verify", made, "--run"),
+    ):
+        assert "W4A16" in cli(*command, code=3).stderr
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+# Every example of kt-kernel's scripts README for convert_gpu_weights.py, the program's name left out.
+EXAMPLES = [
+    "--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16",
+    "--model_id MODEL --output_dir OUT --quant_method RTN --quant_type W4A16",
+    "--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16 --num_calibration_samples 512 "
+    "--max_sequence_length 2048 --dataset HuggingFaceH4/ultrachat_200k --dataset_split train_sft",
+    '--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16 --max_gpu_memory "40GiB"',
+    "--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16 --num_calibration_samples 512 "
+    '--max_sequence_length 2048 --max_gpu_memory "40GiB" --trust_remote_code',
+    '--model_id MODEL --output_dir OUT --quant_method RTN --quant_type W4A16 --max_gpu_memory "70GiB" --trust_remote_code',
+    '--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W8A16 --dataset "tatsu-lab/alpaca" '
+    '--dataset_split "train" --num_calibration_samples 256 --max_gpu_memory "40GiB" --trust_remote_code',
+    "--model_id MODEL --output_dir OUT --quant_type W4A16",  # of the script's own text
+]
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_every_example_of_kt_kernel(line: str, tmp_path: Path, cli: Any, example: Path) -> None:
+    places = {"MODEL": str(example), "OUT": str(tmp_path / "out")}
+    words = [places.get(word, word) for word in shlex.split(line)]
+    makes = "RTN" in words
+    done = cli("gpu", *words, code=0 if makes else 3)
+    assert (tmp_path / "out" / "config.json").exists() == makes
+    if makes:
+        for option in ("max_gpu_memory", "trust_remote_code"):
+            told = f"--{option.replace('_', '-')} changes nothing here" in done.stderr
+            assert told == (f"--{option}" in words)
+
+
+def test_both_spellings_and_several_patterns() -> None:
+    import click
+
+    command = group.get_command(click.Context(group), "gpu")
+    assert command is not None and "gpu" in COMMANDS
+    for words in (
+        [
+            "--model_id",
+            "M",
+            "--output_dir",
+            "O",
+            "--ignore_patterns",
+            "a",
+            "re:b.*",
+            "--quant_type",
+            "w4a16",
+            "--force_cpu",
+        ],
+        [
+            "-i",
+            "M",
+            "-o",
+            "O",
+            "--ignore-patterns",
+            "a",
+            "--ignore-patterns=re:b.*",
+            "--quant-type",
+            "W4A16",
+            "--force-cpu",
+        ],
+    ):
+        parent = click.Context(group, info_name="ktconvert", **group.context_settings)
+        given = command.make_context("gpu", words, parent=parent).params
+        assert given["ignore_patterns"] == ("a", "re:b.*")
+        assert (given["quant_type"], given["force_cpu"], given["quant_method"]) == ("W4A16", True, "GPTQ")
+        defaults = {
+            "num_calibration_samples": 512,
+            "max_sequence_length": 2048,
+            "dampening_frac": 0.1,
+            "random_seed": 42,
+        }
+        assert defaults.items() <= given.items()
+
+
+def test_patterns_of_the_user_stand_in_the_config(tmp_path: Path, cli: Any, example: Path) -> None:
+    cli(
+        "gpu",
+        "-i",
+        example,
+        "-o",
+        tmp_path / "out",
+        "--quant-method",
+        "RTN",
+        "--ignore-patterns",
+        "vision",
+        "re:.*eh_proj$",
+    )
+    ignore = config_of(tmp_path / "out")["quantization_config"]["ignore"]
+    assert {"vision", "re:.*eh_proj$", "lm_head", r"re:.*\.mlp\.gate$"} <= set(ignore)
+
+
+def test_dry_run_and_json(tmp_path: Path, cli: Any, example: Path) -> None:
+    words = ("gpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "RTN", "--json")
+    plan = json.loads(cli(*words, "--dry-run").stdout.splitlines()[-1])
+    assert [s["name"] for s in plan["stages"]] == ["gpu_linears", "carry_over", "assemble"]
+    assert plan["model"]["packed_linears"] == 48
+    assert not (tmp_path / "out").exists()
+    events = [json.loads(line) for line in cli(*words).stdout.splitlines()]
+    written = sum(e["bytes"] for e in events if e["event"] == "done")
+    assert written == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert abs(written - plan["bytes_out"]) < 100_000  # headers
+    assert events[-1]["event"] == "finished"
+
+
+def test_another_option_is_refused_with_both_values(tmp_path: Path, cli: Any, example: Path) -> None:
+    words = ("gpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "RTN")
+    cli(*words)
+    assert "nothing to do" in cli(*words, "--cpuinfer-threads", "1", "--tp-size", "2").stderr
+    assert "--quant-type was W8A16, is W4A16" in cli(*words, "--quant-type", "W4A16", code=7).stderr
+    cli(*words, "--quant-type", "W4A16", "--overwrite")
+    assert "command was gpu, is cpu" in cli("cpu", "-i", example, "-o", tmp_path / "out", code=7).stderr
+
+
+@pytest.mark.skipif(not LOADABLE, reason="compressed-tensors or transformers is not installed")
+@pytest.mark.parametrize("kind", BITS)
+def test_transformers_reloads_it(kind: str, tmp_path: Path, cli: Any, example: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    cli("gpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", kind)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    source = AutoModelForCausalLM.from_pretrained(example)
+    ids = torch.arange(64)[None]
+    with torch.no_grad():
+        p, q = (torch.log_softmax(m(ids).logits.float(), -1) for m in (source, model))
+    divergence = float((p.exp() * (p - q)).sum(-1).mean())
+    assert divergence < {"W4A16": 0.05, "W8A16": 0.002}[kind]
+
+
+TINY = {
+    "hidden_size": H,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "num_experts_per_tok": 2,
+}
+FAMILIES: dict[str, dict[str, int]] = {
+    "mixtral": {"num_local_experts": 4, "intermediate_size": I},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": I,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "intermediate_size": 384,
+    },
+}
+
+
+@pytest.mark.skipif(not LOADABLE, reason="compressed-tensors or transformers is not installed")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reloads_other_families(family: str, tmp_path: Path, cli: Any) -> None:
+    """Every parameter: experts within half a step, all others the same bits."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    source = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**TINY, **FAMILIES[family]), dtype=torch.bfloat16)
+    source.save_pretrained(tmp_path / "source")
+    cli("gpu", "-i", tmp_path / "source", "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    found = dict(model.named_parameters())
+    experts = 0
+    for name, wanted in source.named_parameters():
+        if ".experts." in name and "shared" not in name:
+            error = (found[name].float() - wanted.float()).norm() / wanted.float().norm()
+            assert 0.05 < error < 0.15, name
+            experts += 1
+        else:
+            assert torch.equal(found[name], wanted), name
+    assert experts >= 2

@@ -1,0 +1,290 @@
+"""Groups for the GPU: the kernels equal the NumPy definition, and that equals llmcompressor's round to nearest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from ktconvert.native_quant import kernels
+from ktconvert.quantizers import GROUP_QUANTIZERS, groups, reference
+
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = ("bf16", "fp16", "f32", "fp8_e4m3")
+BITS = (4, 8)
+
+
+def ugly(n: int, k: int, seed: int = 0) -> Any:
+    """BF16 bits [n, k]: Gaussian rows, and a row of each thing that could go wrong."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, k)).astype(np.float32) * 0.02
+    kinds = [
+        np.zeros(k),
+        np.full(k, -0.0),
+        np.where(np.arange(k) == k // 2, -3.0, 0),
+        3.3e38 * rng.uniform(-1, 1, k),
+        1e-38 * rng.uniform(-1, 1, k),  # normal and subnormal values, subnormal scales
+        2.0**-133 * rng.integers(-127, 128, k),  # subnormals only
+        2.0**-133 * rng.integers(-12, 13, k),  # scales of a few units: quotients far outside the codes
+        2.0**-133 * rng.integers(-3, 4, k),  # scales that round to 0
+        np.where(np.arange(k) % 128 == 0, -127.5, rng.integers(-128, 128, k) + 0.5),  # ties, 8 bits
+        np.where(np.arange(k) % 128 == 0, -7.5, rng.integers(-8, 8, k) + 0.5),  # ties, 4 bits
+        np.where(np.arange(k) % 128 == 5, 1e4, rng.standard_normal(k) * 1e-3),  # outliers
+        np.ones(k),
+        -np.ones(k),
+        2.0 ** rng.integers(-130, 127, k),
+    ]
+    rows = rng.permutation(n)[: len(kinds)]
+    for row, values in zip(rows, kinds, strict=False):
+        x[row] = values
+    return reference.f32_to_bf16(x)
+
+
+def any_bits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+    """Any finite BF16, of any exponent, limited to another one in each row."""
+    top = rng.integers(0, 0x7F80, (shape[0], 1))
+    return (np.minimum(rng.integers(0, 0x7F80, shape), top) | rng.integers(0, 2, shape) << 15).astype(np.uint16)
+
+
+def expected(bits: int, group: int, bf16: Any, rounding: str) -> tuple[Any, Any]:
+    codes, scale = groups.quantize_groups(bits, group, bf16, rounding)
+    return groups.pack_words(bits, codes), scale
+
+
+def ours(bits: int, values: Any, kind: str = "bf16", group: int = 128, **options: Any) -> tuple[Any, Any]:
+    n, k = values.shape
+    packed, scale = np.full((n, k * bits // 32), 0x55555555, np.int32), np.full((n, k // group), 0x5555, np.uint16)
+    kernels.quantize_groups(bits, values, kind, packed, scale, group=group, **options)
+    return packed, scale
+
+
+def assert_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> None:
+    for name, x, y in zip(("packed", "scale"), a, b, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        different = np.argwhere(x != y)
+        assert not len(different), f"{name}: {len(different)} words differ, first at {different[0]}"
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("rounding", kernels.ROUNDINGS)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(40, 384, 128), (33, 256, 32), (16, 128, 64), (20, 320, 160), (1, 128, 128)]
+)
+def test_kernels_are_the_definition(bits: int, rounding: str, n: int, k: int, group: int) -> None:
+    for bf16 in (ugly(n, k), any_bits(np.random.default_rng(n), (n, k))):
+        assert_same(ours(bits, bf16, group=group, rounding=rounding), expected(bits, group, bf16, rounding))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bits", BITS)
+def test_every_value_over_every_scale(bits: int) -> None:
+    """All 32640 finite magnitudes as a group's largest, each with values around every tie of its codes."""
+    top = np.arange(0x7F80, dtype=np.uint16)
+    steps = np.linspace(-1, 1, 31, dtype=np.float32)
+    with np.errstate(under="ignore"):
+        rest = reference.f32_to_bf16(reference.bf16_to_f32(top)[:, None] * steps)
+    bf16 = np.concatenate([top[:, None], rest], axis=1)  # groups of 32 columns
+    for rounding in kernels.ROUNDINGS:
+        assert_same(ours(bits, bf16, group=32, rounding=rounding), expected(bits, 32, bf16, rounding))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 70),
+    count=st.integers(1, 5),
+    group=st.sampled_from([32, 64, 128, 192]),
+    bits=st.sampled_from(BITS),
+    rounding=st.sampled_from(tuple(kernels.ROUNDINGS)),
+    kind=st.sampled_from(KINDS),
+    turned=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_encoding_and_orientation(
+    n: int, count: int, group: int, bits: int, rounding: str, kind: str, turned: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    k = count * group
+    options: dict[str, Any] = {}
+    if kind == "bf16":
+        values = any_bits(rng, (n, k))
+    elif kind == "fp8_e4m3":
+        values = rng.integers(0, 256, (n, k)).astype(np.uint8)
+        values[values & 0x7F == 0x7F] = 0
+        block = int(rng.integers(1, 200)), int(rng.integers(1, 200))
+        scales = np.exp(rng.uniform(-90, 20, (-(-(n + 3) // block[0]), -(-(k + 5) // block[1])))).astype(np.float32)
+        options = {"scales": scales, "block": block, "origin": (3, 5)}
+    else:
+        x = rng.standard_normal((n, k)).astype(np.float32)
+        values = x if kind == "f32" else x.astype(np.float16).view(np.uint16)
+    bf16 = reference.decode(values, kind, **options)
+    if turned:
+        values = np.asfortranarray(values)
+    before = kernels.isa()
+    for name in kernels.available_isas():
+        kernels.set_isa(name)
+        assert_same(
+            ours(bits, values, kind, group, rounding=rounding, **options), expected(bits, group, bf16, rounding)
+        )
+    kernels.set_isa(before)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_slice_of_a_fused_tensor(interleaved: bool) -> None:
+    """gate and up of a fused expert stored input-major [H, 2I], as halves or as every other column."""
+    fused = ugly(256, 2 * 48, seed=5)
+    for half in range(2):
+        view = (fused[:, half::2] if interleaved else fused[:, half * 48 : half * 48 + 48]).T
+        if interleaved:  # neither axis is contiguous: callers copy such a view
+            view = np.ascontiguousarray(view)
+        for bits in BITS:
+            assert_same(ours(bits, view), expected(bits, 128, np.ascontiguousarray(view), "library"))
+
+
+@pytest.mark.usefixtures("isa")
+def test_any_alignment() -> None:
+    x = ugly(40, 128 + 7)
+    storage = np.zeros(x.nbytes + 64, np.uint8)
+    for offset in (0, 1, 16, 63):
+        whole = storage[offset : offset + x.nbytes].view(np.uint16).reshape(x.shape)
+        whole[:] = x
+        for bits in BITS:
+            assert_same(ours(bits, whole[:, 7:]), expected(bits, 128, whole[:, 7:], "library"))
+
+
+def test_codes_use_the_whole_range_and_zeros_stay_zero() -> None:
+    for bits in BITS:
+        half = 2 ** (bits - 1)
+        x = np.zeros((3, 128), np.float32)
+        x[1] = np.linspace(0.5 - half, half - 0.5, 128)
+        x[2] = 2.0**-133
+        bf16 = reference.f32_to_bf16(x)
+        codes, scale = groups.quantize_groups(bits, 128, bf16)
+        assert codes[1].min() == -half and codes[1].max() == half - 1
+        assert not codes[0].any() and not codes[2].any()
+        assert (reference.bf16_to_f32(scale[[0, 2]]) == 2.0**-7).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_words_come_back(bits: int) -> None:
+    half = 2 ** (bits - 1)
+    codes = np.random.default_rng(0).integers(-half, half, (5, 256)).astype(np.int8)
+    packed = groups.pack_words(bits, codes)
+    assert packed.dtype == np.int32 and packed.shape == (5, 256 * bits // 32)
+    assert (groups.unpack_words(bits, packed) == codes).all()
+    word = int(packed[0, 0]) & 0xFFFFFFFF
+    assert [(word >> bits * j & 2 * half - 1) - half for j in range(32 // bits)] == codes[0, : 32 // bits].tolist()
+    scale = np.full((5, 2), 0x3F80, np.uint16)
+    scale[:, 1] = 0x4000
+    assert (groups.dequantize_groups(bits, packed, scale) == codes * np.repeat([[1.0, 2.0]], 128, axis=1)).all()
+
+
+def test_float32_rounding_has_the_smaller_error() -> None:
+    bf16 = reference.f32_to_bf16(np.random.default_rng(1).standard_normal((64, 1024)).astype(np.float32))
+    x = reference.bf16_to_f32(bf16)
+    for bits in BITS:
+        error = {}
+        for rounding in kernels.ROUNDINGS:
+            packed, scale = ours(bits, bf16, rounding=rounding)
+            error[rounding] = float(np.square(groups.dequantize_groups(bits, packed, scale) - x).sum(dtype=np.float64))
+        assert error["float32"] < error["library"]
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+def test_non_finite_is_refused_with_its_place(bits: int, turned: bool) -> None:
+    for value in (0x7F80, 0xFF80, 0x7FC0, 0xFFFF):
+        for row, column in ((0, 0), (31, 255), (32, 128), (39, 17)):
+            bf16 = any_bits(np.random.default_rng(3), (40, 256))
+            bf16[row, column] = bf16[39, 255] = value
+            with pytest.raises(kernels.NonFinite) as caught:
+                ours(bits, np.asfortranarray(bf16) if turned else bf16)
+            assert (caught.value.row, caught.value.column) == (row, column)
+            with pytest.raises(ValueError, match=f"row {row} "):
+                groups.quantize_groups(bits, 128, bf16)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    bf16 = np.zeros((4, 256), np.uint16)
+    packed, scale = np.zeros((4, 32), np.int32), np.zeros((4, 2), np.uint16)
+    readonly = packed.copy()
+    readonly.flags.writeable = False
+    good: dict[str, Any] = {"bits": 4, "values": bf16, "kind": "bf16", "packed": packed, "scale": scale}
+    kernels.quantize_groups(**good)
+    for change, words in (
+        ({"bits": 2}, "bits must be 4 or 8"),
+        ({"rounding": "up"}, "rounding 'up' is not one of library, float32"),
+        ({"group": 0}, "multiple of 32"),
+        ({"group": 48}, "multiple of 32"),
+        ({"group": 96}, "does not fit 256 columns"),
+        ({"packed": packed[:, :31]}, "packed must be int32 of shape"),
+        ({"packed": packed.view(np.uint32)}, "packed must be int32"),
+        ({"packed": np.zeros((4, 64), np.int32)[:, ::2]}, "contiguous"),
+        ({"packed": readonly}, "writable"),
+        ({"scale": scale.astype(np.float32)}, "scale must be uint16"),
+        ({"values": bf16.astype(np.float32)}, "bf16 values must be uint16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernels.quantize_groups(**{**good, **change})
+
+
+@pytest.mark.usefixtures("isa")
+def test_flushing_subnormals_changes_nothing() -> None:
+    torch = pytest.importorskip("torch")
+    bf16 = ugly(40, 256)
+    want = [ours(bits, bf16) for bits in BITS]
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed = [ours(bits, bf16) for bits in BITS]
+    finally:
+        torch.set_flush_denormal(False)
+    for a, b in zip(want, flushed, strict=True):
+        assert_same(a, b)
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+def library(scheme: str, bf16: Any) -> tuple[Any, Any]:
+    """What llmcompressor's RTN and compressed-tensors' compressor store for a BF16 weight."""
+    import torch
+    from compressed_tensors.compressors import compress_module
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor.entrypoints.model_free.lifecycle import calibrate_weight, initialize_quantized_linear
+
+    weight = torch.from_numpy(np.ascontiguousarray(bf16)).view(torch.bfloat16)
+    module = initialize_quantized_linear(weight, preset_name_to_scheme(scheme, ["Linear"]), "cpu")
+    calibrate_weight(module)
+    compress_module(module)
+    state = module.state_dict()
+    assert set(state) == {"weight_packed", "weight_scale", "weight_shape"}
+    assert state["weight_shape"].tolist() == list(bf16.shape)
+    return state["weight_packed"].numpy(), state["weight_scale"].view(torch.uint16).numpy()
+
+
+@pytest.mark.parametrize("name", GROUP_QUANTIZERS)
+def test_equals_the_library(name: str) -> None:
+    pytest.importorskip("llmcompressor", reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')")
+    bits = GROUP_QUANTIZERS[name].bits
+    rng = np.random.default_rng(11)
+    gaussian = reference.f32_to_bf16(rng.standard_normal((256, 1024)).astype(np.float32) * 0.02)
+    for bf16 in (ugly(64, 512), any_bits(rng, (256, 512)), gaussian):
+        assert_same(ours(bits, bf16), library(name, bf16))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("name", GROUP_QUANTIZERS)
+def test_equals_the_librarys_golden_bytes(name: str) -> None:
+    quantizer = GROUP_QUANTIZERS[name]
+    tensors = load_file(GOLDEN / f"gpu_{name.lower()}.v{quantizer.version}.rtn.safetensors")
+    bf16, stored = tensors["in.weight"], (tensors["weight_packed"], tensors["weight_scale"])
+    assert_same(ours(quantizer.bits, bf16), stored)
+    assert_same(expected(quantizer.bits, quantizer.group, bf16, "library"), stored)
+    assert tensors["weight_shape"].tolist() == list(bf16.shape)
