@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml setup.py .ci/constraints.txt native_quant/_build.py $(C
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c .ci/constraints.txt setuptools cffi
 	$(BIN)/pip install --quiet -c .ci/constraints.txt torch
-	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[hub,torch,run,serve,plot,dev]'
+	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[hub,torch,run,serve,gpu,plot,dev]'
 	@touch $@
 
 lint: setup
