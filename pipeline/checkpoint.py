@@ -99,13 +99,13 @@ def read_files(source: TensorSource, unit: Unit) -> set[str]:
 
 def number_shards(stages: list[Stage]) -> list[Stage]:
     """Final names for all shards, in order over all stages."""
-    total = sum(len(stage.units) for stage in stages)
+    total = sum(unit.kept for stage in stages for unit in stage.units)
     number, named = 0, []
     for stage in stages:
         units = []
         for unit in stage.units:
-            number += 1
-            units.append(replace(unit, final=shard_name(number, total)))
+            number += unit.kept
+            units.append(replace(unit, final=shard_name(number, total)) if unit.kept else unit)
         named.append(replace(stage, units=tuple(units)))
     return named
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ktconvert.layouts import manifest, publish
 from ktconvert.layouts.errors import InputError, OutputError, ResourceError, UsageError, VerificationError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline import journal
-from ktconvert.pipeline.graph import Status, statuses
+from ktconvert.pipeline.graph import Status, Unit, statuses
 from ktconvert.pipeline.plan import Plan, changed_files, require_same_settings, require_same_source
 from ktconvert.pipeline.report import Reporter, duration, size
 from ktconvert.pipeline.run import StopFlag, recorded, run_units
@@ -163,7 +163,7 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
     if work.may_replace:
         document["overwrite"] = True
     if touched:
-        units = [unit for unit in plan.units if plan.reads(unit) & set(touched)]
+        units = plan.reading(touched)
         for unit in units:
             work.forget(unit)
         reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
@@ -212,7 +212,7 @@ def _tell_of_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
 def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
     """Raise ResourceError where disk or memory cannot do; returns the number of threads that memory allows."""
     todo = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
-    needed = sum(unit.bytes_out for unit in todo) + plan.extra_bytes + SLACK
+    needed = disk_needed(plan, todo)
     free = machine.disk_free(work.places.root)
     if needed > free:
         raise ResourceError(
@@ -226,6 +226,13 @@ def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
             "raise it or set --max-shard-size."
         )
     return fit_threads(plan, reporter)
+
+
+def disk_needed(plan: Plan, todo: Iterable[Unit]) -> int:
+    """Bytes that making these units and the end take, at most at any time."""
+    todo = list(todo)
+    scratch = plan.scratch_bytes if any(unit.stage == s.name for s in plan.stages if s.chain for unit in todo) else 0
+    return sum(unit.bytes_out for unit in todo) + scratch + plan.extra_bytes + SLACK
 
 
 def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
@@ -259,7 +266,7 @@ def hash_inputs(paths: list[Path], threads: int, tell: Callable[[int], None]) ->
 
 def _summary(plan: Plan, reporter: Reporter) -> None:
     done, seconds = reporter.rate()
-    out = sum(unit.bytes_out for unit in plan.units)
+    out = sum(unit.bytes_out for unit in plan.units if unit.kept)
     reporter.event(
         "finished", output=str(plan.request.output), bytes=out, seconds=round(seconds, 3), peak_rss=machine.peak_rss()
     )

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.run import Context
 
 
+LEFT = ".left"  # what a unit leaves to the next one of its chain ends so
+
+
 @dataclass(frozen=True)
 class Unit:
     """The smallest thing that is done or not done: one published file, or one folder of files.
@@ -22,6 +25,8 @@ class Unit:
     params    (name, value) of every option that can change a byte
     inputs    (tensor name, dtype, shape, content id) of everything it reads
     final     path below the output, where the finished thing will appear (not part of the fingerprint)
+    kept      whether it becomes a part of the output; else it stays in the store for other units, and goes with it
+    leaves    bytes of the file that it leaves to the next unit of its chain; 0 for none
     work      what the stage needs to know to run it; follows from the above
     """
 
@@ -34,6 +39,8 @@ class Unit:
     bytes_in: int
     bytes_out: int
     folder: bool = False
+    kept: bool = True
+    leaves: int = 0
     work: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -46,6 +53,11 @@ class Unit:
     def stored_name(self) -> str:
         """Its name in the store: a name that says what the content is cannot lie."""
         return f"{self.stage}.{self.key}.{self.fingerprint[:16]}" + ("" if self.folder else ".safetensors")
+
+    @property
+    def left_name(self) -> str:
+        """What it leaves to the next unit of its chain, in the store."""
+        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{LEFT}"
 
 
 @dataclass(frozen=True)
@@ -68,13 +80,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Stage:
-    """Units of one kind, and the function that makes one: run(unit, partial path, context)."""
+    """Units of one kind, and the function that makes one: run(unit, partial path, context).
+
+    chain  each unit needs what the one before it left, so that they run one after the other
+    """
 
     name: str
     title: str
     needs: tuple[str, ...]
     units: tuple[Unit, ...]
     run: Callable[[Unit, Path, Context], Result]
+    chain: bool = False
 
 
 @dataclass(frozen=True)

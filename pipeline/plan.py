@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Plan:
     source_changed  names of source files that are not what they were when opened
     reads           unit -> names of the source files that it reads
     extra_bytes     bytes of companion files
+    scratch_bytes   bytes of files that exist while it runs, beside the units
     """
 
     request: Request
@@ -79,11 +80,20 @@ class Plan:
     source_changed: Callable[[], list[str]]
     reads: Callable[[Unit], set[str]]
     extra_bytes: int = 0
+    scratch_bytes: int = 0
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """All units, in the order in which they run."""
         return tuple(unit for stage in self.stages for unit in stage.units)
+
+    def reading(self, files: Collection[str]) -> set[Unit]:
+        """The units that read one of these files, and those that follow them in a chain."""
+        found: set[Unit] = set()
+        for stage in self.stages:
+            hit = [n for n, unit in enumerate(stage.units) if self.reads(unit) & set(files)]
+            found.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
+        return found
 
     def document(self) -> dict[str, Any]:
         """What plan.json holds."""

@@ -8,9 +8,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from ktconvert.layouts import publish
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.graph import Stage, Unit
+from ktconvert.pipeline.graph import LEFT, Stage, Unit
 from ktconvert.pipeline.plan import Plan, require_unchanged
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.workdir import WorkDir, done_reason
@@ -43,6 +43,23 @@ class Context:
     pool: ThreadPoolExecutor
     window: int
     reporter: Reporter
+    chain: Link | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where a unit of a chain finds and leaves things.
+
+    before   what the unit before it left; None for the first
+    leaves   where to put what the next one needs; None for the last
+    scratch  folder for files that are gone when the unit is done
+    store    unit key -> the finished file of an earlier unit of the chain
+    """
+
+    before: Path | None
+    leaves: Path | None
+    scratch: Path
+    store: Mapping[str, Path]
 
 
 class StopFlag:
@@ -86,29 +103,30 @@ def recorded(work: WorkDir) -> Iterator[None]:
 
 def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop: StopFlag) -> None:
     """Make every unit that is not done. Raises the first failure after the other lanes have finished their unit."""
-    todo: queue.SimpleQueue[tuple[Stage, Unit]] = queue.SimpleQueue()
-    todo_count = done_bytes = 0
+    todo: queue.SimpleQueue[tuple[Stage, tuple[Unit, ...]]] = queue.SimpleQueue()
+    done_bytes = 0
     for stage in plan.stages:
-        for unit in stage.units:
-            if done_reason(work.places, work.finished, unit) is None:
-                todo.put((stage, unit))
-                todo_count += 1
-            else:
-                done_bytes += unit.bytes_in
-    lanes = max(1, min(LANES, threads, todo_count))
+        run = to_run(stage, work)
+        done_bytes += sum(unit.bytes_in for unit in stage.units) - sum(unit.bytes_in for unit in run)
+        for units in [run] if stage.chain and run else [(unit,) for unit in run]:
+            todo.put((stage, units))
+    lanes = max(1, min(LANES, threads, todo.qsize()))
     failures: list[BaseException] = []
     reporter.begin(sum(u.bytes_in for u in plan.units), done_bytes)
 
     def lane(context: Context) -> None:
         while not stop.number and not failures:
             try:
-                stage, unit = todo.get_nowait()
+                stage, units = todo.get_nowait()
             except queue.Empty:
                 return
-            try:
-                run_one(plan, work, stage, unit, context)
-            except BaseException as error:
-                failures.append(error)
+            for unit in units:
+                if stop.number or failures:
+                    return
+                try:
+                    run_one(plan, work, stage, unit, context)
+                except BaseException as error:
+                    failures.append(error)
 
     try:
         with ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack") as pool:
@@ -127,10 +145,45 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
         raise Interrupted(stop.number, plan.request.output)
 
 
+def to_run(stage: Stage, work: WorkDir) -> tuple[Unit, ...]:
+    """The units of a stage that are to be made, in order; what earlier ones of a chain left and nothing needs is removed.
+
+    A chain starts again at the last unit whose forerunner's file is still there: units after it that are finished
+    may have to be made once more, to the same bytes.
+    """
+    undone = [n for n, u in enumerate(stage.units) if done_reason(work.places, work.finished, u) is None]
+    if not stage.chain:
+        return tuple(stage.units[n] for n in undone)
+    if not undone:
+        return ()
+    first = undone[0]
+    while first and not (work.places.store / stage.units[first - 1].left_name).exists():
+        first -= 1
+    needed = stage.units[first - 1].left_name if first else None
+    for path in work.places.store.iterdir():
+        if path.name.endswith(LEFT) and path.name != needed:
+            path.unlink()
+    return stage.units[first : undone[-1] + 1]
+
+
+def _link(work: WorkDir, stage: Stage, unit: Unit) -> Link:
+    at = stage.units.index(unit)
+    store, scratch = work.places.store, work.places.partial / f"{unit.stage}.{unit.key}"
+    scratch.mkdir()
+    return Link(
+        before=store / stage.units[at - 1].left_name if at else None,
+        leaves=work.places.partial / unit.left_name if unit.leaves else None,
+        scratch=scratch,
+        store={u.key: store / u.stored_name for u in stage.units[:at]},
+    )
+
+
 def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Context) -> None:
     """Run one unit, publish what it wrote, record it: in this order, each step durable before the next."""
     name = f"{unit.stage}.{unit.key}"
     begun = time.monotonic()
+    if stage.chain:
+        context = replace(context, chain=_link(work, stage, unit))
     work.journal.append({"event": "start", "unit": name})
     context.reporter.at(unit.key)
     context.reporter.event("start", unit=name)
@@ -140,9 +193,16 @@ def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Contex
     stored = work.places.store / unit.stored_name
     if unit.folder:
         publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder
+    link = context.chain
+    if link is not None:
+        publish.remove_tree(link.scratch)
+        if link.leaves is not None:
+            publish.publish(link.leaves, work.places.store / unit.left_name)
     publish.publish(partial, stored)
     seconds = time.monotonic() - begun
     work.record(unit, result, seconds)
+    if link is not None and link.before is not None:
+        link.before.unlink(missing_ok=True)
     context.reporter.event(
         "done", unit=name, seconds=round(seconds, 3), bytes=sum(w.nbytes for w in result.files), stats=result.stats
     )
@@ -150,5 +210,5 @@ def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Contex
 
 
 def records(plan: Plan, work: WorkDir) -> dict[Unit, dict[str, Any]]:
-    """The journal's record of every unit, all of which are done."""
-    return {unit: work.finished[unit.fingerprint] for unit in plan.units}
+    """The journal's record of every unit that is a part of the output, all of which are done."""
+    return {unit: work.finished[unit.fingerprint] for unit in plan.units if unit.kept}

@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.execute import SLACK, adopts, agree, already_finished, fit_threads, saved_plan, unit_states
+from ktconvert.pipeline.execute import (
+    adopts,
+    agree,
+    already_finished,
+    disk_needed,
+    fit_threads,
+    saved_plan,
+    unit_states,
+)
 from ktconvert.pipeline.plan import Plan
 from ktconvert.pipeline.report import size
 from ktconvert.pipeline.workdir import locate
@@ -72,9 +80,10 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
     old = None if finished else saved_plan(places)
     if old is not None:
         dropped, touched = agree(plan, old, overwrite)
+        again = plan.reading(touched)
         states = [
             replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
-            if state.done and (dropped or plan.reads(state.unit) & set(touched))
+            if state.done and (dropped or state.unit in again)
             else state
             for state in states
         ]
@@ -118,10 +127,10 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
             for s in states
         ],
         "loose": any(unit.folder for unit in plan.units),
-        "shards": len(plan.units),
+        "shards": sum(unit.kept for unit in plan.units),
         "bytes_in": sum(u.bytes_in for u in todo),
         "bytes_out": sum(u.bytes_out for u in todo),
-        "disk_needed": 0 if finished else sum(u.bytes_out for u in todo) + plan.extra_bytes + SLACK,
+        "disk_needed": 0 if finished else disk_needed(plan, todo),
         "disk_free": machine.disk_free(places.root),
         "threads": threads,
         "peak_memory": plan.peak_memory(threads),
