@@ -1,0 +1,127 @@
+"""What GPTQ takes: the plan's arithmetic against numbers worked by hand, and what follows for three sizes of card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.pipeline import gpu_needs
+from ktconvert.pipeline.gpu_needs import CARDS, REMEDIES, Needs, Shape, advice, max_gpu_memory, needs, shape_of
+
+# 512 samples of 2048 tokens; `rest` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first layers.
+DEEPSEEK = Shape(hidden=7168, width=2048, experts=256, heads=128, head=192, rest=1_167_000_000, group=8)
+QWEN_30B = Shape(hidden=2048, width=768, experts=128, heads=32, rest=38_000_000, group=8)
+QWEN_235B = Shape(hidden=4096, width=1536, experts=128, heads=64, rest=143_000_000, group=8)
+MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN_30B, "Qwen3-235B-A22B": QWEN_235B}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "gate_up", "down", "boundary", "scores"),
+    [
+        # 256 x 3 x 7168 x 2048 x 2; 7168^2 x 4; 2048^2 x 4; 512 x 2048 x 7168 x 2; 128 x 2048^2 x (2 + 4 + 4)
+        ("DeepSeek-V3", 22_548_578_304, 205_520_896, 16_777_216, 15_032_385_536, 5_368_709_120),
+        # 128 x 3 x 2048 x 768 x 2; 2048^2 x 4; 768^2 x 4; 512 x 2048 x 2048 x 2; 32 x 2048^2 x 10
+        ("Qwen3-30B-A3B", 1_207_959_552, 16_777_216, 2_359_296, 4_294_967_296, 1_342_177_280),
+        # 128 x 3 x 4096 x 1536 x 2; 4096^2 x 4; 1536^2 x 4; 512 x 2048 x 4096 x 2; 64 x 2048^2 x 10
+        ("Qwen3-235B-A22B", 4_831_838_208, 67_108_864, 9_437_184, 8_589_934_592, 2_684_354_560),
+    ],
+)
+def test_numbers_worked_by_hand(name: str, layer: int, gate_up: int, down: int, boundary: int, scores: int) -> None:
+    found = needs(MODELS[name])
+    assert (found.layer, found.boundary, found.scores) == (layer, boundary, scores)
+    assert found.hessians == gate_up + 8 * down
+    assert needs(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
+    # Inputs and outputs of the experts are as large as a boundary; 8 ids of 8 bytes and weights of 4 bytes for each token.
+    assert found.routed == 2 * boundary + 512 * 2048 * 8 * 12
+    assert found.disk == 2 * boundary + found.routed
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples(shape: Shape) -> None:
+    found = needs(shape)
+    assert found.gpu == 0
+    assert found.host == needs(replace(shape, experts=4 * shape.experts)).host
+    assert found.host == needs(replace(shape, samples=4 * shape.samples)).host
+    assert found.host < gpu_needs.LIBRARIES + found.weights + found.hessians + found.working + 2 * found.scores
+    assert found.host > gpu_needs.LIBRARIES + max(found.scores, found.working)
+    assert needs(replace(shape, samples=1024)).disk == 2 * found.disk
+    assert needs(replace(shape, length=1024)).disk * 2 == found.disk
+    assert needs(replace(shape, length=1024)).host < found.host
+    assert needs(replace(shape, group=2 * shape.group)).working > found.working
+
+
+def test_deepseek_stays_below_one_layer_of_it() -> None:
+    """kt-kernel's README asks for the whole model in main memory (1368 GB) and two layers (44.8 GB) on the card."""
+    assert needs(DEEPSEEK).host < 10 * 10**9
+    on_gpu = needs(replace(DEEPSEEK, on_gpu=True))
+    assert on_gpu.gpu < 12 * 10**9
+    assert on_gpu.host < needs(DEEPSEEK).host
+    assert 60 * 10**9 < on_gpu.disk < 61 * 10**9
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: Shape) -> None:
+    found = needs(replace(shape, on_gpu=True))
+    assert [max_gpu_memory(card, found) for card in CARDS] == ["12GiB", "30GiB", "50GiB"]
+    for card in (12, 16, 24, 32, 48, 80, 141):
+        told = max_gpu_memory(card, found)
+        if told is None:
+            assert card << 30 < found.gpu + (1 << 30)
+            continue
+        limit = int(told.removesuffix("GiB")) << 30
+        assert found.weights <= limit <= card * 0.625 * (1 << 30)
+        assert limit + found.gpu - found.weights <= card << 30
+
+
+def test_a_card_that_is_too_small_gets_no_figure_but_the_remedies() -> None:
+    large = replace(DEEPSEEK, on_gpu=True, length=8192)  # 128 x 8192^2 x 10 bytes of scores: 80 GiB
+    assert needs(large).scores == 80 << 30
+    assert [max_gpu_memory(card, needs(large)) for card in CARDS] == [None, None, None]
+    told = advice(large)
+    assert "too small are cards of 24 GiB, 48 GiB, 80 GiB" in told[-1]
+    assert told[-1].endswith(REMEDIES)
+    assert "--max-gpu-memory" not in told[-2]
+    places = [
+        REMEDIES.index(word) for word in ("RTN", "--num-calibration-samples", "--max-sequence-length", "--force-cpu")
+    ]
+    assert places == sorted(places)
+
+
+def test_rounding_to_nearest_needs_none_of_it() -> None:
+    shape = replace(DEEPSEEK, method="RTN", on_gpu=True)
+    assert needs(shape) == Needs()
+    assert max_gpu_memory(24, needs(shape)) is None
+    assert advice(shape) == []
+
+
+def test_advice_says_sizes_that_people_can_check() -> None:
+    told = advice(replace(DEEPSEEK, on_gpu=True))
+    assert "512 samples of 2048 tokens are 14.0 GiB" in told[0]  # 15.03 GB
+    assert "21.0 GiB in BF16 and are taken 8 at a time" in told[1]
+    assert "196.0 MiB, shared by all its experts, that of down 16.0 MiB" in told[1]
+    assert "12GiB on a card of 24 GiB, 30GiB on a card of 48 GiB, 50GiB on a card of 80 GiB" in told[3]
+    assert len(advice(DEEPSEEK)) == 2  # without a GPU there is no card to choose
+    one = advice(replace(DEEPSEEK, calibrate="routed", group=1))
+    assert "one by one" in one[1] and "for each expert, that of down" in one[1]
+
+
+@pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])
+def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
+    settings: dict[str, Any] = {
+        "num_calibration_samples": 64,
+        "max_sequence_length": 256,
+        "quant_type": quant_type,
+        "quant_method": "GPTQ",
+        "calibrate": "all",
+    }
+    shape = shape_of(recognise(open_checkpoint(str(example))), settings, group=4, on_gpu=True)
+    # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
+    rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
+    bits = 4 if quant_type == "W4A16" else 8
+    wanted = Shape(256, 256, 8, 4, 64, 256, bits, "GPTQ", "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
+    assert shape == wanted
