@@ -117,6 +117,7 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
         reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
         reporter.say(f"{plan.request.output} is finished: nothing to do")
         return False
+    plan.ready()
     with WorkDir(places) as work:
         _adopt_plan(plan, work, reporter, overwrite)
         _tell_of_death(work, plan, reporter)

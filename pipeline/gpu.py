@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ktconvert.layouts import PROJECTIONS, gpu_card
@@ -14,6 +14,7 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.compressed import COMPRESSED, Compressed, check_shapes, linear_name
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.ignore import USUAL_PATTERNS, ignore_list
+from ktconvert.pipeline import gptq, gpu_needs
 from ktconvert.pipeline.assemble import CONFIG, Assembly, assemble
 from ktconvert.pipeline.checkpoint import (
     BASE_MEMORY,
@@ -30,19 +31,29 @@ from ktconvert.pipeline.checkpoint import (
 from ktconvert.pipeline.graph import Stage
 from ktconvert.pipeline.plan import Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.run import WAITING
-from ktconvert.pipeline.stages import carry_over, gpu_linears
+from ktconvert.pipeline.stages import carry_over, gptq_layers, gpu_linears
 
-METHODS = ("GPTQ", "RTN")
-ROUNDINGS = ("library", "float32")
-TORCH_DTYPES = ("bfloat16", "float16", "float32")
+
+@dataclass(frozen=True)
+class Quantizing:
+    """The stage that makes the experts, and what it takes.
+
+    peak_memory    threads -> bytes
+    scratch_bytes  of disk, while it runs
+    ready          raises where this machine must not go on with it
+    """
+
+    stage: Stage
+    peak_memory: Callable[[int], int]
+    scratch_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    ready: Callable[[], None] = lambda: None
 
 
 def require_available(quant_method: str, torch_dtype: str) -> None:
-    """Raise UnsupportedError, saying how to ask for it, where this version makes something else."""
-    if quant_method != "RTN":
-        raise UnsupportedError(
-            f"--quant-method {quant_method}: this version rounds to nearest and does not calibrate yet; ask for it with --quant-method RTN."
-        )
+    """Raise KtconvertError where something is not installed, UnsupportedError where this version makes something else."""
+    if quant_method == "GPTQ":
+        gptq.require()
     if torch_dtype != "bfloat16":
         raise UnsupportedError(
             f"--torch-dtype {torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the option out."
@@ -69,20 +80,11 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     facts = _facts(model, form, settings)
     about = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
     metadata = shard_metadata(facts, source, about)
-    stages = [
-        gpu_linears.stage(
-            model,
-            form,
-            rounding=settings["rounding"],
-            max_shard_size=settings["max_shard_size"],
-            metadata=metadata,
-        ),
-        *_carried(rest, model, settings["max_shard_size"], metadata),
-    ]
-    stages = number_shards(stages)
+    quantizing = QUANTIZING[settings["quant_method"]](request, model, form, rest, metadata)
+    stages = number_shards([quantizing.stage, *_carried(rest, model, settings["max_shard_size"], metadata)])
     dropped_files = [name for name, _ in companions(source) if name in gpu_card.CONFIG_FILES]
     copied = tuple((name, path) for name, path in companions(source) if name not in dropped_files)
-    notes = tuple(_notes(model, rest, dropped_files, loading))
+    notes = (*_notes(model, rest, dropped_files, loading), *quantizing.notes)
     assembly = Assembly(
         companions=copied,
         config=gpu_card.config_json(source.config, form, ignore),
@@ -103,15 +105,53 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         stages=tuple(stages),
         facts=facts,
         notes=notes,
-        peak_memory=lambda threads: (
-            BASE_MEMORY + gpu_linears.peak_memory(model, form, stages[0].units, threads + WAITING)
-        ),
+        peak_memory=quantizing.peak_memory,
+        scratch_bytes=quantizing.scratch_bytes,
+        ready=quantizing.ready,
         assemble=lambda work: assemble(plan, assembly, work),
         source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
         reads=lambda unit: read_files(source, unit),
         extra_bytes=sum(path.stat().st_size for _, path in copied),
     )
     return plan
+
+
+def _rtn(request: Request, model: MoeModel, form: Compressed, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+    given = request.settings
+    stage = gpu_linears.stage(
+        model, form, rounding=given["rounding"], max_shard_size=given["max_shard_size"], metadata=metadata
+    )
+    return Quantizing(
+        stage,
+        lambda threads: BASE_MEMORY + gpu_linears.peak_memory(model, form, stage.units, threads + WAITING),
+    )
+
+
+def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+    given, tuning = request.settings, request.tuning
+    gptq.check_model(model)
+    settings = gptq.settings_of(model, form, given)
+    shape = gptq.needs(model, settings, given)
+    beside_experts = {carried.key: carried for carried in carry_over.carried(rest, model.source)}
+
+    def ready() -> None:
+        now = gptq.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
+        gptq.require_same(given["machine"], now, request.output, tuning["allow_machine_change"])
+
+    return Quantizing(
+        gptq_layers.stage(model, form, settings, beside_experts, metadata),
+        lambda _: gpu_needs.needs(shape).host,
+        scratch_bytes=gptq_layers.scratch_bytes(model, settings),
+        notes=tuple(gpu_needs.advice(shape)),
+        ready=ready,
+    )
+
+
+# --quant-method -> the stage that makes the experts.
+QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Compressed, Beside, Mapping[str, str]], Quantizing]] = {
+    "GPTQ": _gptq,
+    "RTN": _rtn,
+}
 
 
 def _carried(rest: Beside, model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]) -> list[Stage]:

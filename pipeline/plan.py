@@ -68,6 +68,7 @@ class Plan:
     reads           unit -> names of the source files that it reads
     extra_bytes     bytes of companion files
     scratch_bytes   bytes of files that exist while it runs, beside the units
+    ready           raises where this machine must not run what is left to do
     """
 
     request: Request
@@ -81,6 +82,7 @@ class Plan:
     reads: Callable[[Unit], set[str]]
     extra_bytes: int = 0
     scratch_bytes: int = 0
+    ready: Callable[[], None] = lambda: None
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -53,7 +53,7 @@ class Link:
     before   what the unit before it left; None for the first
     leaves   where to put what the next one needs; None for the last
     scratch  folder for files that are gone when the unit is done
-    store    unit key -> the finished file of an earlier unit of the chain
+    store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
     """
 
     before: Path | None
@@ -174,7 +174,7 @@ def _link(work: WorkDir, stage: Stage, unit: Unit) -> Link:
         before=store / stage.units[at - 1].left_name if at else None,
         leaves=work.places.partial / unit.left_name if unit.leaves else None,
         scratch=scratch,
-        store={u.key: store / u.stored_name for u in stage.units[:at]},
+        store={u.key: store / u.stored_name for u in stage.units[: at + 1]},
     )
 
 

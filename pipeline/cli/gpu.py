@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,37 @@ from ktconvert.pipeline.report import Reporter
 
 EPILOG = """\b
 Examples:
-  ktconvert gpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-W4A16 --quant-method RTN --quant-type W4A16
-  ktconvert gpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-W8A16 --quant-method RTN
-  ktconvert gpu -i MODEL -o OUT --quant-method RTN --dry-run     what would be done, from headers only
+  ktconvert gpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-W4A16 --quant-type W4A16       GPTQ, on ultrachat_200k
+  ktconvert gpu -i /models/Qwen3-30B-A3B -o OUT --dataset texts.jsonl --num-calibration-samples 128
+  ktconvert gpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-W8A16 --quant-method RTN           no calibration
+  ktconvert gpu -i MODEL -o OUT --dry-run                     what would be done, and what it takes
 
 The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 """
 
 # Options of kt-kernel's script that mean nothing when rounding to nearest: (option, why).
 FOR_GPTQ = "is for GPTQ only and changes nothing here"
-UNUSED = {
-    "num_calibration_samples": FOR_GPTQ,
-    "max_sequence_length": FOR_GPTQ,
-    "dampening_frac": FOR_GPTQ,
-    "dataset": FOR_GPTQ,
-    "dataset_split": FOR_GPTQ,
-    "random_seed": FOR_GPTQ,
+CALIBRATION = (
+    "num_calibration_samples",
+    "max_sequence_length",
+    "dampening_frac",
+    "dataset",
+    "dataset_split",
+    "random_seed",
+    "calibrate",
+    "min_expert_tokens",
+    "engine",
+)
+UNUSED_BY_RTN = {
+    **dict.fromkeys((*CALIBRATION, "allow_machine_change"), FOR_GPTQ),
     "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
     "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",
     "max_gpu_memory": "changes nothing here: rounding to nearest never touches a GPU",
     "max_cpu_memory": "changes nothing here: memory is bounded by a few experts; --max-memory sets a limit",
+}
+UNUSED_BY_GPTQ = {
+    "max_cpu_memory": "changes nothing here: memory is bounded by one layer and some experts; --max-memory sets a limit",
+    "max_shard_size": "cuts only what is copied: a layer's experts are one shard",
 }
 
 
@@ -66,29 +78,41 @@ class SeveralValues(click.Command):
     help="Output directory.",
 )
 @click.option("--quant-method", type=click.Choice(["GPTQ", "RTN"], case_sensitive=False), default="GPTQ", show_default=True,
-              help="How experts are quantized. This version makes RTN.")  # fmt: skip
+              help="Calibrated on a data set, or rounded to nearest, which takes seconds per GB and no data.")  # fmt: skip
 @click.option("--quant-type", type=click.Choice(["W4A16", "W8A16"], case_sensitive=False), default="W8A16", show_default=True,
               help="Output format: 4 or 8 bits in groups of 128.")  # fmt: skip
 @click.option("--rounding", type=click.Choice(["library", "float32"], case_sensitive=False), default="library", show_default=True,
               help="The bits of llmcompressor, or one rounding less.")  # fmt: skip
 @click.option("--ignore-patterns", multiple=True,
               help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.")  # fmt: skip
-@click.option("--num-calibration-samples", type=click.IntRange(min=1), default=512, show_default=True, help="For GPTQ.")
-@click.option("--max-sequence-length", type=click.IntRange(min=1), default=2048, show_default=True, help="For GPTQ.")
-@click.option("--dampening-frac", type=float, default=0.1, show_default=True, help="For GPTQ.")
-@click.option("--dataset", default="HuggingFaceH4/ultrachat_200k", show_default=True, help="For GPTQ.")
-@click.option("--dataset-split", default="train_sft", show_default=True, help="For GPTQ.")
-@click.option("--random-seed", type=int, default=42, show_default=True, help="For GPTQ.")
+@click.option("--dataset", default="HuggingFaceH4/ultrachat_200k", show_default=True,
+              help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.")  # fmt: skip
+@click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set.")
+@click.option("--num-calibration-samples", type=click.IntRange(min=1), default=512, show_default=True,
+              help="Samples: the first rows of the split.")  # fmt: skip
+@click.option("--max-sequence-length", type=click.IntRange(min=2), default=2048, show_default=True,
+              help="Tokens at which a sample is cut.")  # fmt: skip
+@click.option("--dampening-frac", type=click.FloatRange(min=0, max=1), default=0.1, show_default=True,
+              help="Part of the mean of the Hessian's diagonal that is added to it.")  # fmt: skip
+@click.option(
+    "--random-seed", type=click.IntRange(min=0), default=42, show_default=True, help="For the order of samples."
+)
+@click.option("--calibrate", type=click.Choice(["all", "routed"], case_sensitive=False), default="all", show_default=True,
+              help="Every expert sees all tokens, as with llmcompressor, or those routed to it.")  # fmt: skip
+@click.option("--min-expert-tokens", type=click.IntRange(min=1), default=128, show_default=True,
+              help="With --calibrate routed: experts with fewer tokens are rounded to nearest, and listed.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["stream", "oneshot"], case_sensitive=False), default="stream", show_default=True,
+              help="Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.")  # fmt: skip
+@click.option("--allow-machine-change", is_flag=True, help="Go on with a conversion that was begun on another machine.")
 @click.option("--torch-dtype", type=click.Choice(["bfloat16", "float16", "float32"], case_sensitive=False), default="bfloat16",
               show_default=True, help="What experts are rounded from: bfloat16.")  # fmt: skip
-@click.option("--trust-remote-code", is_flag=True, help="Accepted and ignored: RTN runs no code of a model.")
-@click.option("--force-cpu", is_flag=True, help="Accepted and ignored: RTN never touches a GPU.")
 @click.option(
-    "--max-gpu-memory", type=options.Size(), default=None, help="Accepted and ignored: RTN never touches a GPU."
+    "--trust-remote-code", is_flag=True, help="GPTQ: let transformers run Python code that comes with the model."
 )
-@click.option(
-    "--max-cpu-memory", type=options.Size(), default=None, help="Accepted and ignored: memory is a few experts."
-)
+@click.option("--force-cpu", is_flag=True, help="GPTQ: never touch a GPU.")
+@click.option("--max-gpu-memory", type=options.Size(), default=None, help="GPTQ: of the GPU, at most; e.g. 40GiB.")
+@click.option("--max-cpu-memory", type=options.Size(), default=None,
+              help="Accepted and ignored: memory is bounded by some experts. [default: 1000GiB with --max-gpu-memory]")  # fmt: skip
 @options.cpuinfer_threads
 @click.option("--tp-size", type=click.IntRange(min=1), multiple=True, default=(1,), show_default=True,
               help="Tensor parallelism to be loaded with; refused where experts cannot be cut so. May be repeated.")  # fmt: skip
@@ -103,8 +127,8 @@ class SeveralValues(click.Command):
 def gpu(**given: Any) -> None:
     """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the output.
 
-    FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts, whatever the model's size. All other
-    tensors are copied as they are.
+    FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts (RTN) or by one layer (GPTQ), whatever the
+    model's size. All other tensors are copied as they are.
     """
     from ktconvert.pipeline import show
     from ktconvert.pipeline.execute import execute
@@ -113,12 +137,14 @@ def gpu(**given: Any) -> None:
 
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     require_available(given["quant_method"], given["torch_dtype"])
-    note_unused(reporter)
+    note_unused(reporter, UNUSED_BY_GPTQ if given["quant_method"] == "GPTQ" else UNUSED_BY_RTN)
     options.check_kernels()
+    output = given["output_dir"].expanduser().absolute()
+    threads = options.threads(given["cpuinfer_threads"], reporter)
     request = Request(
         command="gpu",
         input=options.stored_input(given["model_id"]),
-        output=given["output_dir"].expanduser().absolute(),
+        output=output,
         settings={
             "quant_method": given["quant_method"],
             "quant_type": given["quant_type"],
@@ -127,13 +153,15 @@ def gpu(**given: Any) -> None:
             "torch_dtype": given["torch_dtype"],
             "max_shard_size": given["max_shard_size"],
             "arch_file": options.text_of("--arch-file", given["arch_file"]),
+            **(calibration(given, output, threads) if given["quant_method"] == "GPTQ" else {}),
         },
         tuning={
-            "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
+            "cpuinfer_threads": threads,
             "max_memory": given["max_memory"],
             "verify_inputs": given["verify_inputs"],
             "revision": given["revision"],
             "tp_size": sorted(set(given["tp_size"])),
+            **{name: given[name] for name in ("force_cpu", "max_gpu_memory", "allow_machine_change")},
         },
     )
     plan = plan_gpu(request, None if given["dry_run"] else options.hashing(reporter))
@@ -145,9 +173,21 @@ def gpu(**given: Any) -> None:
     execute(plan, reporter, overwrite=given["overwrite"])
 
 
-def note_unused(reporter: Reporter) -> None:
+def calibration(given: Mapping[str, Any], output: Path, threads: int) -> dict[str, Any]:
+    """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on."""
+    from ktconvert.pipeline import gptq
+    from ktconvert.pipeline.execute import begun_with
+
+    gptq.check_dataset(given["dataset"])
+    machine = gptq.this_machine(threads, given["force_cpu"], given["max_gpu_memory"])
+    begun = (begun_with(output) or {}).get("machine")
+    settings = {name: given[name] for name in (*CALIBRATION, "trust_remote_code")}
+    return {**settings, "dataset": options.stored_input(given["dataset"]), "machine": begun or machine}
+
+
+def note_unused(reporter: Reporter, unused: Mapping[str, str]) -> None:
     """Say of every option that was given and means nothing here, that it does not."""
     context = click.get_current_context()
-    for name, why in UNUSED.items():
+    for name, why in unused.items():
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             reporter.note(f"--{name.replace('_', '-')} {why}")

@@ -1,0 +1,322 @@
+"""A transformers model of which one decoder layer is in memory at a time, and no routed expert ever.
+
+The model is built on the meta device; a layer's weights come from the checkpoint when they are needed (on the CPU as views of the mapped
+file) and go again. Its experts module becomes a function of the caller's, so that whoever streams experts decides what they give.
+Attention is transformers' eager one with a causal mask, which llmcompressor traces too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.pipeline.stages.carry_over import Carried, pieces
+
+if TYPE_CHECKING:
+    import torch
+
+PROBE = 9  # tokens of the sequence on which causality is tried
+# Experts, called with (hidden [T, H], ids [T, k], weights [T, k]), give [T, H].
+Routed = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside the hidden states
+
+
+class _Reached(Exception):
+    """The forward pass has come as far as it was needed."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """How a layer's experts compute: the module on the meta device, without its weights."""
+
+    module: Any
+
+    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """What goes into the down projection: silu(gate) * up, as the model's class computes it."""
+        import torch
+
+        if hasattr(self.module, "_apply_gate"):
+            return self.module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
+        return self.module.act_fn(gate) * up  # type: ignore[no-any-return]
+
+
+class LayeredModel:
+    """The skeleton of a checkpoint's language model.
+
+    tensors  what the checkpoint holds beside its routed experts
+    device   where layers are computed
+    Raises UnsupportedError for a model whose experts transformers holds in another way, or that has code of its own unless that is trusted.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tensors: Mapping[str, Carried],
+        *,
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        import transformers
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        from ktconvert.native_quant.runtime.hf_modules import find_experts
+
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        self.source, self.tensors, self.device = source, tensors, device
+        self._trusted = trust_remote_code
+        self.model = _skeleton(source, trust_remote_code)
+        places = find_experts(self.model)
+        self._experts: dict[int, Any] = {}
+        for place in places:
+            if place.zero_ids:
+                raise UnsupportedError(
+                    f"{source.root}: {place.name} has experts that give back what they get, which GPTQ cannot calibrate yet;"
+                    " use --quant-method RTN."
+                )
+            module = self.model.get_submodule(place.name)
+            for name in list(module._parameters):
+                del module._parameters[name]
+            self._experts[place.layer] = module
+        prefix = places[0].name[: places[0].name.rindex("layers.")]
+        self.stack = self.model.get_submodule(prefix.rstrip("."))
+        self.layers = self.stack.layers
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    module._buffers[name] = buffer.to(device)
+        self._mapping = get_model_conversion_mapping(self.model)
+        self._keys = self._targets()
+        self._prefix = f"{prefix}layers."
+        self._called: tuple[int, list[Call]] = (0, [])
+
+    def _targets(self) -> dict[str, str]:
+        """Name in the checkpoint -> name in the model, of everything but routed experts."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        renamings = [t for t in self._mapping if isinstance(t, WeightRenaming)]
+        converters = [t for t in self._mapping if isinstance(t, WeightConverter)]
+        known = self.model.state_dict()
+        base = self.model.base_model_prefix
+        return {name: rename_source_key(name, renamings, converters, base, known)[0] for name in self.tensors}
+
+    @property
+    def hidden(self) -> int:
+        """The hidden size H."""
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer. Raises InputError where there is none."""
+        import transformers
+
+        try:
+            found = transformers.AutoTokenizer.from_pretrained(self.source.root, trust_remote_code=self._trusted)
+            usable = bool(found("a", add_special_tokens=False)["input_ids"])
+        except (OSError, ValueError, ImportError, KeyError):
+            usable = False
+        if not usable:
+            raise InputError(
+                f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its files"
+                " (tokenizer.json, tokenizer_config.json) beside config.json."
+            )
+        return found
+
+    def names(self, layer: int) -> list[str]:
+        """The checkpoint's tensors of a decoder layer, without routed experts."""
+        return [name for name, key in self._keys.items() if key.startswith(f"{self._prefix}{layer}.")]
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def loaded(self, layer: int) -> Iterator[Any]:
+        """The decoder layer with its weights, for as long as this lasts. Raises InputError where the checkpoint lacks some."""
+        names = self.names(layer)
+        with self._filled(f"{self._prefix}{layer}.", names):
+            yield self.layers[layer]
+
+    @contextmanager
+    def _filled(self, prefix: str, names: list[str]) -> Iterator[None]:
+        import torch
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        wanted = {key for key in self.model.state_dict() if key.startswith(prefix)}
+        config = LoadStateDictConfig(
+            device_map={"": self.device},
+            dtype=torch.bfloat16,
+            dtype_plan=self.model._get_dtype_plan(torch.bfloat16),
+            weight_mapping=self._mapping,
+        )
+        given = {name: self._tensor(self.tensors[name]) for name in names}
+        found, _ = convert_and_load_state_dict_in_model(self.model, given, config)
+        del given
+        if lacks := sorted(wanted & found.missing_keys):
+            raise InputError(
+                f"{self.source.root}: lacks {len(lacks)} tensors of its model, such as {lacks[0]}; download it again."
+            )
+        try:
+            yield
+        finally:
+            module = self.model.get_submodule(prefix.rstrip("."))
+            module.to("meta")
+            for name in names:
+                for info in self.tensors[name].reads:
+                    self.source.release(info)
+
+    def _tensor(self, carried: Carried) -> torch.Tensor:
+        """A stored tensor: a view of the file where its bytes can be used as they are."""
+        import torch
+
+        info = carried.info
+        entry = carried.entry
+        kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
+        if kind is None:
+            raise UnsupportedError(
+                f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which GPTQ cannot compute"
+                " with; use the model's BF16 release, or --quant-method RTN."
+            )
+        if carried.scaled is None and info.start % kind.itemsize == 0:
+            raw = self.source.view(info).reshape(-1).view(np.uint8)
+        else:
+            raw = np.concatenate(list(pieces(self.source, carried)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the map is read-only: nothing writes to weights here
+            return torch.from_numpy(raw).view(kind).reshape(info.shape)
+
+    # --- computing --------------------------------------------------------------------------------
+
+    def embed(self, ids: Iterator[Any]) -> Iterator[torch.Tensor]:
+        """For each sample, int64 [T], what enters the first layer: BF16 [T, H]."""
+        import torch
+
+        embedding = self.model.get_input_embeddings()
+        name = next(n for n, module in self.model.named_modules() if module is embedding)
+        names = [n for n, key in self._keys.items() if key.startswith(f"{name}.")]
+        with self._filled(f"{name}.", names):
+            for sample in ids:
+                tokens = torch.from_numpy(np.ascontiguousarray(sample))[None].to(self.device)
+                yield self._reach(0, input_ids=tokens)[0].detach()
+
+    def _reach(self, layer: int, **inputs: Any) -> torch.Tensor:
+        """The hidden states with which the stack calls a layer; those before it do nothing. Notes all calls on the way."""
+        import torch
+
+        reached: list[torch.Tensor] = []
+        self._called = (0, [])
+
+        def recorder(number: int) -> Callable[..., Any]:
+            def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                self._called[1].append((args, kwargs))
+                if number == layer:
+                    reached.append(hidden)
+                    raise _Reached
+                return hidden
+
+            return forward
+
+        for number, module in enumerate(self.layers):
+            module.forward = recorder(number)
+        try:
+            with torch.inference_mode(), suppress(_Reached):
+                self.stack(**inputs, use_cache=False)
+        finally:
+            for module in self.layers:
+                del module.forward
+        return reached[0]
+
+    def call(self, layer: int, length: int) -> Call:
+        """What the stack calls a layer with, beside the hidden states, for a sequence of so many tokens: masks, positions, rotations."""
+        import torch
+
+        if self._called[0] != length or len(self._called[1]) < len(self.layers):
+            hidden = torch.zeros((1, length, self.hidden), dtype=torch.bfloat16, device=self.device)
+            self._reach(len(self.layers) - 1, inputs_embeds=hidden)
+            self._called = (length, self._called[1])
+        return self._called[1][layer]
+
+    def run(self, layer: int, hidden: torch.Tensor, routed: Routed | None = None) -> torch.Tensor:
+        """One sequence through a loaded layer: BF16 [T, H] to [T, H], with its experts computed by `routed`."""
+        import torch
+
+        experts = self._experts.get(layer)
+        if experts is not None:
+            experts.forward = routed
+        args, kwargs = self.call(layer, hidden.shape[0])
+        try:
+            with torch.inference_mode():
+                out = self.layers[layer](hidden[None].to(self.device), *args, **kwargs)
+        finally:
+            if experts is not None:
+                del experts.forward
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    def routed_inputs(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a loaded layer's experts are called with for one sequence, BF16 [T, H]: hidden [T, H], ids and weights [T, k]."""
+        called: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def catch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            called.append(
+                (x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1]))
+            )
+            raise _Reached
+
+        with suppress(_Reached):
+            self.run(layer, hidden, catch)
+        return called[0]
+
+    def expert(self, layer: int) -> Expert:
+        """How the layer's experts compute."""
+        return Expert(self._experts[layer])
+
+    def require_causal(self, layer: int) -> None:
+        """Raise VerificationError where a token of a loaded layer sees those after it: calibration would then be another model's."""
+        import torch
+
+        generator = torch.Generator().manual_seed(layer)
+        first = torch.randn((PROBE, self.hidden), generator=generator).to(torch.bfloat16)
+        other = first.clone()
+        other[-1] = torch.randn(self.hidden, generator=generator).to(torch.bfloat16)
+
+        def nothing(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(x)
+
+        a, b = (self.run(layer, x, nothing)[:-1].float() for x in (first, other))
+        if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
+            raise VerificationError(
+                f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be wrong; "
+                "use --quant-method RTN, and tell us the model."
+            )
+
+
+def _skeleton(source: TensorSource, trust_remote_code: bool) -> Any:
+    """The model on the meta device, its buffers real, in BF16 with eager attention."""
+    import torch
+    import transformers
+    from accelerate import init_empty_weights
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
+        for part in (config, config.get_text_config(decoder=True)):
+            if getattr(part, "quantization_config", None) is not None:
+                del part.quantization_config
+        kind: Any = transformers.AutoModelForCausalLM
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+            kind = transformers.AutoModelForImageTextToText
+        with init_empty_weights(include_buffers=False):
+            model = kind.from_config(
+                config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnsupportedError(
+            f"{source.root}: transformers {transformers.__version__} cannot build this model ({said[0]}); "
+            "--quant-method RTN needs no model."
+        ) from error
+    return model.eval()
