@@ -7,6 +7,7 @@ KTConvertConfig. `pytest -s` shows what the bounds below were taken from.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import resource
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,47 +33,29 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ktconvert.native_quant import KTConvertConfig  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts  # noqa: E402
 
-HIDDEN = WIDTH = 128
-EXPERTS, LAYERS, VOCABULARY, TOKENS = 8, 2, 320, 48
 
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.09,  # about 1 / sqrt(hidden_size): what the experts say is then a good part of what comes out
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-WIDTHS = {"intermediate_size": 256, "moe_intermediate_size": WIDTH}
-LINEAR = {
-    "head_dim": 32,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "shared_expert_intermediate_size": 64,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-GLM = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-MLA = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "qk_nope_head_dim": 32}
+def load_rig(name: str) -> ModuleType:
+    path = Path(__file__).parent / "rig" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN}
 
-# model_type -> its config, beyond COMMON
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**WIDTHS, "num_experts": EXPERTS, "head_dim": 32, "norm_topk_prob": True},
-    "qwen3_next": {**WIDTHS, **LINEAR, "num_experts": EXPERTS},
-    "qwen3_5_moe_text": {**LINEAR, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS},
-    "deepseek_v3": {**WIDTHS, **GLM, **MLA, "num_key_value_heads": 4},
-    "mixtral": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS},
-    "glm4_moe": {**WIDTHS, **GLM, "head_dim": 32},
-    "minimax_m2": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16},
-}
+families = load_rig("families")
+COMMON, MLA, WIDTHS = families.COMMON, families.MLA, families.WIDTHS
+HIDDEN, WIDTH, EXPERTS, LAYERS, VOCABULARY = (
+    families.HIDDEN,
+    families.WIDTH,
+    families.EXPERTS,
+    families.LAYERS,
+    families.VOCABULARY,
+)
+config_of, make = families.config_of, families.make
+TOKENS = 48
+
 # (family, whether its experts are stored as 3-D tensors, NUMA parts); qwen3_5_moe is published with a vision part
 CASES = [
     ("qwen3_moe", False, 1),
@@ -99,25 +83,6 @@ class Case:
     ours: Any
     info: dict[str, Any]
     told: str
-
-
-def config_of(family: str, **differs: Any) -> Any:
-    own = {**COMMON, **FAMILIES.get(family, FAMILIES["qwen3_5_moe_text"]), **differs}
-    if family in FAMILIES:
-        return transformers.AutoConfig.for_model(family, **own)
-    return transformers.AutoConfig.for_model(family, text_config=own, vision_config=VISION)
-
-
-def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
-    """Save a model of this family with random weights, its experts as 3-D tensors or one by one."""
-    torch.manual_seed(0)
-    kind = "AutoModelForCausalLM" if family in FAMILIES else "AutoModelForImageTextToText"
-    model = getattr(transformers, kind).from_config(config_of(family, **differs), dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.down_proj"):
-            parameter.data.mul_(2)  # silu(gate) * up is small: let the experts be heard beside the rest
-    model.save_pretrained(folder, save_original_format=not fused)
-    return folder
 
 
 def names(model: Path) -> list[str]:
