@@ -1,0 +1,307 @@
+"""Calibration data: the rows and ids that kt-kernel would take, in the order of the library, from files that users have."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.calibration import Calibration, Ids, local_files, samples, token_ids
+
+pytest.importorskip("datasets", reason="needs the extra gpu")
+pytest.importorskip("transformers", reason="needs the extra gpu")
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = ROOT / "examples" / "heldout.txt"
+WORDS = TEXT.read_text().split()
+TEMPLATE = (
+    "{% for m in messages %}{% if not m['role'] %}{{ raise_exception('no role') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
+)
+MESSAGES = [
+    [{"role": "user", "content": " ".join(WORDS[i : i + 5])}, {"role": "assistant", "content": " ".join(WORDS[:i])}]
+    for i in range(40)
+]
+
+Take = Callable[..., list[Ids]]
+
+
+@functools.cache
+def tokenizer(template: str | None = None) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ROOT / "examples" / "qwen3-moe-small", chat_template=template)
+
+
+def wanted(
+    dataset: object, split: str = "train_sft", count: int = 512, length: int = 64, seed: int = 42
+) -> Calibration:
+    return Calibration(str(dataset), split, count, length, seed)
+
+
+def texts(found: list[Ids]) -> list[str]:
+    return [tokenizer().decode(ids) for ids in found]
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return path
+
+
+def same(left: list[Ids], right: list[Ids]) -> bool:
+    return len(left) == len(right) and all(map(np.array_equal, left, right))
+
+
+def test_samples_are_those_of_kt_kernel(tmp_path: Path) -> None:
+    import datasets
+
+    file = jsonl(tmp_path / "chat.jsonl", [{"messages": messages} for messages in MESSAGES])
+    chat = tokenizer(TEMPLATE)
+    expected = (
+        datasets.load_dataset("json", data_files=str(file), split="train[:30]", cache_dir=str(tmp_path / "cache"))
+        .shuffle(seed=7)
+        .map(lambda row: {"text": chat.apply_chat_template(row["messages"], tokenize=False)})
+        .map(lambda row: chat(row["text"], padding=False, max_length=64, truncation=True, add_special_tokens=False))
+    )
+    found = samples(wanted(file, count=30, seed=7), chat)
+    assert [ids.tolist() for ids in found] == expected["input_ids"]
+    assert {ids.dtype for ids in found} == {np.dtype(np.int64)}
+    assert max(ids.size for ids in found) == 64 and len({ids.size for ids in found}) > 5
+    assert not same(found, samples(wanted(file, count=30, seed=8), chat))
+
+
+def test_order_is_the_samplers_own(tmp_path: Path) -> None:
+    """Hundreds of samples of few lengths: the sampler's sort is not stable, so that ties tell."""
+    pytest.importorskip("llmcompressor", reason="needs the extra gpu")
+    import datasets
+    from llmcompressor.datasets.utils import LengthAwareSampler
+
+    rows = [{"text": " ".join(WORDS[i : i + 1 + i * 7 % 23])} for i in range(400)]
+    of = wanted(jsonl(tmp_path / "rows.jsonl", rows), length=24)
+    unsorted = samples(of, tokenizer())
+    visited = list(LengthAwareSampler(datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in unsorted]})))
+    assert same(token_ids(of, tokenizer()), [unsorted[index] for index in visited])
+    stable = sorted(range(len(unsorted)), key=lambda index: -unsorted[index].size)
+    assert visited != stable, "no ties: the test shows nothing"
+
+
+def test_text_is_cut_into_full_pieces() -> None:
+    whole = tokenizer()(TEXT.read_text(), add_special_tokens=False)["input_ids"]
+    found = token_ids(wanted(TEXT, length=100), tokenizer())
+    pieces = sorted(whole[start : start + 100] for start in range(0, len(whole), 100))
+    assert sorted(ids.tolist() for ids in found) == pieces
+    assert [ids.size for ids in found] == [100] * (len(whole) // 100) + [len(whole) % 100]
+    first = token_ids(wanted(TEXT, length=100, count=8), tokenizer())
+    assert sorted(ids.tolist() for ids in first) == sorted(whole[start : start + 100] for start in range(0, 800, 100))
+    assert [ids.tolist() for ids in first] != [whole[start : start + 100] for start in range(0, 800, 100)]
+
+
+def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
+    """A text of several stretches, the end of which is no UTF-8: it is never reached, and every piece is full."""
+    file = tmp_path / "long.txt"
+    file.write_bytes(TEXT.read_bytes() * 1100 + b"\xff")
+    assert file.stat().st_size > 15 << 20
+    found = samples(wanted(file, count=24, length=16384), tokenizer())
+    assert [ids.size for ids in found] == [16384] * 24
+    pieces = texts(found)
+    assert sum(map(len, pieces)) > 1 << 20, "one stretch only"
+    assert all(piece in TEXT.read_text() * 6 for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": MESSAGES[3], "text": "no"}, "".join(m["content"] + "\n" for m in MESSAGES[3])),
+        ({"text": "def f():\n    return 1", "instruction": "no"}, "def f():\n    return 1"),
+        ({"instruction": "Add.", "input": "", "output": "3"}, "Add.\n3"),
+        ({"instruction": "Add.", "input": "1 2", "output": "3", "id": 9}, "Add.\n1 2\n3"),
+    ],
+    ids=["messages", "text", "instruction", "instruction with input"],
+)
+def test_columns_by_preference(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    lines = jsonl(tmp_path / "rows.jsonl", [row])
+    array = tmp_path / "rows.json"
+    array.write_text(json.dumps([row]))
+    table = parquet(tmp_path / "rows.parquet", {name: [value] for name, value in row.items()})
+    for file in (lines, array, table):
+        assert texts(token_ids(wanted(file, length=2048), tokenizer())) == [expected]
+
+
+def test_rows_that_look_like_the_log_of_an_agent(tmp_path: Path) -> None:
+    """Columns by which `datasets` knows a format of its own, for which it would need a package."""
+    row = {"id": "1", "source": "s", "model": "m", "system_prompt": "p", "messages": MESSAGES[2]}
+    assert len(token_ids(wanted(jsonl(tmp_path / "log.jsonl", [row])), tokenizer())) == 1
+
+
+def test_empty_samples_are_left_out_and_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    file = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
+    assert sorted(texts(token_ids(wanted(file), tokenizer(), told.append))) == ["one", "two"]
+    assert told == [f"{file}: 2 of 4 samples hold no token and are left out"]
+
+
+def test_folder_is_read_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a [folder]*"
+    for number in (2, 0, 1):
+        parquet(folder / f"part{number}.parquet", {"text": [f"{number} {row}" for row in range(10)]})
+    (folder / "README.md").write_text("what this is")
+    (folder / ".gitattributes").write_text("")
+    assert [file.name for file in local_files(str(folder))] == ["part0.parquet", "part1.parquet", "part2.parquet"]
+    found = texts(samples(wanted(folder, count=25), tokenizer()))
+    assert sorted(found) == sorted(f"{row // 10} {row % 10}" for row in range(25))
+    assert texts(token_ids(wanted(f"{folder}/", count=3), tokenizer())) != []
+
+
+def test_folder_of_texts_is_cut_file_by_file(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text(f"{name} " * 30)
+    found = texts(samples(wanted(tmp_path, length=50), tokenizer()))
+    assert all(("a.txt" in text) != ("b.txt" in text) for text in found) and len(found) > 2
+
+
+def test_split_chooses_among_files_named_after_splits(tmp_path: Path) -> None:
+    for name in ("train_sft-00000-of-00002", "train_sft-00001-of-00002-0abc", "test_sft-00000-of-00001"):
+        parquet(tmp_path / f"{name}.parquet", {"text": [name]})
+    assert {text[:9] for text in texts(samples(wanted(tmp_path), tokenizer()))} == {"train_sft"}
+    assert texts(samples(wanted(tmp_path, "test_sft"), tokenizer())) == ["test_sft-00000-of-00001"]
+    with pytest.raises(InputError, match="has no split train; choose test_sft or train_sft with --dataset-split"):
+        samples(wanted(tmp_path, "train"), tokenizer())
+
+
+def test_tokenizer_is_left_as_it_was() -> None:
+    own = tokenizer()
+    own.backend_tokenizer.enable_truncation(max_length=5)
+    before = own.backend_tokenizer.truncation
+    samples(wanted(TEXT, count=2), own)
+    assert own.backend_tokenizer.truncation == before
+    own.backend_tokenizer.no_truncation()
+    samples(wanted(TEXT, count=2), own)
+    assert own.backend_tokenizer.truncation is None
+
+
+def broken(folder: Path) -> dict[str, tuple[Path, str]]:
+    """What is wrong -> the file and what is said of it."""
+    good = parquet(folder / "good.parquet", {"text": ["a"] * 20}).read_bytes()
+    contents = {
+        "bad line": ("bad.jsonl", b'{"text": "a"}\n{"text": b}\n', "line 2: Expecting value"),
+        "cut off": ("cut.jsonl", b'{"text": "a"}\n{"text": "b', "line 2: Unterminated string"),
+        "no objects": ("numbers.jsonl", b"1\n2\n", "line 1 is no JSON object"),
+        "no JSON": ("bad.json", b'[{"text": "a"}, {', "cannot be read as json"),
+        "parquet cut off": ("cut.parquet", good[:-9], "cannot be read as parquet .*; repair it"),
+        "Latin-1": ("latin.txt", "café\n".encode("latin-1"), "'utf-8' codec can't decode"),
+        "other columns": ("columns.jsonl", b'{"prompt": "a", "answer": "b"}\n', "none of the columns .* only prompt, answer;"),
+        "a number": ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "row 2: its column text holds no text but int"),
+        "messages of text": ("messages.jsonl", b'{"messages": "hello"}\n', "row 1: its column messages holds no list of messages"),
+        "messages without a role": ("roles.jsonl", b'{"messages": [{"content": 1}]}\n', "row 1: the chat template refuses .*no role"),
+        "nothing": ("empty.jsonl", b"", "holds no token"),
+        "spaces": ("empty.txt", b"", "holds no token"),
+        "unknown kind": ("table.csv", b"text\na\n", "table.csv: is of no kind that can be read"),
+    }  # fmt: skip
+    for name, content, _ in contents.values():
+        (folder / name).write_bytes(content)
+    return {what: (folder / name, said) for what, (name, _, said) in contents.items()}
+
+
+def test_damaged_files_are_told_in_one_sentence(tmp_path: Path) -> None:
+    for what, (file, said) in broken(tmp_path).items():
+        with pytest.raises(InputError, match=said) as caught:
+            samples(wanted(file), tokenizer(TEMPLATE))
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value), what
+
+
+def test_what_is_no_data_set(tmp_path: Path) -> None:
+    jsonl(tmp_path / "mixed" / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "mixed" / "b.txt").write_text("b")
+    jsonl(tmp_path / "unknown" / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "unknown" / "b.csv").write_text("b")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "README.md").write_text("nothing here")
+    for dataset, said in {
+        tmp_path / "mixed": "mixes json and text files",
+        tmp_path / "unknown": "b.csv: is of no kind",
+        tmp_path / "empty": "holds no data",
+        tmp_path / "none": "no such file or folder",
+        Path("data/none.jsonl"): "no such file or folder",
+        Path("none"): "no such file or folder",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            local_files(str(dataset))
+    assert local_files("HuggingFaceH4/ultrachat_200k") == []
+
+
+def snapshot(home: Path, name: str) -> None:
+    """What `hf download --repo-type dataset` leaves: files in snapshots/, named by refs/main."""
+    root = home / "hub" / f"datasets--{name.replace('/', '--')}"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("a" * 40)
+    for split in ("train_sft", "test_sft"):
+        for shard in range(2):
+            file = root / "snapshots" / ("a" * 40) / "data" / f"{split}-0000{shard}-of-00002.parquet"
+            parquet(file, {"messages": [[{"role": "user", "content": f"{split} {shard} {row}"}] for row in range(10)]})
+
+
+ELSEWHERE = """
+import json, sys
+from transformers import AutoTokenizer
+from ktconvert.layouts.errors import KtconvertError
+from ktconvert.pipeline.calibration import Calibration, token_ids
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+told = []
+for dataset, split in json.loads(sys.argv[2]):
+    try:
+        told.append([ids.tolist() for ids in token_ids(Calibration(dataset, split, 12, 64, 42), tokenizer)])
+    except KtconvertError as error:
+        told.append(f"{type(error).__name__} {error}")
+print(json.dumps(told))
+"""
+
+
+def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Without a network: a downloaded snapshot is read, what is missing is told with what to do; local files leave nothing behind."""
+    home = tmp_path / "home"
+    snapshot(home / "hf", "org/chat")
+    before = {path for path in home.rglob("*") if path.is_file()}
+    asked = [
+        (str(TEXT), "train"),
+        ("org/chat", "train_sft"),
+        ("org/chat", "other"),
+        ("org/none", "train_sft"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    local, rows, split, missing = json.loads(done.stdout)
+    assert local == [ids.tolist() for ids in token_ids(wanted(TEXT, count=12), tokenizer())]
+    expected = {f"train_sft {row // 10} {row % 10}\n" for row in range(12)}
+    assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12
+    assert split.startswith("InputError org/chat: Bad split: other.") and "train_sft" in split
+    assert missing.startswith("InputError org/none: cannot be loaded")
+    assert "--dataset FILE" in missing and "hf download --repo-type dataset org/none" in missing
+    assert "--quant-method RTN" in missing
+    left = {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"} - before
+    assert not left, left
