@@ -1,0 +1,244 @@
+"""kt-kernel's own command lines for convert_gpu_weights.py do here what they say: only the program's name and local paths are changed.
+
+Data sets are named as kt-kernel names them and come from a hub cache made here, with a few rows: fewer than asked for is fine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from ktconvert.layouts.checkpoints.safetensors import read_header
+from ktconvert.pipeline.cli import group
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = "python scripts/convert_gpu_weights.py"
+MODEL, OUTPUT = "--model_id", "--output_dir"
+LINEARS = 2 * 8 * 3  # of the bundled model
+
+# Each is written as in kt-kernel, lines joined.
+EXAMPLES = {
+    # kt-kernel/scripts/README.md
+    "gptq": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ --quant_type W4A16",
+    "rtn": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method RTN --quant_type W4A16",
+    "calibration": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ "
+    "--quant_type W4A16 --num_calibration_samples 512 --max_sequence_length 2048 --dataset HuggingFaceH4/ultrachat_200k "
+    "--dataset_split train_sft",
+    "memory": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ --quant_type W4A16 "
+    '--max_gpu_memory "40GiB"',
+    "example 1": f"{PROGRAM} --model_id /mnt/data/models/Qwen3-Next-80B-A3B-Instruct "
+    "--output_dir /mnt/data/models/Qwen3-Next-80B-A3B-Instruct-GPTQ-W4A16 --quant_method GPTQ --quant_type W4A16 "
+    '--num_calibration_samples 512 --max_sequence_length 2048 --max_gpu_memory "40GiB" --trust_remote_code',
+    "example 2": f"{PROGRAM} --model_id /mnt/data/models/DeepSeek-R1-0528-BF16 "
+    "--output_dir /mnt/data/models/DeepSeek-R1-0528-RTN-W4A16 --quant_method RTN --quant_type W4A16 "
+    '--max_gpu_memory "70GiB" --trust_remote_code',
+    "example 3": f"{PROGRAM} --model_id /mnt/data/models/GLM-4.5-Air "
+    "--output_dir /mnt/data/models/GLM-4.5-Air-GPTQ-W8A16 --quant_method GPTQ --quant_type W8A16 "
+    '--dataset "tatsu-lab/alpaca" --dataset_split "train" --num_calibration_samples 256 --max_gpu_memory "40GiB" '
+    "--trust_remote_code",
+    # the text of scripts/convert_gpu_weights.py itself
+    "script gptq": "python convert_gpu_weights.py --model_id /mnt/data2/models/Qwen3-Next-80B-A3B-Instruct "
+    "--output_dir /mnt/data2/models/Qwen3-Next-80B-A3B-Instruct-GPU-weight --quant_method GPTQ --quant_type W4A16",
+    "script rtn": "python convert_gpu_weights.py --model_id /mnt/data/models/GLM-4.5-Air "
+    "--output_dir /mnt/data/models/GLM-4.5-Air-GPU-weights-rtn --quant_method RTN --quant_type W4A16",
+    # kt-kernel/README.md, which relies on the default method
+    "readme": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_type W4A16",
+}
+# The parser of the script: every option with its default, in its own spelling.
+OPTIONS: dict[str, Any] = {
+    "model_id": None,
+    "output_dir": None,
+    "quant_method": "GPTQ",
+    "quant_type": "W8A16",
+    "num_calibration_samples": 512,
+    "max_sequence_length": 2048,
+    "dampening_frac": 0.1,
+    "dataset": "HuggingFaceH4/ultrachat_200k",
+    "dataset_split": "train_sft",
+    "force_cpu": False,
+    "ignore_patterns": (),  # kt-kernel's own are always in the list
+    "torch_dtype": "bfloat16",
+    "trust_remote_code": False,
+    "random_seed": 42,
+    "max_gpu_memory": None,
+    "max_cpu_memory": None,
+}
+
+
+def rounds(line: str) -> bool:
+    return "--quant_method RTN" in line
+
+
+def different(lines: list[str]) -> list[str]:
+    """Those that are other commands once their paths are the same; the method is written out."""
+    found: dict[tuple[str, ...], str] = {}
+    for name in lines:
+        words = shlex.split(EXAMPLES[name].partition(" --")[2])
+        words[1] = words[3] = ""
+        key = words if "--quant_method" in words else [*words[:4], "--quant_method", "GPTQ", *words[4:]]
+        found.setdefault(tuple(key), name)
+    return list(found.values())
+
+
+def words_of(line: str, model: Path, output: Path) -> list[str]:
+    """What follows the program's name, with our paths."""
+    words = shlex.split(line)
+    words = words[words.index(MODEL) :]
+    words[words.index(MODEL) + 1] = str(model)
+    words[words.index(OUTPUT) + 1] = str(output)
+    return words
+
+
+def check(output: Path, line: str) -> dict[str, Any]:
+    """The output is complete and of the type asked for; returns its manifest's settings."""
+    bits = 4 if "W4A16" in line else 8
+    quantization = json.loads((output / "config.json").read_text())["quantization_config"]
+    weights = quantization["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"], weights["actorder"]) == (bits, 128, None)
+    names = [entry.name for path in output.glob("*.safetensors") for entry in read_header(path).entries]
+    assert sum(name.endswith(".weight_packed") for name in names) == LINEARS
+    settings: dict[str, Any] = json.loads((output / "manifest.json").read_text())["settings"]
+    return settings
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment without a network, whose hub cache holds a few rows of both data sets that kt-kernel names."""
+    home = tmp_path_factory.mktemp("hub")
+    text = (ROOT / "examples" / "heldout.txt").read_text()
+    pieces = [text[start : start + 800] for start in range(0, 9600, 800)]
+    chats = [[{"role": "user", "content": p[:100]}, {"role": "assistant", "content": p[100:]}] for p in pieces]
+    orders = [{"instruction": p[:80], "input": "", "output": p[80:], "text": p} for p in pieces]
+    for name, split, rows in (
+        ("HuggingFaceH4/ultrachat_200k", "train_sft", [{"messages": c} for c in chats]),
+        ("tatsu-lab/alpaca", "train", orders),
+    ):
+        folder = home / "hub" / f"datasets--{name.replace('/', '--')}"
+        data = folder / "snapshots" / "0" / "data"
+        data.mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("0")
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (data / f"{split}-00000-of-00001.jsonl").write_text("".join(lines))
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("name", [name for name, line in EXAMPLES.items() if rounds(line)])
+def test_rounding_to_nearest(name: str, tmp_path: Path, cli: Callable[..., Any], example: Path) -> None:
+    line, output = EXAMPLES[name], tmp_path / "out"
+    done = cli("gpu", *words_of(line, example, output))
+    assert check(output, line)["quant_method"] == "RTN"
+    for option in ("max_gpu_memory", "trust_remote_code"):
+        noted = f"--{option.replace('_', '-')} changes nothing here" in done.stderr
+        assert noted == (f"--{option}" in line)
+
+
+GPTQ = different([name for name, line in EXAMPLES.items() if not rounds(line)])
+# One process for all, since importing the libraries takes longer than the work; on one CPU, whose caller may be one of several.
+PROGRAM_OF_ALL = """
+import json, os, sys
+from ktconvert.pipeline.cli import main
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+ended = {}
+for name, words in json.loads(sys.argv[1]).items():
+    sys.argv = ["ktconvert", "gpu", *words]
+    try:
+        main()
+    except SystemExit as end:
+        ended[name] = end.code
+print(json.dumps(ended))
+"""
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory, hub: dict[str, str], example: Path) -> dict[str, Path]:
+    """The outputs of all GPTQ examples."""
+    if missing := [name for name in ("llmcompressor", "datasets", "transformers") if find_spec(name) is None]:
+        pytest.skip(f"needs {', '.join(missing)}: pip install 'ktconvert[gpu]'")
+    folder = tmp_path_factory.mktemp("calibrated")
+    outputs = {name: folder / name.replace(" ", "-") for name in GPTQ}
+    words = {name: words_of(EXAMPLES[name], example, output) for name, output in outputs.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM_OF_ALL, json.dumps(words)],
+        env={**os.environ, **hub},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
+    assert not any(json.loads(done.stdout.splitlines()[-1]).values()), done.stderr[-4000:]
+    for dataset, asked in (("HuggingFaceH4/ultrachat_200k", 512), ("tatsu-lab/alpaca", 256)):
+        assert f"{dataset}: 12 samples, {asked} were asked for" in done.stderr
+    return outputs
+
+
+@pytest.mark.parametrize("name", GPTQ)
+def test_gptq(name: str, calibrated: dict[str, Path]) -> None:
+    settings = check(calibrated[name], EXAMPLES[name])
+    assert settings["quant_method"] == "GPTQ"
+    alpaca = "alpaca" in EXAMPLES[name]
+    assert settings["dataset"] == ("tatsu-lab/alpaca" if alpaca else OPTIONS["dataset"])
+    assert settings["num_calibration_samples"] == (256 if alpaca else 512)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path) -> None:
+    """Options that a line names have its values, all others the script's defaults; nothing runs."""
+    words = words_of(EXAMPLES[name], tmp_path / "model", tmp_path / "out")
+    command = group.get_command(click.Context(group), "gpu")
+    assert command is not None
+    parent = click.Context(group, info_name="ktconvert", **group.context_settings)
+    given = command.make_context("gpu", list(words), parent=parent).params
+    wanted = dict(OPTIONS)
+    while words:
+        option = words.pop(0).removeprefix("--")
+        wanted[option] = words.pop(0) if words and not words[0].startswith("--") else True
+    for option, value in wanted.items():
+        if option == "max_gpu_memory" and value is not None:
+            value = int(value.removesuffix("GiB")) << 30
+        assert given[option] is None if value is None else str(given[option]) == str(value), option
+
+
+def test_both_spellings_of_every_option() -> None:
+    """Neither underscores nor hyphens are wrong, nor the case of a method."""
+    command = group.get_command(click.Context(group), "gpu")
+    assert command is not None
+    values = {name: str(value) for name, value in OPTIONS.items() if value not in (None, False, ())}
+    values |= {"model_id": "m", "output_dir": "o", "ignore_patterns": "p", "max_gpu_memory": "40GiB"}
+    values |= {"max_cpu_memory": "1000GiB", "quant_method": "rtn", "quant_type": "w4a16"}
+    found = []
+    for spelled in ("--{}".format, lambda name: f"--{name.replace('_', '-')}"):
+        words = ["--force_cpu", "--trust_remote_code"] if not found else ["--force-cpu", "--trust-remote-code"]
+        for name, value in values.items():
+            words += [spelled(name), value]
+        parent = click.Context(group, info_name="ktconvert", **group.context_settings)
+        found.append(command.make_context("gpu", words, parent=parent).params)
+    assert found[0] == found[1]
+    assert OPTIONS.keys() <= found[0].keys()
+    assert (found[0]["force_cpu"], found[0]["trust_remote_code"]) == (True, True)
+    assert (found[0]["quant_method"], found[0]["quant_type"]) == ("RTN", "W4A16")
+    assert (found[0]["max_gpu_memory"], found[0]["max_cpu_memory"]) == (40 << 30, 1000 << 30)
+
+
+def test_several_patterns_after_one_flag_and_the_flag_repeated() -> None:
+    command = group.get_command(click.Context(group), "gpu")
+    assert command is not None
+    for words in (
+        ["--ignore_patterns", "a", "re:b.*", "--quant_type", "W4A16"],
+        ["--ignore-patterns", "a", "--ignore-patterns=re:b.*", "--quant-type", "W4A16"],
+        ["--quant_type", "W4A16", "--ignore_patterns", "a", "re:b.*"],
+    ):
+        parent = click.Context(group, info_name="ktconvert", **group.context_settings)
+        given = command.make_context("gpu", ["-i", "m", "-o", "o", *words], parent=parent).params
+        assert given["ignore_patterns"] == ("a", "re:b.*")
+        assert given["quant_type"] == "W4A16"
