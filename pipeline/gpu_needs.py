@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.pipeline.report import size
 
 GIB = 1 << 30
-HALF, FLOAT, ID = 2, 4, 8  # bytes of BF16, float32 and int64
+HALF, FLOAT, ID = 2, 4, 4  # bytes of BF16, float32 and an expert's number
 LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
 # Beside tensors, on the card: CUDA itself, its kernels and what its allocator cannot use. Not measured: there was no GPU.
 CUDA = 3 * GIB // 2
@@ -74,14 +74,13 @@ class Needs:
 
     host      main memory at most, libraries included
     gpu       memory of the card at most; 0 without one
-    disk      files of activations that exist together, beside the output
+    disk      files of activations that exist together, beside the output: what enters a layer and its experts, and what leaves them
     layer     the routed experts of one layer in BF16
     weights   what is computed with at a time: the layer without its experts, and one group of experts, in BF16
     hessians  of one group: gate and up's, shared or one per expert, and down's, one per expert
     working   what quantizing a linear takes beside itself and its Hessian
     scores    of eager attention, one sequence
     boundary  the activations that enter a layer, a file
-    routed    the layer's expert inputs, ids, weights and outputs, files
     """
 
     host: int = 0
@@ -93,7 +92,6 @@ class Needs:
     working: int = 0
     scores: int = 0
     boundary: int = 0
-    routed: int = 0
 
 
 def working_bytes(rows: int, width: int) -> int:
@@ -123,22 +121,23 @@ def needs(shape: Shape) -> Needs:
     )  # one sequence that goes into a Hessian: its product, its float32 copies
     attention = shape.rest + scores + sequence + shared + added
     codes = group * 3 * h * i * shape.bits // 8
-    quantizing = group * expert + hessians + max(working, sequence + added) + codes
+    # Experts as they are and rounded, gate and up once more as one matrix, codes rounded to nearest and by GPTQ.
+    held = 2 * group * expert + tall * h * HALF + 2 * codes
+    quantizing = held + hessians + max(working, sequence + added)
     peak = max(attention, quantizing)
     boundary = tokens * h * HALF
-    routed = 2 * boundary + tokens * shape.top_k * (ID + FLOAT)
+    routing = tokens * shape.top_k * (ID + FLOAT)  # of all tokens, in main memory
     moved = shape.rest + group * expert + sequence  # what passes through main memory on its way to a card
     return Needs(
-        host=LIBRARIES + (moved if shape.on_gpu else peak),
+        host=LIBRARIES + routing + (moved if shape.on_gpu else peak),
         gpu=CUDA + peak if shape.on_gpu else 0,
-        disk=2 * boundary + routed,
+        disk=4 * boundary,
         layer=shape.experts * expert,
         weights=shape.rest + group * expert,
         hessians=hessians,
         working=working,
         scores=scores,
         boundary=boundary,
-        routed=routed,
     )
 
 
@@ -199,7 +198,7 @@ def max_gpu_memory(card_gib: int, needed: Needs) -> str | None:
 def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
     """Sentences for the plan: what it takes, and which --max-gpu-memory to give on which card."""
     needed = needs(shape)
-    if not needed.gpu and not needed.host:
+    if not needed.host:
         return []
     shared = "shared by all its experts" if shape.calibrate == "all" else "for each expert"
     told = [
@@ -208,12 +207,11 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
         f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; the Hessian of gate and up is "
         f"{size(shape.hidden**2 * FLOAT)}, {shared}, that of down {size(shape.width**2 * FLOAT)} for each expert",
     ]
-    if not needed.gpu:
-        return told
-    limits = {card: max_gpu_memory(card, needed) for card in cards}
+    on_gpu = needed if shape.on_gpu else needs(replace(shape, on_gpu=True))
+    limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
     fitting = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
     small = [f"{card} GiB" for card, limit in limits.items() if not limit]
-    told.append(f"it needs {size(needed.gpu)} of GPU memory")
+    told.append(f"{'it takes' if shape.on_gpu else 'on a GPU it would take'} {size(on_gpu.gpu)} of the card's memory")
     if fitting:
         told.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for activations and Hessians")
     if small:
