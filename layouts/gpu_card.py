@@ -29,6 +29,37 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to nearest."""
+    told = facts.get("calibration")
+    if told is None:
+        return []
+    seen = "every expert saw every token" if told["calibrate"] == "all" else "each expert saw the tokens routed to it"
+    made = next((s for s in stats if "calibration_tokens" in s), None)
+    amount = f"{made['samples']} samples, {made['calibration_tokens']} tokens" if made else f"{told['samples']} samples"
+    lines = [
+        "",
+        "## Calibration",
+        "",
+        f"{amount} of {told['dataset']}, at most {told['max_length']} tokens each (seed {told['seed']}, dampening {told['dampening']});"
+        f" {seen}.",
+    ]
+    routed = [s for s in stats if "routed_tokens" in s]
+    if routed:
+        lines += [
+            "",
+            "| layer | tokens routed to an expert: least | median | most | experts without any | rounded to nearest |",
+            "|---|---|---|---|---|---|",
+        ]
+        for s in routed:
+            t = s["routed_tokens"]
+            rounded = len(s["rounded_experts"]) + len(s["rounded_linears"])
+            lines.append(
+                f"| {s['layer']} | {t['least']} | {t['median']} | {t['most']} | {t['none']} | {rounded or '-'} |"
+            )
+    return lines
+
+
 def model_card(
     *,
     base_model: str | None,
@@ -81,6 +112,7 @@ def model_card(
         "",
         'Or alone: `AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, with compressed-tensors installed.',
         *error_lines(stats),
+        *calibration_lines(facts, stats),
     ]
     notes = list(notes)
     if notes:

@@ -41,7 +41,7 @@ class RowFile:
     def read(self, start: int, stop: int) -> Rows:
         """Rows start..stop-1, uint16 [stop - start, width]."""
         rows = np.empty((stop - start, self.width), np.uint16)
-        view = memoryview(rows).cast("B") if rows.size else memoryview(b"")
+        view = rows.reshape(-1).view(np.uint8).data
         at = 2 * start * self.width
         while view:
             got = os.preadv(self._fd, [view], at)
@@ -52,7 +52,7 @@ class RowFile:
 
     def write(self, start: int, rows: Rows) -> None:
         """Put rows, uint16 [n, width], from row `start` on."""
-        view = memoryview(np.ascontiguousarray(rows)).cast("B") if rows.size else memoryview(b"")
+        view = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
         at = 2 * start * self.width
         with explained(self.path):
             while view:

@@ -65,7 +65,8 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
     require_unchanged(plan)
     if assembly.config is not None:
         files.append(_written(target, CONFIG, assembly.config))
-    text = assembly.card(stats=[r["stats"] for r in made.values() if r["stats"]])
+    told = (work.finished.get(unit.fingerprint, {}) for unit in plan.units)
+    text = assembly.card(stats=[record["stats"] for record in told if record.get("stats")])
     files.append(_written(target, CARD, text))
     if not assembly.loose:
         shards = []

@@ -30,6 +30,13 @@ def require() -> None:
         raise KtconvertError(
             f"--quant-method GPTQ needs {', '.join(missing)}, not installed here: pip install 'ktconvert[gpu]'"
         )
+    quiet()
+
+
+def quiet() -> None:
+    """Have llmcompressor and compressed-tensors say only what is an error; what the user has set stays."""
+    for package in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
+        os.environ.setdefault(f"{package}_LOG_LEVEL", "ERROR")
 
 
 def hide_gpus() -> None:
@@ -84,6 +91,7 @@ def settings_of(model: MoeModel, form: Compressed, given: Mapping[str, Any]) -> 
         routed=routed,
         floor=given["min_expert_tokens"],
         group=group_size(model, int(machine["group_bytes"]), routed),
+        engine=given["engine"],
         trust_remote_code=given["trust_remote_code"],
         machine=machine,
     )
@@ -96,6 +104,23 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
     working = 0 if routed else gptq.working_bytes(2 * width, hidden) - gptq.working_bytes(0, hidden)
     return max(1, min(experts, budget // (weights + hessians + working)))
+
+
+def facts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest and the model card say of the calibration."""
+    local = Path(given["dataset"]).is_absolute()  # as the command line stores a local one
+    return {
+        "calibration": {
+            "dataset": Path(given["dataset"]).name if local else given["dataset"],
+            "split": given["dataset_split"],
+            "samples": given["num_calibration_samples"],
+            "max_length": given["max_sequence_length"],
+            "seed": given["random_seed"],
+            "dampening": given["dampening_frac"],
+            "calibrate": given["calibrate"],
+            "engine": given["engine"],
+        }
+    }
 
 
 def check_model(model: MoeModel) -> None:

@@ -164,13 +164,13 @@ class _Made:
 
 def _load(work: Work, lm: LayeredModel, expert: int, told: Told) -> Linears:
     """An expert's weights, and empty Hessians unless too few tokens come to it."""
-    weights = [_weight(work.model, work.layer, expert, projection).to(lm.device) for projection in PROJECTIONS]
+    gate, up, down = (_weight(work.model, work.layer, expert, p).to(lm.device) for p in PROJECTIONS)
     if work.routed and told.tokens[expert] < work.floor:
         told.rounded.append(expert)
-        return Linears(*weights, None, None)
+        return Linears(gate, up, down, None, None)
     _, hidden, width = work.model.shape(work.layer)
     own = gptq.Hessian.empty(hidden, lm.device) if work.routed else None
-    return Linears(*weights, own, gptq.Hessian.empty(width, lm.device))
+    return Linears(gate, up, down, own, gptq.Hessian.empty(width, lm.device))
 
 
 def _calibrate(work: Work, lm: LayeredModel, inputs: Inputs, linears: dict[int, Linears]) -> None:
@@ -217,13 +217,14 @@ def _quantized(
             own = linears[e]
             stored = {p: nearest[e, p] for p in PROJECTIONS}
             if entering is not None and own.inner is not None:
-                down = _quantize(work, own.down, [stored["down"][1]], own.inner, [e], "down", told)
-                packed = {"gate": words[2 * n], "up": words[2 * n + 1], "down": down.packed}
+                below = _quantize(work, own.down, [stored["down"][1]], own.inner, [e], "down", told)
+                packed = {"gate": words[2 * n], "up": words[2 * n + 1], "down": below.packed}
                 stored = {p: (packed[p].cpu().numpy(), scale) for p, (_, scale) in stored.items()}
-                own = Linears(tall[2 * n], tall[2 * n + 1], down.weight, None, None)
+                own = Linears(tall[2 * n], tall[2 * n + 1], below.weight, None, None)
             else:
                 device = own.gate.device
-                own = Linears(*(_values(work, *stored[p]).to(device) for p in PROJECTIONS), None, None)
+                gate, up, down = (_values(work, *stored[p]).to(device) for p in PROJECTIONS)
+                own = Linears(gate, up, down, None, None)
             yield e, _Made(own, stored)
 
 

@@ -33,6 +33,11 @@ from ktconvert.pipeline.plan import Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.run import WAITING
 from ktconvert.pipeline.stages import carry_over, gptq_layers, gpu_linears
 
+ONESHOT = (
+    "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, which is not causal "
+    "for some models; it is for comparison"
+)
+
 
 @dataclass(frozen=True)
 class Quantizing:
@@ -47,6 +52,7 @@ class Quantizing:
     peak_memory: Callable[[int], int]
     scratch_bytes: int = 0
     notes: tuple[str, ...] = ()
+    remedies: str = "Give it more memory."
     ready: Callable[[], None] = lambda: None
 
 
@@ -107,6 +113,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         notes=notes,
         peak_memory=quantizing.peak_memory,
         scratch_bytes=quantizing.scratch_bytes,
+        remedies=quantizing.remedies,
         ready=quantizing.ready,
         assemble=lambda work: assemble(plan, assembly, work),
         source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
@@ -140,11 +147,17 @@ def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, met
 
     return Quantizing(
         gptq_layers.stage(model, form, settings, beside_experts, metadata),
-        lambda _: gpu_needs.needs(shape).host,
+        lambda _: _peak(model, settings, shape),
         scratch_bytes=gptq_layers.scratch_bytes(model, settings),
-        notes=tuple(gpu_needs.advice(shape)),
+        notes=tuple(gpu_needs.advice(shape)) if settings.engine == "stream" else (ONESHOT,),
+        remedies=gpu_needs.REMEDIES,
         ready=ready,
     )
+
+
+def _peak(model: MoeModel, settings: gptq_layers.Settings, shape: gpu_needs.Shape) -> int:
+    whole = sum(info.nbytes for info in model.source.tensors.values()) if settings.engine == "oneshot" else 0
+    return gpu_needs.needs(shape).host + whole
 
 
 # --quant-method -> the stage that makes the experts.
@@ -169,6 +182,7 @@ def _facts(model: MoeModel, form: Compressed, settings: Mapping[str, Any]) -> di
         "bits": form.quantizer.bits,
         "group_size": form.quantizer.group,
         **shape_facts(model, model.layers),
+        **(gptq.facts(settings) if settings["quant_method"] == "GPTQ" else {}),
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
         "linear_names": {projection: name_template(model, projection) for projection in PROJECTIONS},
     }

@@ -92,7 +92,7 @@ class LayeredModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
-        self._mapping = get_model_conversion_mapping(self.model)
+        self._mapping: Any = get_model_conversion_mapping(self.model)
         self._keys = self._targets()
         self._prefix = f"{prefix}layers."
         self._called: tuple[int, list[Call]] = (0, [])
@@ -255,7 +255,8 @@ class LayeredModel:
         finally:
             if experts is not None:
                 del experts.forward
-        return (out[0] if isinstance(out, tuple) else out)[0]
+        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return first[0]
 
     def routed_inputs(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What a loaded layer's experts are called with for one sequence, BF16 [T, H]: hidden [T, H], ids and weights [T, k]."""

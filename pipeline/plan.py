@@ -68,6 +68,7 @@ class Plan:
     reads           unit -> names of the source files that it reads
     extra_bytes     bytes of companion files
     scratch_bytes   bytes of files that exist while it runs, beside the units
+    remedies        what to do where memory is not enough
     ready           raises where this machine must not run what is left to do
     """
 
@@ -82,6 +83,7 @@ class Plan:
     reads: Callable[[Unit], set[str]]
     extra_bytes: int = 0
     scratch_bytes: int = 0
+    remedies: str = "Give it more memory."
     ready: Callable[[], None] = lambda: None
 
     @property

@@ -50,8 +50,8 @@ class Context:
 class Link:
     """Where a unit of a chain finds and leaves things.
 
-    before   what the unit before it left; None for the first
-    leaves   where to put what the next one needs; None for the last
+    before   what the unit before it left; None where that is nothing
+    leaves   where to put what the next one needs; None where that is nothing
     scratch  folder for files that are gone when the unit is done
     store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
     """
@@ -157,9 +157,11 @@ def to_run(stage: Stage, work: WorkDir) -> tuple[Unit, ...]:
     if not undone:
         return ()
     first = undone[0]
-    while first and not (work.places.store / stage.units[first - 1].left_name).exists():
+    before = stage.units[first - 1]
+    while first and before.leaves and not (work.places.store / before.left_name).exists():
         first -= 1
-    needed = stage.units[first - 1].left_name if first else None
+        before = stage.units[first - 1]
+    needed = before.left_name if first else None
     for path in work.places.store.iterdir():
         if path.name.endswith(LEFT) and path.name != needed:
             path.unlink()
@@ -171,7 +173,7 @@ def _link(work: WorkDir, stage: Stage, unit: Unit) -> Link:
     store, scratch = work.places.store, work.places.partial / f"{unit.stage}.{unit.key}"
     scratch.mkdir()
     return Link(
-        before=store / stage.units[at - 1].left_name if at else None,
+        before=store / stage.units[at - 1].left_name if at and stage.units[at - 1].leaves else None,
         leaves=work.places.partial / unit.left_name if unit.leaves else None,
         scratch=scratch,
         store={u.key: store / u.stored_name for u in stage.units[: at + 1]},

@@ -81,21 +81,18 @@ def quantize(
     Raises NotFinite for a Hessian or loss that is not finite.
     """
     import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-    from compressed_tensors.quantization.lifecycle.forward import quantize as to_codes
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-    args = _arguments(bits, group)
     mean = hessian.sum / hessian.batches
     if not bool(torch.isfinite(torch.diagonal(mean)).all()):
         raise NotFinite("the Hessian of its calibration inputs is not finite")
-    made, losses, fell_back = quantize_weight(
+    made, losses, fell_back = quantize_weight(  # type: ignore[misc]  # it says two
         weights=weight.to(torch.float32)[None],
         hessians=mean[None],
         scale=scale[None],
         zero_point=torch.zeros_like(scale)[None],
         global_scale=None,
-        quant_args=args,
+        quant_args=_arguments(bits, group),
         blocksize=BLOCK,
         percdamp=dampening,
     )
@@ -104,14 +101,19 @@ def quantize(
         raise NotFinite(f"the loss of GPTQ is {loss}")
     rounded = made[0].to(weight.dtype)
     exact = rounding == "float32"
-    codes = to_codes(
-        x=made[0] if exact else rounded,
-        scale=scale.float() if exact else scale,
-        zero_point=None,
-        args=args,
-        dtype=torch.int8,
-    )
-    return Quantized(rounded, pack_to_int32(codes, bits), loss, bool(fell_back[0]))
+    packed = pack(bits, group, made[0] if exact else rounded, scale.float() if exact else scale)
+    return Quantized(rounded, packed, loss, bool(fell_back[0]))
+
+
+def pack(bits: int, group: int, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """weight_packed, int32 [n, k * bits / 32], of a linear [n, k] that was quantized with these scales; divides in their dtype."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization.lifecycle.forward import quantize as to_codes
+
+    codes = to_codes(x=weight, scale=scale, zero_point=None, args=_arguments(bits, group), dtype=torch.int8)
+    words: torch.Tensor = pack_to_int32(codes, bits)
+    return words
 
 
 def dequantize(bits: int, group: int, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -120,9 +122,10 @@ def dequantize(bits: int, group: int, packed: torch.Tensor, scale: torch.Tensor)
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from compressed_tensors.quantization.lifecycle.forward import dequantize as to_values
 
-    n, words = packed.shape
-    codes = unpack_from_int32(packed, bits, torch.Size((n, words * 32 // bits)))
-    return to_values(x_q=codes, scale=scale, zero_point=None, args=_arguments(bits, group))
+    shape = torch.Size((packed.shape[0], packed.shape[1] * 32 // bits))
+    codes = unpack_from_int32(packed, bits, shape)
+    values: torch.Tensor = to_values(x_q=codes, scale=scale, zero_point=None, args=_arguments(bits, group))
+    return values
 
 
 def working_bytes(rows: int, width: int) -> int:

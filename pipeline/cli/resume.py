@@ -22,6 +22,9 @@ Examples:
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Print what is done, what is left, and why; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Convert again what came from input files that were touched since.")
+@click.option(
+    "--allow-machine-change", is_flag=True, help="Go on with a GPTQ conversion that was begun on another machine."
+)
 @options.cpuinfer_threads
 @options.max_memory
 @options.talk
@@ -53,6 +56,7 @@ def resume(output: Path, **given: Any) -> None:
     tuning["max_memory"] = given["max_memory"] or tuning.get("max_memory")
     tuning["verify_inputs"] = given["verify_inputs"] or tuning.get("verify_inputs")
     tuning["resume_layer"] = 0
+    tuning["allow_machine_change"] = given["allow_machine_change"] or tuning.get("allow_machine_change", False)
     request = Request(old["command"], old["input"], output, old["settings"], tuning)
     plan = plan_request(request, None if given["dry_run"] else options.hashing(reporter))
     if given["dry_run"]:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import publish
+from ktconvert.layouts import PROJECTIONS, publish
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.safetensors import read_header
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.compressed import Compressed, linear_name, plan_experts
-from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.errors import InputError, ResourceError, VerificationError
 from ktconvert.layouts.rows import RowFile
 from ktconvert.layouts.shards import Entry, plan_shard
-from ktconvert.pipeline import gptq_layer
+from ktconvert.pipeline import gptq_layer, oneshot
 from ktconvert.pipeline.calibration import Calibration
+from ktconvert.pipeline.gpu_needs import REMEDIES
 from ktconvert.pipeline.graph import Result, Stage, Unit, Written
 from ktconvert.pipeline.run import Context, Link
 from ktconvert.pipeline.stages import gpu_linears
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 NAME = "gptq"
 VERSION = 1
 SAMPLES = "samples"
+CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
 Linear = tuple[int, str, gptq_layer.Packed, gptq_layer.Scales]
 
 
@@ -42,6 +44,7 @@ Linear = tuple[int, str, gptq_layer.Packed, gptq_layer.Scales]
 class Settings:
     """What the user chose.
 
+    engine    "stream", or "oneshot": llmcompressor's own, for comparison
     machine   what of the machine decides about bytes, as where the conversion was begun: "threads" and "device" among it
     group     experts in memory at a time
     Others as in gptq_layer.Work.
@@ -53,6 +56,7 @@ class Settings:
     routed: bool
     floor: int
     group: int
+    engine: str
     trust_remote_code: bool
     machine: Mapping[str, Any]
 
@@ -62,6 +66,7 @@ class Settings:
             ("calibration", tuple(sorted(vars(self.calibration).items()))),
             ("dampening", self.dampening),
             ("rounding", self.rounding),
+            ("engine", self.engine),
             ("calibrate", ("routed", self.floor) if self.routed else "all"),
             ("machine", json.dumps(dict(self.machine), sort_keys=True)),
         )
@@ -78,6 +83,7 @@ class Job:
     before: tuple[int, ...]
     metadata: Mapping[str, str]
     skeleton: Callable[[], LayeredModel]
+    oneshot: Callable[[Path], oneshot.Made]
 
 
 def stage(
@@ -96,9 +102,20 @@ def stage(
         code, device = settings.trust_remote_code, settings.machine["device_type"]
         return LayeredModel(model.source, rest, trust_remote_code=code, device=device)
 
+    @functools.cache
+    def library(samples: Path) -> oneshot.Made:
+        return oneshot.quantize_model(
+            model.source.root,
+            read_samples(samples),
+            form,
+            dampening=settings.dampening,
+            every_expert=not settings.routed,
+            trust_remote_code=settings.trust_remote_code,
+        )
+
     hidden = model.shape(model.layers[0])[1]
     most = settings.calibration.samples * settings.calibration.max_length
-    boundary = 2 * most * hidden
+    boundary = 2 * most * hidden if settings.engine == "stream" else 0
     ids_bytes = 8 * (most + settings.calibration.samples)
     units = [
         Unit(
@@ -112,7 +129,7 @@ def stage(
             bytes_out=ids_bytes,
             kept=False,
             leaves=boundary,
-            work=(settings.calibration, skeleton, int(settings.machine["threads"])),
+            work=(settings, skeleton),
         )
     ]
     shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
@@ -141,7 +158,7 @@ def stage(
                 bytes_in=sum(t.nbytes for t in tensors),
                 bytes_out=experts * form.expert_bytes(hidden, width),
                 leaves=boundary if layer != model.layers[-1] else 0,
-                work=Job(model, form, settings, layer, before, about, skeleton),
+                work=Job(model, form, settings, layer, before, about, skeleton, library),
             )
         )
     return Stage(NAME, f"calibrate, and quantize experts to {form.name}", ("source",), tuple(units), make, chain=True)
@@ -157,6 +174,8 @@ def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> 
 
 def scratch_bytes(model: MoeModel, settings: Settings) -> int:
     """Bytes of activations on disk, at most at any time: what enters a layer, its experts and leaves them, and what leaves the layer."""
+    if settings.engine == "oneshot":
+        return 0
     hidden = model.shape(model.layers[0])[1]
     return 4 * 2 * settings.calibration.samples * settings.calibration.max_length * hidden
 
@@ -165,14 +184,18 @@ def make(unit: Unit, partial: Path, context: Context) -> Result:
     """Any unit of the chain."""
     import torch
 
-    assert context.chain is not None
-    if unit.key == SAMPLES:
-        calibration, skeleton, threads = unit.work
-        torch.set_num_threads(threads)
-        return write_samples(unit, partial, context, calibration, skeleton())
-    job: Job = unit.work
-    torch.set_num_threads(int(job.settings.machine["threads"]))
-    return write_layer(unit, partial, context, job)
+    settings: Settings = unit.work[0] if unit.key == SAMPLES else unit.work.settings
+    torch.set_num_threads(int(settings.machine["threads"]))
+    try:
+        if unit.key == SAMPLES:
+            return write_samples(unit, partial, context, settings.calibration, unit.work[1]())
+        return (write_layer if settings.engine == "stream" else write_whole)(unit, partial, context, unit.work)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and CPU_FULL not in str(error):
+            raise
+        raise ResourceError(
+            f"{unit.key}: not enough memory. {REMEDIES} Then resume, or start again with --overwrite."
+        ) from error
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -200,20 +223,18 @@ def write_samples(unit: Unit, partial: Path, context: Context, calibration: Cali
             file.append(data)
         digest = file.close()
     _require_known_tokens(calibration, lm, ids)
-    assert link.leaves is not None
-    with RowFile(link.leaves, len(ids), lm.hidden, new=True) as leaving:
-        start = 0
-        for hidden in lm.embed(iter(found)):
-            leaving.write(start, gptq_layer.bits(hidden))
-            start += len(hidden)
-        leaving.sync()
+    if link.leaves is not None:
+        with RowFile(link.leaves, len(ids), lm.hidden, new=True) as leaving:
+            start = 0
+            for hidden in lm.embed(iter(found)):
+                leaving.write(start, gptq_layer.bits(hidden))
+                start += len(hidden)
+            leaving.sync()
     return Result((Written("", plan.size, digest),), 2, {"samples": len(found), "calibration_tokens": len(ids)})
 
 
 def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: npt.NDArray[np.int64]) -> None:
     """Raise InputError for tokens that the model has no embedding for."""
-    from ktconvert.layouts.errors import InputError
-
     size = lm.model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= size:
         raise InputError(
@@ -270,6 +291,16 @@ def write_layer(unit: Unit, partial: Path, context: Context, job: Job) -> Result
                 leaving.sync()
     context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in job.model.layer_tensors(job.layer)))
     return Result((Written("", size, digest),), tensors, {**_figures(job, partial), **_tell(job, told, context)})
+
+
+def write_whole(unit: Unit, partial: Path, context: Context, job: Job) -> Result:
+    """One shard of what oneshot made of the whole model, at the first layer that asks for it."""
+    link: Link = context.chain  # type: ignore[assignment]
+    made = job.oneshot(link.store[SAMPLES])
+    items = ((e, p, *made(job.layer, e, p)) for e in range(job.model.shape(job.layer)[0]) for p in PROJECTIONS)
+    size, digest, tensors = write_shard(job, partial, context, items)
+    context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in job.model.layer_tensors(job.layer)))
+    return Result((Written("", size, digest),), tensors, {"layer": job.layer, **_figures(job, partial)})
 
 
 def _pass_through(work: gptq_layer.Work, lm: LayeredModel, layer: int, entering: RowFile, path: Path) -> RowFile:
