@@ -52,6 +52,7 @@ class Quantizing:
     peak_memory: Callable[[int], int]
     scratch_bytes: int = 0
     notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
     ready: Callable[[], None] = lambda: None
 
@@ -90,7 +91,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     stages = number_shards([quantizing.stage, *_carried(rest, model, settings["max_shard_size"], metadata)])
     dropped_files = [name for name, _ in companions(source) if name in gpu_card.CONFIG_FILES]
     copied = tuple((name, path) for name, path in companions(source) if name not in dropped_files)
-    notes = (*_notes(model, rest, dropped_files, loading), *quantizing.notes)
+    notes = tuple(_notes(model, rest, dropped_files, loading))
     assembly = Assembly(
         companions=copied,
         config=gpu_card.config_json(source.config, form, ignore),
@@ -110,7 +111,8 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         source=files,
         stages=tuple(stages),
         facts=facts,
-        notes=notes,
+        notes=(*notes, *quantizing.notes),
+        advice=quantizing.advice,
         peak_memory=quantizing.peak_memory,
         scratch_bytes=quantizing.scratch_bytes,
         remedies=quantizing.remedies,
@@ -149,7 +151,8 @@ def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, met
         gptq_layers.stage(model, form, settings, beside_experts, metadata),
         lambda _: _peak(model, settings, shape),
         scratch_bytes=gptq_layers.scratch_bytes(model, settings),
-        notes=tuple(gpu_needs.advice(shape)) if settings.engine == "stream" else (ONESHOT,),
+        notes=() if settings.engine == "stream" else (ONESHOT,),
+        advice=tuple(gpu_needs.advice(shape)) if settings.engine == "stream" else (),
         remedies=gpu_needs.REMEDIES,
         ready=ready,
     )

@@ -32,7 +32,7 @@ def quantize_model(
     """
     import torch
     import transformers
-    from llmcompressor.entrypoints import oneshot
+    from llmcompressor.entrypoints.oneshot import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts

@@ -68,6 +68,7 @@ class Plan:
     reads           unit -> names of the source files that it reads
     extra_bytes     bytes of companion files
     scratch_bytes   bytes of files that exist while it runs, beside the units
+    advice          sentences on what it takes, for who looks at the plan
     remedies        what to do where memory is not enough
     ready           raises where this machine must not run what is left to do
     """
@@ -83,6 +84,7 @@ class Plan:
     reads: Callable[[Unit], set[str]]
     extra_bytes: int = 0
     scratch_bytes: int = 0
+    advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
     ready: Callable[[], None] = lambda: None
 

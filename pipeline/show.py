@@ -68,6 +68,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
         f"disk          {size(document['disk_needed'])} needed, {size(document['disk_free'])} free",
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
     ]
+    out += ["", *(f"advice        {sentence}" for sentence in plan.advice)] if plan.advice else []
     if finished:
         out.append("the output is finished: nothing to do")
     click.echo("\n".join(out))
@@ -113,6 +114,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "settings": dict(plan.request.settings),
         "model": plan.facts,
         "notes": list(plan.notes),
+        "advice": list(plan.advice),
         "stages": stages,
         "units": [
             {
