@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.verify.found import Check
     from ktconvert.pipeline.verify.output import Report
 
-METHODS = ("int4", "int8", "amxint4", "amxint8")
+# What --quant-method takes -> the name of what is stored.
+METHODS = {
+    "int4": "AMXINT4",
+    "int8": "AMXINT8",
+    "amxint4": "AMXINT4",
+    "amxint8": "AMXINT8",
+    "w4a16": "W4A16",
+    "w8a16": "W8A16",
+}
 
 EPILOG = """\b
 Examples:
@@ -26,6 +34,7 @@ Examples:
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel      which tensors differ?
   ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8              what it will be loaded as
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                                    does it compute here?
+  ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B         does it predict the same?
 """
 
 
@@ -36,12 +45,16 @@ Examples:
 @click.option("--numa", type=click.IntRange(min=1), default=None, help="The NUMA parts that it must have.")
 @click.option(
     "--quant-method",
-    type=click.Choice(METHODS, case_sensitive=False),
+    type=click.Choice(tuple(METHODS), case_sensitive=False),
     default=None,
     help="The method that it must have: kt-kernel does not notice a wrong one.",
 )
 @options.arch_file
 @click.option("--full", is_flag=True, help="Measure the error of every expert, not of 8 per layer.")
+@click.option("--load/--no-load", default=True, show_default=True,
+              help="Of an output for the GPU: whether transformers may load it (names; with --against SOURCE, predictions).")  # fmt: skip
+@click.option("--text", type=click.Path(path_type=Path), default=None,
+              help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]")  # fmt: skip
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.cpuinfer_threads
 @options.talk
@@ -50,9 +63,10 @@ def verify(output: Path, **given: Any) -> None:
 
     With --against SOURCE every expert is quantized again and must give the same bytes, and the error is measured.
     With --against ANOTHER OUTPUT the tensors that differ are named. With --run one layer is computed, every expert of it.
+    An output for the GPU is also loaded by transformers, where it is installed: without weights, and whole with --against SOURCE.
     Exit code 6 if anything is not as it should be.
     """
-    from ktconvert.layouts import LAYOUTS
+    from ktconvert.pipeline.evaluate import read_text
     from ktconvert.pipeline.report import Reporter
     from ktconvert.pipeline.verify import report as verify_report
     from ktconvert.pipeline.verify.output import Wish
@@ -67,9 +81,11 @@ def verify(output: Path, **given: Any) -> None:
         against=None if given["against"] is None else options.stored_input(given["against"]),
         revision=given["revision"],
         numa=given["numa"],
-        layout=None if method is None else LAYOUTS[method.removeprefix("amx")],
+        method=None if method is None else METHODS[method],
         arch=options.text_of("--arch-file", given["arch_file"]),
         full=given["full"],
+        load=given["load"],
+        text=None if given["text"] is None else read_text(given["text"]),
         threads=options.threads(given["cpuinfer_threads"], told),
     )
     report = look(wish, told)

@@ -1,23 +1,22 @@
-"""Outputs of `ktconvert gpu`: every expert there and of one form, what loaders read in config.json, numbers, and the source again."""
+"""Outputs of `ktconvert gpu` by themselves: every expert there and of one form, what loaders read in config.json, and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ktconvert.layouts import PROJECTIONS
-from ktconvert.layouts.checkpoints.beside import beside
-from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.compressed import COMPRESSED, SUFFIXES, Compressed
-from ktconvert.layouts.errors import UnsupportedError, VerificationError
+from ktconvert.layouts.compressed import COMPRESSED, SUFFIXES, USUAL, Compressed
+from ktconvert.layouts.errors import UsageError, VerificationError
 from ktconvert.layouts.gpu_card import CONFIG_KEYS
+from ktconvert.layouts.gpu_output import DTYPES
 from ktconvert.layouts.ignore import is_match
 from ktconvert.layouts.output import Measure, Output, Place, Stored
-from ktconvert.pipeline.report import Reporter
-from ktconvert.pipeline.stages import carry_over, gpu_linears
-from ktconvert.pipeline.verify.found import Check, Found, LayerError, first_difference, gather, sample
+from ktconvert.pipeline.verify.found import Check
 from ktconvert.quantizers import groups
+
+PIECE = 1 << 14  # bytes of codes looked at before more is read
 
 
 def form_of(output: Output) -> Compressed | None:
@@ -87,15 +86,40 @@ def check_quantization(output: Output) -> Check:
         for key in CONFIG_KEYS
         if key in inner
     ]
-    names = (output.names.name(p.layer, p.expert, p.projection) for p, what in output.tensors if what == "weight_shape")
+    try:
+        problems += list(_ignored_wrongly(output, ignore))
+    except UsageError:
+        problems.append("the ignore list holds an expression that cannot be read")
+    problems += [
+        f"{name} in {stored.file} is FP8 as in the source: loaders would take it without its scales"
+        for name, stored in output.others.items()
+        if stored.dtype.startswith("F8") or name.endswith("_scale_inv")
+    ]
+    return Check("quantization", f"{form.name} for {len(ignore)} exceptions, as loaders want it", tuple(problems))
+
+
+def _ignored_wrongly(output: Output, ignore: Sequence[str]) -> Iterator[str]:
+    names = _loader_names(output)
     hit = next(((name, pattern) for name in names for pattern in ignore if is_match(name, pattern)), None)
     if hit is not None:
-        problems.append(f"the ignore list's {hit[1]!r} hits {hit[0]}, which is quantized")
+        yield f"the ignore list's {hit[1]!r} hits {hit[0]}, which is quantized"
     for name, stored in output.others.items():
         module, _, last = name.rpartition(".")
         if last == "weight" and len(stored.shape) == 2 and not any(is_match(module, pattern) for pattern in ignore):
-            problems.append(f"{module} is not quantized, and not named in the ignore list")
-    return Check("quantization", f"{form.name} for {len(ignore)} exceptions, as loaders want it", tuple(problems))
+            yield f"{module} is not quantized, and not named in the ignore list"
+
+
+def _loader_names(output: Output) -> Iterator[str]:
+    """What loaders call the routed experts: each linear by its own name and by the usual one, and their container."""
+    assert output.names is not None
+    containers = set()
+    for place, what in output.tensors:
+        if what == "weight_packed":
+            name = output.names.name(place.layer, place.expert, place.projection)
+            base = name.rpartition(".")[0]
+            yield from dict.fromkeys((name, f"{base}.{USUAL[place.projection]}"))
+            containers.add(base.rpartition(".")[0])
+    yield from containers
 
 
 def check_numbers(output: Output) -> Check:
@@ -107,18 +131,20 @@ def check_numbers(output: Output) -> Check:
         assert form is not None
         zero = 0x88 if form.quantizer.bits == 4 else 0x80  # a byte of codes 0
         for (place, what), stored in output.tensors.items():
-            three = [output.tensors.get((place, suffix)) for suffix in SUFFIXES]
-            if what != "weight_packed" or None in three:
+            if what != "weight_packed":
                 continue
-            codes, shape, scale = (output.read(part) for part in three if part is not None)
-            n, k = (int(size) for size in shape.view("<i8"))
-            scales = scale.view("<u2")
-            if (n, k // form.quantizer.group) != (three[2].shape if three[2] is not None else ()):
+            _, about, scaled = three = [output.tensors.get((place, suffix)) for suffix in SUFFIXES]
+            types = [part.dtype if part else None for part in three]
+            if about is None or scaled is None or types != list(DTYPES.values()) or about.nbytes != 16:
+                continue  # told by check_packed
+            n, k = (int(size) for size in output.read(about).view("<i8"))
+            scales = output.read(scaled).view("<u2")
+            if (n, k // form.quantizer.group) != scaled.shape:
                 yield f"{stored.name} in {stored.file}: weight_shape says {n} x {k}"
             bad = (scales >= 0x7F80) | (scales == 0)
             if bad.any():
                 yield f"{stored.name} in {stored.file}: scale {int(np.argmax(bad))} is not a positive number"
-            if (codes == zero).all():
+            if _all(output, stored, zero):
                 if (scales == groups.EMPTY_SCALE).all():
                     notes.append(f"{stored.name} is all zeros, as the scales say its source was")
                 else:
@@ -131,91 +157,8 @@ def check_numbers(output: Output) -> Check:
     return Check("numbers", "scales finite and positive, no expert all zeros", problems, tuple(notes[:5]))
 
 
-def compare_gpu_source(
-    output: Output, measure: Measure, model: MoeModel, *, full: bool, threads: int, reporter: Reporter
-) -> tuple[Check, list[LayerError]]:
-    """Round every expert again and require equal bytes, of all other tensors too; measure the error of some experts, or of all.
-
-    Raises UnsupportedError for codes that we cannot make again, InputError for a source that holds NaN or Inf.
-    """
-    assert output.manifest is not None
-    facts, form = output.manifest["model"], form_of(output)
-    if form is None or facts.get("quant_method") != "RTN":
-        raise UnsupportedError(f"{output.root}: {facts.get('quant_method')} weights cannot be made again here.")
-    problems = [
-        f"layer {layer} is {measure.shapes.get(layer, 'missing')} here, {model.shape(layer)} in {model.source.root}"
-        for layer in model.layers
-        if measure.shapes.get(layer) != model.shape(layer)
-    ]
-    layers = [layer for layer in model.layers if measure.shapes.get(layer) == model.shape(layer)]
-
-    def one(layer: int, expert: int) -> Found:
-        count = model.shape(layer)[0]
-        job = gpu_linears.Job(model, form, facts["rounding"], layer, expert, expert + 1, {})
-        return _compare_expert(output, job, measured=full or expert in sample(count))
-
-    differing, equal, errors = gather(model, layers, one, threads, reporter)
-    problems += differing
-    rest = beside(model.source, model.expert_tensor_names(), model.blocks)
-    carried = carry_over.carried(rest, model.source)
-    for tensor in carried:
-        problems += _compare_carried(output, model, tensor)
-    more = sorted(output.others.keys() - {tensor.key for tensor in carried})
-    problems += [f"{name} is not in {model.source.root}" for name in more]
-    told = f"{equal} tensors made again: the same bytes; {len(carried)} other tensors too"
-    return Check("source", told, tuple(problems)), errors
-
-
-def _compare_expert(output: Output, job: gpu_linears.Job, measured: bool) -> Found:
-    found, expert = Found(), job.start
-    for projection in PROJECTIONS:
-        n, k = job.shape(projection)
-        buffer = np.empty(job.form.entries("", n, k)[0].nbytes, np.uint8)
-        packed, scale = gpu_linears.quantize(job, expert, projection, buffer)
-        wanted = (buffer, np.array([n, k], "<i8").view(np.uint8), scale.reshape(-1).view(np.uint8))
-        same = True
-        for suffix, data in zip(SUFFIXES, wanted, strict=True):
-            stored = output.tensors.get((Place(job.layer, expert, projection, False, 0), suffix))
-            problem = f"layer {job.layer}, expert {expert}, {projection}_proj: {suffix} is missing"
-            if stored is not None:
-                problem = _difference(output, stored, data)
-            if problem:
-                found.problems.append(problem)
-            else:
-                found.equal += 1
-            same = same and not problem
-        if measured and same:
-            linear = job.model.linear(job.layer, expert, projection)
-            found.sums[projection] = job.form.error_sums(linear, packed, scale)
-    for info in job.model.expert_tensors(job.layer, expert):
-        job.model.source.release(info)
-    return found
-
-
-def _difference(output: Output, stored: Stored, wanted: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
-    if stored.nbytes != wanted.size:
-        return f"{stored.name} in {stored.file} has {stored.nbytes} bytes, rounding the source gives {wanted.size}"
-    difference = first_difference(output.read(stored), wanted)
-    if difference is None:
-        return ""
-    at, is_, should, count = difference
-    return f"{stored.name} in {stored.file}: byte {at} is {is_:#04x}, rounding the source gives {should:#04x} ({count} bytes differ)"
-
-
-def _compare_carried(output: Output, model: MoeModel, tensor: carry_over.Carried) -> Iterator[str]:
-    stored, entry = output.others.get(tensor.key), tensor.entry
-    if stored is None:
-        yield f"{tensor.key} is missing"
-        return
-    if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
-        yield f"{tensor.key} in {stored.file} is {stored.dtype} {list(stored.shape)}, must be {entry.dtype} {list(entry.shape)}"
-        return
-    at = 0
-    for piece in carry_over.pieces(model.source, tensor):
-        difference = first_difference(output.read(stored, at, at + piece.size), piece)
-        if difference is not None:
-            yield f"{tensor.key} in {stored.file} differs from the source's at byte {at + difference[0]}"
-            break
-        at += piece.size
-    for info in tensor.reads:
-        model.source.release(info)
+def _all(output: Output, stored: Stored, byte: int) -> bool:
+    """Whether a tensor is this byte throughout; of any other, only the beginning is read."""
+    return all(
+        (output.read(stored, at, min(at + PIECE, stored.nbytes)) == byte).all() for at in range(0, stored.nbytes, PIECE)
+    )

@@ -11,17 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts import Layout
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import InputError, VerificationError
+from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.output import Measure, Output, is_output, measure, open_output
 from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.verify.found import Check, LayerError
-from ktconvert.pipeline.verify.gpu import check_numbers, compare_gpu_source
+from ktconvert.pipeline.verify.gpu import check_numbers, form_of
+from ktconvert.pipeline.verify.gpu_source import compare_gpu_source
 from ktconvert.pipeline.verify.other import compare_outputs
+from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
+from ktconvert.pipeline.verify.reload import check_reload
 from ktconvert.pipeline.verify.source import compare_source, source_bytes
 from ktconvert.pipeline.verify.structure import (
     check_options,
@@ -40,17 +42,21 @@ class Wish:
     """What to verify.
 
     against       a checkpoint (path or hub id) or another output
-    numa, layout  what the user means to load
+    numa, method  what the user means to load
     arch          the text of --arch-file, for an output whose manifest has none
+    load          whether transformers is to load an output for the GPU: its names, and against its source its predictions
+    text          what source and output then read; None: our own
     """
 
     output: Path
     against: str | None = None
     revision: str | None = None
     numa: int | None = None
-    layout: Layout | None = None
+    method: str | None = None
     arch: str | None = None
     full: bool = False
+    load: bool = True
+    text: str | None = None
     threads: int = 1
 
 
@@ -64,6 +70,7 @@ class Report:
     notes: tuple[str, ...] = ()
     errors: tuple[LayerError, ...] = ()
     against: str | None = None
+    predictions: Predictions | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -84,10 +91,13 @@ class Report:
 def verify(wish: Wish, reporter: Reporter) -> Report:
     """Look at everything that was asked for; what is wrong with the output is in the report.
 
-    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged source.
+    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged source, UsageError
+    for what cannot be asked of this output.
     """
     require_finished(wish.output)
     output = open_output(wish.output)
+    if output.names is not None and wish.numa is not None:
+        raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
     found = measure(output)
     other: Output | None = None
     model: MoeModel | None = None
@@ -98,7 +108,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         else:
             model = _open_source(wish, output)
     checks = check_structure(output, found)
-    asked = check_options(found, wish.numa, wish.layout) if output.tensors else None
+    asked = check_options(found, wish.numa, wish.method) if output.tensors else None
     checks += [asked] if asked else []
     whole, bad = weights_whole(output), unreadable(output)
     hashed = [file for file in files_told(output) if file["name"] not in bad]
@@ -113,6 +123,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
             checks.append(check_scales(output) if output.names is None else check_numbers(output))
         if output.manifest is not None:
             checks.append(check_hashes(output, hashed, wish.threads, reporter))
+        sound = whole and not any(check.problems for check in checks)
         if other is not None:
             checks.append(compare_outputs(output, found, other, threads=wish.threads, reporter=reporter))
         elif model is not None and whole:
@@ -126,8 +137,27 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         reporter.end()
         if model is not None:
             model.source.close()
+    predictions: Predictions | None = None
+    if output.names is not None and wish.load and sound and other is None:
+        loaded, predictions = _load(wish, output, model, reporter)
+        checks += loaded
     notes = [note for check in checks for note in check.notes] + notes
-    return Report(output, found, tuple(checks), tuple(notes), tuple(errors), wish.against)
+    return Report(output, found, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions)
+
+
+def _load(
+    wish: Wish, output: Output, model: MoeModel | None, reporter: Reporter
+) -> tuple[list[Check], Predictions | None]:
+    """What transformers says of an output for the GPU: do its names fit, and does it predict what the source predicts?"""
+    reporter.say("transformers loads it: names first" + (", then the source and the output" if model else ""))
+    names, complete = check_reload(output)
+    form = form_of(output)
+    if model is None or form is None:
+        return [names], None
+    if not complete:
+        return [names, not_compared("the output cannot be loaded whole")], None
+    check, predictions = check_predictions(output, model, form.quantizer.bits, wish.text, wish.threads)
+    return [names, check], predictions
 
 
 def require_finished(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ktconvert.layouts.card import ranges
@@ -92,6 +93,7 @@ def document(report: Report) -> dict[str, Any]:
             for e in report.errors
         ],
         "worst": [_finite(e._asdict()) for e in worst(report.errors)],
+        "predictions": None if report.predictions is None else asdict(report.predictions),
     }
 
 

@@ -11,6 +11,7 @@ from ktconvert.layouts.card import ranges
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ARCHS, HIDDEN, NUM_EXPERTS, NUM_LAYERS, Arch
 from ktconvert.layouts.checkpoints.source import INDEX, PART
+from ktconvert.layouts.compressed import COMPRESSED
 from ktconvert.layouts.output import METHODS, Measure, Output, Place, files_of, place_of
 from ktconvert.layouts.parts import ExpertGrid
 from ktconvert.pipeline.verify.found import Check
@@ -270,19 +271,20 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     return Check("config", "experts and sizes as in config.json", tuple(problems), tuple(notes))
 
 
-def check_options(measure: Measure, parts: int | None, layout: Layout | None) -> Check | None:
+def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
     """The NUMA count and method that the user means to load are those of the bytes: kt-kernel itself would not notice."""
-    if parts is None and layout is None:
+    if parts is None and method is None:
         return None
     problems = []
     if parts is not None and parts != measure.numa:
         problems.append(
             f"--numa {parts} was given, the weights are for {measure.numa} NUMA part{'s' if measure.numa != 1 else ''}"
         )
-    if layout is not None and layout.name != measure.method:
-        problems.append(
-            f"--quant-method {layout.quantizer.name} was given, the weights have the sizes of {measure.method}"
-        )
+    if method is not None and method != measure.method:
+        problems.append(f"--quant-method {method.lower()} was given, the weights have the sizes of {measure.method}")
+    if measure.method in COMPRESSED:
+        again = f"load it as {measure.method}, or convert again with another --quant-type"
+        return Check("options", f"{measure.method}, as asked", tuple(problems), remedy=again)
     serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or convert again"
     return Check("options", f"{measure.method}, {measure.numa} NUMA parts, as asked", tuple(problems), remedy=serve)
 

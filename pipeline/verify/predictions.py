@@ -1,0 +1,222 @@
+"""Whether an output still predicts what its source predicts: the KL divergence on a few short samples, one model in memory at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.output import Output
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.evaluate import LONGEST, compare
+from ktconvert.pipeline.report import size
+from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.reload import absent, first_line, model_class, quiet
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLES, LENGTH = 4, 128
+# What a divergence is held against: the same model whose experts compute nothing. Divergence grows with the square of the experts'
+# relative error: rounding to 4 bits (0.11) costs 0.3 to 13 % of that, to 8 bits (0.007) up to 1.2 %; experts that stand in the wrong
+# place or are random cost 50 to 200 %. The second figure, in nats, is for models whose experts cannot be found.
+BOUNDS = {4: (0.25, 1.0), 8: (0.05, 0.1)}
+NOTHING = 1e-6  # nats: below it, rounding in BF16 is all there is
+# Without --text: prose and code, for any tokenizer.
+TEXT = """\
+A mixture of experts is a network in which a small part, the router, decides for every token which few of many experts compute it. All
+other experts do nothing for this token. So a model can hold far more weights than it uses for any one word, and most of the memory that
+it needs is read rarely. When the weights are stored with fewer bits, each of them is a little wrong. If the errors are small and
+independent, they cancel in the sums, and the model says almost what it said before; if they are not, the answers change. A test
+therefore reads a text with both models and compares, word by word, what each of them expects to come next.
+
+def softmax(values: list[float]) -> list[float]:
+    # Turn numbers into probabilities that add up to one.
+    largest = max(values)
+    powers = [math.exp(value - largest) for value in values]
+    total = sum(powers)
+    return [power / total for power in powers]
+
+
+class Router:
+    def __init__(self, experts: int, chosen: int = 2) -> None:
+        self.experts = experts
+        self.chosen = chosen
+
+    def route(self, scores: list[float]) -> list[tuple[int, float]]:
+        order = sorted(range(self.experts), key=lambda index: -scores[index])
+        best = order[: self.chosen]
+        weights = softmax([scores[index] for index in best])
+        return list(zip(best, weights))
+
+Question: In which year did people first walk on the moon? Answer: In 1969. Two astronauts landed on the 20th of July, and a third one
+stayed in orbit around the moon until they came back.
+"""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """How far the predictions moved: KL(source || output) per token in nats, and how often both hold the same token for the likeliest.
+
+    without  the same divergence of the source whose experts compute nothing; None where they cannot be found
+    bound    what kl must not exceed
+    """
+
+    tokens: int
+    kl: float
+    top1_agreement: float
+    without: float | None
+    bound: float
+
+    def told(self) -> str:
+        """For the report."""
+        told = f"KL divergence {self.kl:.3g} nats, top-1 agreement {100 * self.top1_agreement:.1f} % over {self.tokens} tokens"
+        return told + (f"; without experts it would be {self.without:.3g} nats" if self.without is not None else "")
+
+
+class Skip(Exception):
+    """Why predictions were not compared."""
+
+
+def check_predictions(
+    output: Output, model: MoeModel, bits: int, text: str | None, threads: int
+) -> tuple[Check, Predictions | None]:
+    """Let source and output read a few samples, one after the other: of this text, of our own, or random tokens without a tokenizer.
+
+    What cannot be loaded here, for its size or for its source, is told and is no fault. Raises InputError for a text that is too short.
+    """
+    try:
+        if (why := absent()) is not None:
+            raise Skip(why)
+        _require_memory(output)
+        ids, wanted, without = _read_source(model.source.root, text, threads)
+    except Skip as skip:
+        return not_compared(str(skip)), None
+    try:
+        with _loaded(output.root) as loaded:
+            found = _logits(loaded, ids)
+    except Skip as skip:
+        return Check("predictions", "", (f"the source computes, the output does not: {skip}",)), None
+    compared = compare(wanted, found, ids[:, 1:].reshape(-1))
+    if not np.isfinite(compared.converted).all():
+        return Check("predictions", "", ("the output's predictions are not finite",)), None
+    share, most = BOUNDS[bits]
+    bound = most if without is None else max(NOTHING, min(most, share * without))
+    kl = float(compared.divergence.mean())
+    made = Predictions(compared.divergence.size, kl, float(compared.agree.mean()), without, bound)
+    far = f"the output predicts something else than its source: {made.told()}; {bound:.3g} nats are plausible at most"
+    return Check("predictions", made.told(), (far,) if not kl <= bound else ()), made
+
+
+def not_compared(why: str) -> Check:
+    """What is told instead, and is no fault."""
+    return Check("predictions", "not compared", notes=(f"predictions were not compared: {why}",))
+
+
+def _require_memory(output: Output) -> None:
+    """Source and output are of one size once they are loaded: BF16, and a quarter more while experts are put together."""
+    weights = sum(stored.nbytes for stored in output.others.values())
+    for (_, what), stored in output.tensors.items():
+        if what == "weight_shape":
+            n, k = (int(size) for size in output.read(stored).view("<i8"))
+            weights += 2 * n * k
+    needed, free = weights * 5 // 4 + (1 << 30), machine.memory_available()
+    if needed > free:
+        raise Skip(f"each of the two models needs {size(needed)} of memory, {size(free)} are free")
+
+
+def _read_source(root: Path, text: str | None, threads: int) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """Samples [n, length], the source's logits [n * (length - 1), vocabulary], and its divergence from itself without experts."""
+    try:
+        _, config = model_class(root)
+    except Exception as error:  # whatever transformers raises for a config that it does not know
+        raise Skip(f"transformers cannot load the source: {first_line(error)}") from error
+    import torch
+
+    torch.set_num_threads(threads)
+    ids = torch.from_numpy(samples(root, config.get_text_config(decoder=True), text))
+    with _loaded(root) as source:
+        wanted = _logits(source, ids)
+        if not bool(wanted.isfinite().any(-1).all()):
+            raise Skip("the source's own predictions are not finite")
+        try:
+            with _without_experts(source):
+                empty = _logits(source, ids)
+        except UnsupportedError:
+            return ids, wanted, None
+    return ids, wanted, float(compare(wanted, empty, ids[:, 1:].reshape(-1)).divergence.mean())
+
+
+def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
+    """Token ids [n, length]: of a text, or drawn with a fixed seed where the model has no tokenizer. Raises InputError."""
+    from transformers import AutoTokenizer
+
+    longest = getattr(config, LONGEST, None)
+    length = min(LENGTH, longest) if isinstance(longest, int) else LENGTH
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(root, trust_remote_code=False, local_files_only=True)
+            ids = np.array(tokenizer(TEXT if text is None else text)["input_ids"], np.int64)
+    except (
+        Exception
+    ):  # whatever transformers raises where the files of a tokenizer are missing or need code of their own
+        ids = np.empty(0, np.int64)
+    if len(ids) >= length:
+        count = min(SAMPLES, len(ids) // length)
+        return ids[: count * length].reshape(count, length)
+    if text is not None:
+        raise InputError(f"--text: has {len(ids)} tokens for {root}, {length} are needed; give a longer one, or none.")
+    return np.random.default_rng(0).integers(0, config.vocab_size, (SAMPLES, length))
+
+
+@contextmanager
+def _loaded(root: Path) -> Iterator[Any]:
+    """A model in memory, and out of it again. Raises Skip where transformers cannot load or compute it, or finds tensors missing."""
+    try:
+        kind, _ = model_class(root)
+        with quiet():
+            model, keys = kind.from_pretrained(root, local_files_only=True, output_loading_info=True)
+        if missing := sorted(keys["missing_keys"]):
+            raise Skip(f"{root} lacks {len(missing)} tensors of its model, such as {missing[0]}")
+        yield model
+    except (Skip, UnsupportedError):
+        raise
+    except Exception as error:
+        raise Skip(f"transformers cannot load or compute {root}: {first_line(error)}") from error
+    finally:
+        model = None
+        gc.collect()
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the model expects after each token but the last of each sample, one sample after the other."""
+    import torch
+
+    with quiet(), torch.inference_mode():
+        return torch.cat([model(input_ids=one[None], use_cache=False).logits[0, :-1] for one in ids])
+
+
+@contextmanager
+def _without_experts(model: Any) -> Iterator[None]:
+    """While this lasts, routed experts add nothing. Raises UnsupportedError where they cannot be found."""
+    import torch
+
+    from ktconvert.native_quant.runtime.hf_modules import find_experts
+
+    hooks = [
+        model.get_submodule(place.name).register_forward_hook(lambda _module, _given, out: torch.zeros_like(out))
+        for place in find_experts(model)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
