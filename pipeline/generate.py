@@ -12,9 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.gpu_output import is_gpu_output
 from ktconvert.layouts.output import is_output
+from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime.hot_experts import REMEDY
+from ktconvert.native_quant.runtime.hot_weights import FORMAT, METHOD
 from ktconvert.native_quant.runtime.weights import layers_of
 
 # extra -> the packages without which its commands cannot start
@@ -22,6 +25,7 @@ NEEDS = {
     "run": ("torch", "transformers", "accelerate"),
     "serve": ("torch", "transformers", "accelerate", "fastapi", "uvicorn", "openai", "pydantic"),
 }
+FOREVER = 10**9  # seconds before a bar is drawn
 # The plainest chat template there is, for tokenizers that have none: what was said, one message per line.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
@@ -36,11 +40,14 @@ def require(extra: str) -> None:
 
 
 def share_cores() -> None:
-    """Have torch's threads sleep when they have no work; to be called before torch is imported.
+    """Have torch's threads sleep when they have no work, and libraries draw no bars; to be called before they are imported.
 
-    Otherwise they spin on the cores that compute the experts: decoding is then up to 20 times slower. What the user has set stays.
+    Otherwise threads spin on the cores that compute the experts: decoding is then up to 20 times slower. What the user has set stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault(
+        "TQDM_DELAY", str(FOREVER)
+    )  # TQDM_DISABLE is overruled by compressed-tensors, which draws four
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Choice:
     model        a directory or a hub id
     cpu_weights  what the model was converted into; None: the experts stay in the model
     threads      None: the physical cores that this process may use
+    gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: experts that come from the model nevertheless
     """
 
     model: str
@@ -58,10 +66,41 @@ class Choice:
     trust_remote_code: bool = False
     threads: int | None = None
     exact: bool = False
+    gpu_experts_mask: Path | None = None
+    num_gpu_experts: int | None = None
 
     def where(self) -> dict[str, Any]:
         """What every from_pretrained of transformers takes."""
         return {"revision": self.revision or "main", "trust_remote_code": self.trust_remote_code}
+
+    @property
+    def hot(self) -> bool:
+        """Whether some experts are to come from the model although others do not."""
+        return self.gpu_experts_mask is not None or self.num_gpu_experts is not None
+
+    def check(self) -> None:
+        """Raises UsageError for options that do not go together, InputError and UnsupportedError for files of another kind."""
+        if self.hot and self.cpu_weights is None:
+            raise UsageError(
+                "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute; give that as well"
+            )
+        hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
+        if self.gpu_experts_mask is not None:
+            hot_mask.read(self.gpu_experts_mask.expanduser())
+        if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
+            raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
+        if is_output(Path(self.model)) and not is_gpu_output(Path(self.model)):
+            raise UnsupportedError(
+                f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
+            )
+        if self.cpu_weights is not None:
+            layers_of(self.cpu_weights.expanduser())  # a wrong directory is told at once
+
+    def device(self) -> str:
+        """Where all that is no expert lies: beside the hot experts, for they wait for each other."""
+        import torch
+
+        return "cuda" if self.hot and torch.cuda.is_available() else "cpu"
 
     def quantization_config(self) -> Any:
         """What from_pretrained takes to swap the experts; None without cpu_weights."""
@@ -70,7 +109,11 @@ class Choice:
         from ktconvert.native_quant.runtime.hf import KTConvertConfig
 
         return KTConvertConfig(
-            cpu_weights=self.cpu_weights.expanduser().absolute(), exact=self.exact, threads=self.threads
+            cpu_weights=self.cpu_weights.expanduser().absolute(),
+            exact=self.exact,
+            threads=self.threads,
+            gpu_experts_mask=self.gpu_experts_mask and self.gpu_experts_mask.expanduser().absolute(),
+            num_gpu_experts=self.num_gpu_experts,
         )
 
 
@@ -94,30 +137,28 @@ class Speed:
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """What transformers raises for a model that it cannot load, as InputError with its first line."""
+    """What transformers raises for a model that it cannot load, as InputError with its first line; no memory left, as ResourceError."""
+    import torch
     from safetensors import SafetensorError
 
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{model}: the GPU has too little memory for the hot experts and all that is no expert; {REMEDY}"
+        ) from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"{model}: transformers cannot load it: {said[0]}") from error
 
 
 def prepare(choice: Choice) -> Any:
-    """Threads, and the model's config. To be called before torch is imported.
+    """Threads, and the model's config, without its own quantization if our experts take that place. To be called before torch is imported.
 
-    Raises InputError for a model that is not there, UnsupportedError for one that is converted experts alone, or that is quantized
-    itself where its experts are to come from elsewhere.
+    Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that cannot be combined with other experts,
+    KtconvertError where compressed-tensors is needed and missing.
     """
-    if choice.model.startswith(("/", ".", "~")) and not Path(choice.model).exists():
-        raise InputError(f"{choice.model}: no such directory; give a model's directory or its hub id")
-    if is_output(Path(choice.model)) and not is_gpu_output(Path(choice.model)):
-        raise UnsupportedError(
-            f"{choice.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
-        )
-    if choice.cpu_weights is not None:
-        layers_of(choice.cpu_weights.expanduser())  # a wrong directory is told at once
+    choice.check()
     share_cores()
     import torch
     import transformers
@@ -127,14 +168,22 @@ def prepare(choice: Choice) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with explained(choice.model):
         config = transformers.AutoConfig.from_pretrained(choice.model, **choice.where())
-    have = getattr(config, "quantization_config", None)
-    have = have or getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    if choice.cpu_weights is not None and have is not None:
-        method = have.get("quant_method") if isinstance(have, dict) else have.quant_method
+    quantized = [c for c in (config, config.get_text_config(decoder=True)) if getattr(c, "quantization_config", None)]
+    own = quantized[0].quantization_config if quantized else {}
+    method = own.get("quant_method")
+    if choice.cpu_weights is None:
+        if method == METHOD and find_spec("compressed_tensors") is None:
+            raise KtconvertError(
+                f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
+            )
+        return config
+    if own and (method != METHOD or own.get("format") != FORMAT):
         raise UnsupportedError(
-            f"{choice.model}: is quantized itself ({method}), and transformers takes one quantization per model; "
-            "give a BF16 copy of the model, with the same --cpu-weights"
+            f"{choice.model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can be "
+            "combined with others; give a BF16 copy of the model, with the same --cpu-weights"
         )
+    for part in quantized:  # transformers takes one quantization per model, and the config's before an argument
+        vars(part).pop("quantization_config", None)
     return config
 
 
@@ -149,11 +198,18 @@ def load(choice: Choice) -> tuple[Any, Any]:
     kind: Any = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         kind = transformers.AutoModelForImageTextToText
-    experts = choice.quantization_config()
-    options = {} if experts is None else {"quantization_config": experts}
+    options: dict[str, Any] = {"config": config, **choice.where()}
+    if choice.cpu_weights is not None:
+        options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     with explained(choice.model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
-        model, found = kind.from_pretrained(choice.model, **choice.where(), **options, output_loading_info=True)
+        model, found = kind.from_pretrained(choice.model, **options, output_loading_info=True)
+    packed = sorted(name for name in found["unexpected_keys"] if name.endswith(".weight_packed"))
+    if choice.cpu_weights is not None and packed and found["missing_keys"]:
+        raise UnsupportedError(
+            f"{choice.model}: is quantized beyond its routed experts ({packed[0]}), and only these can be combined with "
+            "others; give a model that `ktconvert gpu` made, or a BF16 copy"
+        )
     if missing := sorted(found["missing_keys"]):
         raise InputError(
             f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; download it again"

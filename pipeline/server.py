@@ -16,18 +16,30 @@ def listen(choice: Choice, host: str, port: int) -> None:
     Raises KtconvertError for a port that is taken (before the model is loaded), and what generate.load raises.
     """
     _require_free(host, port)
-    prepare(choice)
+    config = prepare(choice)
+    import transformers
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
     theirs: Any = model_manager.ModelManager
 
     class OneModel(theirs):  # type: ignore[misc]
         """transformers' keeper of models, which here keeps one, with our experts in it."""
 
-        def get_quantization_config(self) -> Any:
-            """Asked for whenever a model is loaded."""
-            return choice.quantization_config()
+        def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+            """Theirs asks for the config again, with the quantization that a packed model has by itself."""
+            several = config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+            kind: Any = transformers.AutoModelForMultimodalLM if several else transformers.AutoModelForCausalLM
+            return kind.from_pretrained(
+                choice.model,
+                config=config,
+                quantization_config=choice.quantization_config(),
+                device_map=self.device,
+                dtype=self.dtype,
+                attn_implementation=self.attn_implementation,
+                **choice.where(),
+            )
 
         def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             """Another model would be loaded with these experts."""
@@ -54,7 +66,7 @@ def listen(choice: Choice, host: str, port: int) -> None:
                 force_model=choice.model,
                 host=host,
                 port=port,
-                device="cpu",
+                device=choice.device(),
                 trust_remote_code=choice.trust_remote_code,
             )
     finally:

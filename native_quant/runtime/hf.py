@@ -1,7 +1,8 @@
 """Routed experts for transformers: from_pretrained(MODEL, quantization_config=KTConvertConfig(cpu_weights=OUT)).
 
 Importing this module registers the config and its quantizer under the name "ktconvert". Each routed-experts module is replaced before
-weights are loaded, so transformers finds no place for the expert tensors of the checkpoint and reads none of them.
+weights are loaded, so transformers finds no place for the expert tensors of the checkpoint and reads none of them. The hot experts, if any
+are chosen, are read here, from the same checkpoint or another one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.native_quant.runtime import hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hf_modules import Place, RoutedExperts, find_experts
+from ktconvert.native_quant.runtime.hot_experts import HotExperts
+from ktconvert.native_quant.runtime.hot_weights import HotWeights
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.native_quant.runtime.weights import layers_of
 
@@ -32,6 +37,15 @@ class KTConvertConfig(QuantizationConfigMixin):
     exact        kt-kernel's rounding, bit for bit
     threads      threads of the experts; None: the physical cores that this process may use
     memory       as for Experts.load
+
+    Experts that are computed by torch instead, on the GPU if there is one; none if nothing is said:
+    gpu_experts_mask   which: a bool tensor [decoder layers, experts], or the safetensors file that holds it under this name
+    num_gpu_experts    instead: the first so many of each layer
+    gpu_experts        the checkpoint that holds them, packed or not: a directory or a hub id; None: the one that is loaded
+
+    A checkpoint that is quantized itself (`ktconvert gpu`) is loaded with a config that does not say so, since transformers takes one
+    quantization per model: del config.quantization_config, then from_pretrained(MODEL, config=config, quantization_config=...).
+    Raises UsageError for options that do not go together.
     """
 
     def __init__(
@@ -40,13 +54,31 @@ class KTConvertConfig(QuantizationConfigMixin):
         exact: bool = False,
         threads: int | None = None,
         memory: str = "auto",
+        gpu_experts: str | os.PathLike[str] | None = None,
+        gpu_experts_mask: str | os.PathLike[str] | torch.Tensor | list[list[bool]] | None = None,
+        num_gpu_experts: int | None = None,
         quant_method: str = NAME,
     ) -> None:
+        hot_mask.check(gpu_experts_mask, num_gpu_experts)
+        if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
+            raise UsageError(
+                "gpu_experts names a checkpoint; say by gpu_experts_mask or num_gpu_experts what to take from it"
+            )
         self.quant_method = quant_method  # type: ignore[assignment]
         self.cpu_weights = os.fspath(cpu_weights)
         self.exact = exact
         self.threads = threads
         self.memory = memory
+        self.gpu_experts = None if gpu_experts is None else os.fspath(gpu_experts)
+        self.gpu_experts_mask = _plain(gpu_experts_mask)
+        self.num_gpu_experts = num_gpu_experts
+
+
+def _plain(mask: Any) -> str | list[list[bool]] | None:
+    """What JSON can hold, for transformers writes configs as JSON."""
+    if mask is None or isinstance(mask, list):
+        return mask
+    return os.fspath(mask) if isinstance(mask, str | os.PathLike) else mask.tolist()
 
 
 @register_quantizer(NAME)
@@ -56,20 +88,43 @@ class KTConvertQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: KTConvertConfig
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
         """Replace the experts, and have the checkpoint's tensors of exactly these modules passed over without a word.
 
         Raises UnsupportedError for a model whose experts are others than ours, or than those in cpu_weights, and what
-        Experts.load raises for weights that are damaged.
+        Experts.load, hot_mask.per_layer and HotWeights raise for weights that are damaged or do not fit.
         """
         places = find_experts(model)
+        masks = self._masks(model, places)
+        source = self._source(places, checkpoint_files) if masks else None
         loaded = self._load(type(model).__name__, places)
+        hot = {} if source is None else _hot(source, places, masks)
         for place in places:
             parent, _, name = place.name.rpartition(".")
-            ours = RoutedExperts(place.layer, loaded[place.layer], place.zero_ids)
+            ours = RoutedExperts(place.layer, loaded[place.layer], place.zero_ids, hot.get(place.layer))
             setattr(model.get_submodule(parent), name, ours)
         model._keys_to_ignore_on_load_unexpected.update(_below(model, place) for place in places)
         return model
+
+    def _masks(self, model: Any, places: list[Place]) -> dict[int, hot_mask.Mask]:
+        """Of each layer that has hot experts, which they are."""
+        given = self.quantization_config
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        experts = {place.layer: place.num_experts for place in places}
+        masks = hot_mask.per_layer(given.gpu_experts_mask, given.num_gpu_experts, experts, layers)
+        return {layer: mask for layer, mask in masks.items() if mask.any()}
+
+    def _source(self, places: list[Place], checkpoint_files: list[str] | None) -> HotWeights:
+        """The checkpoint of the hot experts; its layers are those of the model."""
+        where = self.quantization_config.gpu_experts
+        if where is None and not checkpoint_files:
+            raise UsageError("no checkpoint is loaded from files here; name that of the hot experts as gpu_experts")
+        source = HotWeights(Path(checkpoint_files[0]).parent if where is None else Path(where).expanduser())  # type: ignore[index]
+        for place in places:
+            source.require(place.layer, (place.num_experts, place.hidden, place.intermediate))
+        return source
 
     def _load(self, what: str, places: list[Place]) -> dict[int, Experts]:
         """Each layer's experts, all of them before the model is touched."""
@@ -103,6 +158,13 @@ class KTConvertQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """No gradient flows through the experts."""
         return False
+
+
+def _hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask.Mask]) -> dict[int, HotExperts]:
+    """Layer by layer; a place that runs out of memory is told before it does."""
+    device = hot_experts.device()
+    hot_experts.require_room(masks.values(), places[0].hidden, places[0].intermediate, device)
+    return {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
 
 
 def _below(model: Any, place: Place) -> str:

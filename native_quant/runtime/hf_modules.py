@@ -14,6 +14,7 @@ import torch
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.hot_experts import HotExperts
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
@@ -25,36 +26,43 @@ class RoutedExperts(torch.nn.Module):
     layer       its number in the model and in the converted directory
     experts     the loaded weights
     zero_ids    ids from E on are experts that give back what they get (LongCat-Flash); otherwise they add nothing
+    hot         experts that are computed elsewhere; `experts` passes over them
     """
 
-    def __init__(self, layer: int, experts: Experts, zero_ids: bool = False) -> None:
+    def __init__(self, layer: int, experts: Experts, zero_ids: bool = False, hot: HotExperts | None = None) -> None:
         super().__init__()
         self.layer = layer
         self.experts = experts
         self.num_experts = experts.num_experts
         self.zero_ids = zero_ids
+        self.hot = hot
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The sum of each token's experts, weighted: [..., H] as given, ids and weights [T, k]. No gradient flows through it."""
-        rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1]).to("cpu", torch.bfloat16).contiguous()
+        given = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
+        rows = given.to("cpu", torch.bfloat16).contiguous()
         ids = top_k_index.to("cpu", torch.int64).contiguous()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
+        # The hot ones first: a GPU goes on with them while the CPU computes the others.
+        hot = None if self.hot is None else self.hot.forward(given, ids, weights)
         out = torch.empty_like(rows)
         if len(rows):
-            self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), out=_bits(out))
+            skip = None if self.hot is None else self.hot.mask
+            self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), skip=skip, out=_bits(out))
         if self.zero_ids:
             kept = weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
             out = (out.float() + kept * rows.float()).to(torch.bfloat16)
+        if hot is not None:
+            out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
         return out.reshape(hidden_states.shape).to(hidden_states.device, hidden_states.dtype)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
         x = self.experts
-        return (
-            f"layer={self.layer}, {x.method}, experts={x.num_experts}, hidden={x.hidden}, intermediate={x.intermediate}"
-        )
+        hot = "" if self.hot is None else f", hot={len(self.hot)} on {self.hot.device}"
+        return f"layer={self.layer}, {x.method}, experts={x.num_experts}, hidden={x.hidden}, intermediate={x.intermediate}{hot}"
 
 
 def _bits(tensor: torch.Tensor) -> Any:

@@ -17,6 +17,7 @@ EPILOG = """\b
 Examples:
   ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
   ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
+  ktconvert run /models/Qwen3-30B-A3B-W4A16 --cpu-weights /models/Qwen3-30B-A3B-INT8 --num-gpu-experts 32 --chat
   ktconvert run examples/qwen3-moe-small --prompt "def add("                              as it is, for comparison
 """
 
@@ -28,6 +29,18 @@ Examples:
     type=click.Path(path_type=Path),
     default=None,
     help="What MODEL was converted into; its experts are computed from it. [default: MODEL as it is]",
+)
+@click.option(
+    "--gpu-experts-mask",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Safetensors file with gpu_experts_mask, bool [layers, experts]: these experts come from MODEL.",
+)
+@click.option(
+    "--num-gpu-experts",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Instead of a mask: the first N experts of each layer come from MODEL.",
 )
 @click.option("--prompt", default=None, help="The text to continue, as it stands.")
 @click.option("--chat", is_flag=True, help="Talk with the model, line by line; Ctrl-D ends.")
@@ -45,7 +58,8 @@ Examples:
 def run(model: str, **given: Any) -> None:
     """Let a model write, through transformers, with its routed experts computed from converted weights.
 
-    MODEL is a directory or a hub id (org/name). Text goes to stdout as it comes, tokens per second to stderr.
+    MODEL is a directory or a hub id (org/name), in BF16 or from `ktconvert gpu`. Text goes to stdout as it comes, tokens per
+    second to stderr.
     """
     if given["chat"] == (given["prompt"] is not None):
         raise UsageError("give either --prompt TEXT or --chat")
@@ -53,7 +67,15 @@ def run(model: str, **given: Any) -> None:
 
     options.check_kernels("the command again")
     generate.require("run")
-    settings = ("cpu_weights", "revision", "trust_remote_code", "threads", "exact")
+    settings = (
+        "cpu_weights",
+        "gpu_experts_mask",
+        "num_gpu_experts",
+        "revision",
+        "trust_remote_code",
+        "threads",
+        "exact",
+    )
     loaded = generate.load(generate.Choice(model, **{name: given[name] for name in settings}))
 
     def write(inputs: Any) -> str:

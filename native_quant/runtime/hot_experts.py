@@ -1,0 +1,98 @@
+"""The hot experts of one layer, in torch: BF16 weights on a GPU if there is one, else on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ktconvert.layouts.errors import ResourceError
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.hot_mask import Mask
+from ktconvert.native_quant.runtime.hot_weights import HotWeights
+
+if TYPE_CHECKING:
+    import torch
+
+REMEDY = "choose fewer hot experts"
+
+
+class HotExperts:
+    """Some of a layer's E experts. Safe to use from many threads.
+
+    mask     bool [E], which of them
+    weights  expert -> BF16 (gate and up [2I, H], down [H, I]), all on `device`
+    """
+
+    def __init__(
+        self, mask: Mask, weights: Mapping[int, tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    ) -> None:
+        self.mask, self.device = mask, device
+        self.weights = dict(sorted(weights.items()))
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of each token the weighted sum of its hot experts: float32 [T, H] on `device`, experts added in the order of their numbers.
+
+        hidden [T, H] anywhere; ids int64 and weights float32 [T, k] on the CPU, so that a GPU is never waited for.
+        """
+        import torch
+        from torch.nn.functional import linear, silu
+
+        hidden = hidden.to(self.device, torch.bfloat16)
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=self.device)
+        order = ids.reshape(-1).argsort(stable=True)  # pairs (token, expert), by expert
+        starts = torch.searchsorted(ids.reshape(-1)[order], torch.arange(len(self.mask) + 1, device="cpu")).tolist()
+        tokens = (order // ids.shape[1]).to(self.device)
+        scale = weights.reshape(-1)[order].to(self.device)
+        for expert, (gate_up, down) in self.weights.items():
+            pairs = slice(starts[expert], starts[expert + 1])
+            if pairs.start == pairs.stop:
+                continue
+            gate, up = linear(hidden[tokens[pairs]], gate_up).float().chunk(2, dim=-1)
+            said = linear((silu(gate) * up).to(torch.bfloat16), down)
+            out.index_add_(0, tokens[pairs], said.float() * scale[pairs, None])
+        return out
+
+
+def device() -> torch.device:
+    """Where hot experts lie."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def require_room(masks: Iterable[Mask], hidden: int, width: int, where: torch.device) -> None:
+    """Raises ResourceError where the hot experts of all layers do not fit into free memory."""
+    import torch
+
+    count = sum(int(mask.sum()) for mask in masks)
+    need = count * 3 * hidden * width * 2
+    free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else machine.memory_available()
+    if need > free:
+        raise ResourceError(
+            f"{count} hot experts take {need / 2**30:.1f} GiB in BF16, and {where} has {free / 2**30:.1f} GiB left; {REMEDY}"
+        )
+
+
+def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:
+    """The hot experts of one layer, read and unpacked by several threads. No other expert is read. Raises what HotWeights.linear raises."""
+    import torch
+
+    def matrix(expert: int, projection: str) -> torch.Tensor:
+        """code * scale, rounded to BF16: what compressed-tensors unpacks."""
+        values, scale = source.linear(layer, expert, projection)
+        if scale is None:
+            return torch.from_numpy(values).view(torch.bfloat16).to(where)
+        codes = torch.from_numpy(values).to(where).to(torch.bfloat16)
+        scales = torch.from_numpy(scale).view(torch.bfloat16).to(where)
+        return (codes.view(*scales.shape, -1) * scales[:, :, None]).view(codes.shape)
+
+    def one(expert: int) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
+        gate_up = torch.cat([matrix(expert, "gate"), matrix(expert, "up")])
+        return expert, (gate_up, matrix(expert, "down"))
+
+    with ThreadPoolExecutor(machine.physical_cores()) as executor:
+        return HotExperts(mask, dict(executor.map(one, mask.nonzero()[0].tolist())), where)

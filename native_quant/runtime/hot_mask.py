@@ -1,0 +1,71 @@
+"""Which experts are hot: computed from a checkpoint in torch, on a GPU if there is one, while the CPU runtime computes the cold ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.safetensors import read_header
+from ktconvert.layouts.errors import InputError, UsageError
+
+Mask = npt.NDArray[np.bool_]
+KEY = "gpu_experts_mask"
+FORM = f"a safetensors file with a tensor {KEY!r}, bool [decoder layers, experts], is needed"
+
+
+def check(mask: object, count: int | None) -> None:
+    """Raises UsageError for a mask and a count together, and for a count below 0."""
+    if mask is not None and count is not None:
+        raise UsageError("a mask of experts and a number of experts both say which experts are hot; give one of them")
+    if count is not None and count < 0:
+        raise UsageError(f"{count} experts cannot be hot; give a number from 0 to the experts of a layer")
+
+
+def read(path: Path) -> Mask:
+    """The mask in a file. Raises InputError where the file is damaged, or holds no such tensor."""
+    found = {entry.name: entry for entry in read_header(path).entries}
+    entry = found.get(KEY)
+    if entry is None:
+        raise InputError(f"{path}: holds {', '.join(map(repr, sorted(found)[:3])) or 'no tensor'}; {FORM}")
+    if entry.dtype != "BOOL" or len(entry.shape) != 2:
+        raise InputError(f"{path}: {KEY!r} is {entry.dtype} of shape {list(entry.shape)}; {FORM}")
+    values = np.fromfile(path, np.uint8, entry.nbytes, offset=entry.start)
+    if len(values) != entry.nbytes or (values > 1).any():
+        raise InputError(f"{path}: {KEY!r} holds bytes that are neither 0 nor 1; {FORM}")
+    return values.astype(np.bool_).reshape(entry.shape)
+
+
+def per_layer(
+    given: str | list[list[bool]] | None, count: int | None, experts: Mapping[int, int], layers: int
+) -> dict[int, Mask]:
+    """Layer -> bool [E], whether its experts are hot, for each layer that has experts.
+
+    given    a file, or the mask itself, [layers, E]: rows are numbered as the model's layers are, as in SGLang; rows of
+             layers without experts say nothing
+    count    instead: the first so many of each layer
+    experts  layer -> E; layers: decoder layers of the model, with and without experts
+    Raises InputError where the mask does not fit the model, UsageError where there are fewer experts than `count`.
+    """
+    check(given, count)
+    if given is None:
+        for layer, total in experts.items():
+            if (count or 0) > total:
+                raise UsageError(f"{count} experts cannot be hot: layer {layer} has {total}; give at most {total}")
+        return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
+    where = given if isinstance(given, str) else KEY
+    mask: npt.NDArray[Any] = read(Path(given).expanduser()) if isinstance(given, str) else np.array(given)
+    if mask.dtype != np.bool_ or mask.ndim != 2:
+        raise InputError(
+            f"{where}: is {mask.dtype} of shape {list(mask.shape)}; bool [decoder layers, experts] is needed"
+        )
+    for layer, total in experts.items():
+        if mask.shape != (layers, total):
+            raise InputError(
+                f"{where}: has shape {list(mask.shape)}, but the model has {layers} decoder layers, and layer {layer} has "
+                f"{total} experts; a mask of shape {[layers, total]} is needed"
+            )
+    return {layer: mask[layer].copy() for layer in experts}

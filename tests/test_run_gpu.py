@@ -1,0 +1,605 @@
+"""Models that `ktconvert gpu` packed: as they are, and with hot experts from them beside cold ones from converted files.
+
+Every family is a tiny model with random weights, packed and converted by the real commands. `pytest -s` shows what the bounds were
+taken from.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ktconvert.layouts.compressed import COMPRESSED
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.pipeline.cli.run import run
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors", reason="what packed models are compared with")
+
+from safetensors.numpy import save_file  # noqa: E402
+
+from ktconvert.native_quant import Experts, KTConvertConfig  # noqa: E402
+from ktconvert.native_quant.runtime import hot_experts, hot_mask  # noqa: E402
+from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
+from ktconvert.native_quant.runtime.hot_weights import HotWeights  # noqa: E402
+
+
+def load_rig(name: str) -> ModuleType:
+    path = Path(__file__).parent / "rig" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+families = load_rig("families")
+EXPERTS, LAYERS, HIDDEN = families.EXPERTS, families.LAYERS, families.HIDDEN
+CASES = [("qwen3_moe", "W4A16"), ("mixtral", "W8A16"), ("deepseek_v3", "W4A16")]
+# A layer against the same weights in float32: its output is rounded to BF16 (2^-9), and so are gate, up, what goes into down, and what
+# comes out of it, each an error of 0.002 to 0.004 that is independent of the others; the cold experts' sum is rounded once more.
+# Measured: 0.0051. Another expert's weights give about 1.4.
+LAYER = 0.008
+# What transformers' own experts add to that: silu in BF16, and a BF16 sum over experts. Measured: 0.0064.
+THEIRS = 0.012
+SPEED = re.compile(r"prefill \d+ tokens in [\d.]+ s .*, decode \d+ tokens in [\d.]+ s \([\d.]+ tokens/s\)\n")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, packed (packed) and converted (cold); theirs: the packed one as transformers loads it."""
+
+    original: Path
+    packed: Path
+    cold: Path
+    theirs: Any
+    kind: str
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any]) -> Case:
+    family, kind = request.param
+    root = tmp_path_factory.mktemp(family)
+    families.make(family, False, root / "model")
+    cli("cpu", "-i", root / "model", "-o", root / "int8", "--quant-method", "int8", "--threadpool-count", 1)
+    cli("gpu", "-i", root / "model", "-o", root / "packed", "--quant-method", "RTN", "--quant-type", kind)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(root / "packed")
+    return Case(root / "model", root / "packed", root / "int8", theirs, kind)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """torch's threads cost more than they give on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+each_family = pytest.mark.parametrize("case", CASES, indirect=True, ids=[family for family, _ in CASES])
+qwen = pytest.mark.parametrize("case", CASES[:1], indirect=True, ids=["qwen3_moe"])
+mixtral = pytest.mark.parametrize("case", CASES[1:2], indirect=True, ids=["mixtral"])
+
+
+def load(model: Path, cold: Path, **options: Any) -> Any:
+    """As docs/RUNTIME.md says; nothing may be missing and nothing left over."""
+    config = transformers.AutoConfig.from_pretrained(model)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    ours = KTConvertConfig(cpu_weights=cold, threads=2, **options)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, config=config, quantization_config=ours, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return loaded
+
+
+def some(seed: int = 0) -> Any:
+    """A mask in which each layer has hot and cold experts."""
+    mask = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
+    for row in mask:
+        row[torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(seed))[:3]] = True
+    return mask
+
+
+def logits(model: Any, tokens: int = 48) -> Any:
+    ids = torch.randint(3, families.VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(ids).logits.float()[0]
+
+
+def experts_of(model: Any) -> dict[int, Any]:
+    """Layer -> its experts module."""
+    return {int(n.split(".")[2]): m for n, m in model.named_modules() if n.split(".")[-1] == "experts"}
+
+
+def spoken(model: Any, tokens: int) -> dict[int, tuple[Any, ...]]:
+    """Layer -> what goes into its experts (hidden, ids, weights) and what comes out, when the model reads some tokens."""
+    seen: dict[int, tuple[Any, ...]] = {}
+    hooks = [
+        module.register_forward_hook(lambda _module, given, out, layer=layer: seen.__setitem__(layer, (*given, out)))
+        for layer, module in experts_of(model).items()
+    ]
+    assert logits(model, tokens).isfinite().all()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def distance(got: Any, want: Any) -> float:
+    """The largest, of all tokens, of the length of the difference relative to what was wanted."""
+    return float(((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+def bits(tensor: Any) -> Any:
+    return tensor.view(torch.uint16).numpy()
+
+
+def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
+    """(expert, projection, float32 [n, k]) of a layer, as the definition unpacks what the files hold."""
+    tensors = {}
+    for path in case.packed.glob("*.safetensors"):
+        data = path.read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        for name, entry in json.loads(data[8 : 8 + size]).items():
+            if ".experts." in name:
+                start, stop = (8 + size + at for at in entry["data_offsets"])
+                kind = {"I32": np.int32, "I64": np.int64, "BF16": np.uint16}[entry["dtype"]]
+                tensors[name] = np.frombuffer(data[start:stop], kind).reshape(entry["shape"])
+    for name in tensors:
+        found = re.fullmatch(rf"model\.layers\.{layer}\..*\.experts\.(\d+)\.(\w+)\.weight_packed", name)
+        if found is not None:
+            scale = tensors[name.replace("weight_packed", "weight_scale")]
+            values = COMPRESSED[case.kind].unpack(tensors[name], scale)
+            rounded = torch.from_numpy(values).to(torch.bfloat16).float()
+            named = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+            yield int(found[1]), named[found[2]], rounded
+
+
+def one_by_one(case: Case, layer: int, mask: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    """For each token each of its experts alone: hot ones in float32 from the packed files, cold ones by Experts with one expert."""
+    hot = {(expert, what): matrix for expert, what, matrix in packed_matrices(case, layer)}
+    cold = Experts.load(case.cold, layer)
+    out = torch.zeros(hidden.shape)
+    for token, row in enumerate(hidden):
+        for expert, weight in zip(ids[token].tolist(), weights[token].float(), strict=True):
+            if mask[expert]:
+                x = row.float()
+                inner = torch.nn.functional.silu(hot[expert, "gate"] @ x) * (hot[expert, "up"] @ x)
+                out[token] += weight * (hot[expert, "down"] @ inner)
+            else:
+                alone = cold.forward(bits(row[None]), np.array([[expert]]), np.ones((1, 1), np.float32))
+                out[token] += weight * torch.from_numpy(alone).view(torch.bfloat16)[0].float()
+    return out
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------------
+
+
+@each_family
+def test_hot_weights_are_those_that_compressed_tensors_unpacks(case: Case) -> None:
+    """Bit for bit; and only hot ones are there."""
+    mask = some()
+    for layer, module in experts_of(load(case.packed, case.cold, gpu_experts_mask=mask)).items():
+        theirs = experts_of(case.theirs)[layer]
+        assert module.hot.mask.tolist() == mask[layer].tolist()
+        assert sorted(module.hot.weights) == mask[layer].nonzero()[:, 0].tolist()
+        for expert, (gate_up, down) in module.hot.weights.items():
+            assert torch.equal(gate_up, theirs.gate_up_proj[expert])
+            assert torch.equal(down, theirs.down_proj[expert])
+
+
+@each_family
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_each_token_and_expert_computed_alone_gives_the_same(case: Case, tokens: int) -> None:
+    mask = some()
+    model = load(case.packed, case.cold, gpu_experts_mask=mask)
+    kinds = set()
+    for layer, (hidden, ids, weights, out) in spoken(model, tokens).items():
+        kinds |= set(mask[layer][ids].flatten().tolist())
+        wanted = one_by_one(case, layer, mask[layer], hidden.reshape(-1, HIDDEN), ids, weights)
+        far = distance(out.reshape(-1, HIDDEN), wanted)
+        print(f"{case.kind} layer {layer}, {tokens} tokens: {far:.4f}")
+        assert far < LAYER
+        # Where the arithmetic is the same the bits are: the cold half is what the CPU runtime gives with the hot experts left out.
+        module = experts_of(model)[layer]
+        rows, weights32 = hidden.reshape(-1, HIDDEN), weights.float().contiguous()
+        cold = module.experts.forward(bits(rows.contiguous()), ids.numpy(), weights32.numpy(), skip=mask[layer].numpy())
+        both = module.hot.forward(rows, ids, weights32) + torch.from_numpy(cold).view(torch.bfloat16).float()
+        assert torch.equal(both.to(torch.bfloat16), out.reshape(-1, HIDDEN))
+    if tokens > 1:
+        assert kinds == {True, False}
+
+
+@each_family
+def test_all_experts_hot_is_the_packed_model(case: Case) -> None:
+    model = load(case.packed, case.cold, num_gpu_experts=EXPERTS)
+    for layer, (hidden, ids, weights, out) in spoken(model, 48).items():
+        far = distance(out, experts_of(case.theirs)[layer](hidden, ids, weights).detach().float())
+        print(f"{case.kind} layer {layer}: {far:.4f}")
+        assert far < THEIRS
+    got, want = logits(model), logits(case.theirs)
+    assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.9
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 2 * THEIRS
+
+
+@each_family
+def test_no_expert_hot_is_the_converted_model(case: Case) -> None:
+    """Bit for bit, and no matter whether the rest comes from the packed model or the original."""
+    want = logits(load(case.packed, case.cold))
+    none = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
+    model = load(case.packed, case.cold, gpu_experts_mask=none)
+    assert all(module.hot is None for module in experts_of(model).values())
+    assert torch.equal(logits(model), want)
+    assert torch.equal(logits(load(case.original, case.cold)), want)
+
+
+@each_family
+def test_an_order_of_experts_and_a_batch_change_nothing(case: Case) -> None:
+    """A token by itself has what it has among others, as close as matrix products in torch are."""
+    module = list(experts_of(load(case.packed, case.cold, num_gpu_experts=5)).values())[-1]
+    rng = torch.Generator().manual_seed(3)
+    hidden = torch.randn(33, HIDDEN, generator=rng).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:4] for _ in range(33)])
+    weights = torch.rand(33, 4, generator=rng)
+    whole = module(hidden, ids, weights)
+    alone = torch.cat([module(hidden[t : t + 1], ids[t : t + 1], weights[t : t + 1]) for t in range(33)])
+    assert distance(alone, whole.float()) < LAYER
+    turned = module(hidden, ids.flip(1), weights.flip(1))
+    assert distance(turned, whole.float()) < LAYER
+    assert module(hidden[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
+    nobody = torch.full_like(ids, -1)
+    assert not module(hidden, nobody, weights).any()
+    assert not module(hidden, torch.full_like(ids, EXPERTS), weights).any()
+
+
+@mixtral
+def test_another_device_gets_all_it_needs(case: Case) -> None:
+    """meta stands for a GPU: a tensor left behind on the CPU would not go together with the weights."""
+    meta = torch.device("meta")
+    hot = hot_experts.load(HotWeights(case.packed), 1, some()[1].numpy(), meta)
+    ids = torch.arange(2 * EXPERTS).reshape(-1, 4) % EXPERTS
+    out = hot.forward(torch.zeros(len(ids), HIDDEN), ids, torch.ones(ids.shape))
+    assert (out.device, out.dtype, out.shape) == (meta, torch.float32, (len(ids), HIDDEN))
+
+
+@mixtral
+def test_hot_experts_from_a_model_in_bf16_and_from_another_checkpoint(case: Case) -> None:
+    model = load(case.original, case.cold, num_gpu_experts=EXPERTS)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(case.original)
+    for layer, module in experts_of(model).items():
+        for expert, (gate_up, down) in module.hot.weights.items():
+            assert torch.equal(gate_up, experts_of(theirs)[layer].gate_up_proj[expert])
+            assert torch.equal(down, experts_of(theirs)[layer].down_proj[expert])
+    mask = some(1)
+    other = load(case.original, case.cold, gpu_experts_mask=mask, gpu_experts=case.packed)
+    assert torch.equal(logits(other), logits(load(case.packed, case.cold, gpu_experts_mask=mask)))
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+def copied(case: Case, folder: Path) -> Path:
+    shutil.copytree(case.packed, folder)
+    return folder
+
+
+def overwrite(folder: Path, pattern: str, value: int) -> int:
+    """Fill the tensors whose names match with 16-bit words of this value; how many there are."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        size = struct.unpack("<Q", data[:8])[0]
+        for name, entry in json.loads(data[8 : 8 + size]).items():
+            if name != "__metadata__" and re.fullmatch(pattern, name):
+                start, stop = (8 + size + at for at in entry["data_offsets"])
+                data[start:stop] = struct.pack("<H", value) * ((stop - start) // 2)
+                count += 1
+        path.chmod(0o644)
+        path.write_bytes(data)
+    return count
+
+
+@qwen
+def test_cold_experts_of_the_packed_model_are_not_read(case: Case, tmp_path: Path) -> None:
+    """With NaN in all their scales and codes, and an impossible shape, nothing changes."""
+    spoilt = copied(case, tmp_path / "spoilt")
+    cold = "[3-7]"
+    assert overwrite(spoilt, rf".*\.experts\.{cold}\..*", 0x7FC0) == LAYERS * 5 * 3 * 3
+    want = logits(load(case.packed, case.cold, num_gpu_experts=3))
+    assert torch.equal(logits(load(spoilt, case.cold, num_gpu_experts=3)), want)
+    with pytest.raises(InputError, match=r"experts\.3\.gate_proj\.weight_shape' says .* make this checkpoint again"):
+        load(spoilt, case.cold, num_gpu_experts=4)
+
+
+@qwen
+def test_scales_that_are_no_numbers(case: Case, tmp_path: Path) -> None:
+    spoilt = copied(case, tmp_path / "spoilt")
+    assert overwrite(spoilt, r".*layers\.1\..*experts\.2\.down_proj\.weight_scale", 0x7FC0) == 1
+    load(spoilt, case.cold, num_gpu_experts=2)
+    with pytest.raises(
+        InputError, match=r"safetensors: tensor '.*layers\.1\..*\.2\.down_proj\.weight_scale' holds nan"
+    ):
+        load(spoilt, case.cold, num_gpu_experts=3)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spoken_by(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> dict[str, Path]:
+    """The bundled trained model: packed, converted, and a mask for it."""
+    root = tmp_path_factory.mktemp("bundled")
+    cli("gpu", "-i", example, "-o", root / "w4", "--quant-method", "RTN", "--quant-type", "W4A16")
+    cli("cpu", "-i", example, "-o", root / "int8", "--quant-method", "int8", "--threadpool-count", 1)
+    mask = np.zeros((2, 8), np.bool_)
+    mask[:, :3] = True
+    save_file({hot_mask.KEY: mask}, root / "mask.safetensors")
+    return {"w4": root / "w4", "int8": root / "int8", "mask": root / "mask.safetensors"}
+
+
+def call(*arguments: object) -> Result:
+    """The command in this process, which has imported transformers already."""
+    return CliRunner().invoke(run, list(map(str, arguments)))
+
+
+PROMPT = "def add("
+
+
+def test_a_packed_model_speaks(cli: Callable[..., Any], spoken_by: dict[str, Path]) -> None:
+    """In a process of its own: the prompt goes on, and there is nothing on stderr but how fast."""
+    done = cli("run", spoken_by["w4"], "--prompt", PROMPT, "--max-new-tokens", 12, "--threads", 1)
+    assert done.stdout.startswith(PROMPT)
+    assert len(done.stdout) > len(PROMPT) + 20
+    assert SPEED.fullmatch(done.stderr), done.stderr
+
+
+def test_hot_and_cold_experts_speak_together(
+    cli: Callable[..., Any], spoken_by: dict[str, Path], tmp_path: Path
+) -> None:
+    """Without compressed-tensors, which only the packed model alone needs; there one line says what to install."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "found = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, *rest: None if name == 'compressed_tensors' else found(name, *rest)\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    options = (spoken_by["w4"], "--prompt", PROMPT, "--max-new-tokens", 12, "--threads", 1)
+    cold = ("--cpu-weights", spoken_by["int8"])
+    done = cli("run", *options, *cold, "--gpu-experts-mask", spoken_by["mask"], env=env)
+    assert done.stdout.startswith(PROMPT)
+    assert len(done.stdout) > len(PROMPT) + 20
+    assert SPEED.fullmatch(done.stderr), done.stderr
+    assert call(*options, *cold, "--num-gpu-experts", 3).stdout == done.stdout
+    alone = call(*options, *cold)
+    assert alone.exit_code == 0, alone.exception
+    assert len(alone.stdout) > len(PROMPT) + 20
+    done = cli("run", *options, code=1, env=env)
+    assert done.stderr == (
+        f"ktconvert: {spoken_by['w4']}: its experts are packed by compressed-tensors, not installed here: "
+        "pip install 'ktconvert[gpu]'\n"
+    )
+
+
+def test_the_server_has_hot_experts_too(spoken_by: dict[str, Path], tmp_path: Path) -> None:
+    """It loads a packed model by another door of transformers' than `run`."""
+    pytest.importorskip("fastapi")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(spoken_by["w4"]), "--port", str(port)]
+    options = ["--cpu-weights", str(spoken_by["int8"]), "--num-gpu-experts", "3", "--threads", "1"]
+    body = json.dumps({"model": str(spoken_by["w4"]), "prompt": PROMPT, "max_tokens": 12, "temperature": 0})
+    log = tmp_path / "log"
+    with log.open("wb") as out, subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.STDOUT) as server:
+        try:
+            for _ in range(600):
+                with suppress(OSError):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.2)
+            url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(url, body.encode(), kind), timeout=120) as answer:
+                said = json.loads(answer.read())
+        finally:
+            server.kill()
+    spoken = call(spoken_by["w4"], *options, "--prompt", PROMPT, "--max-new-tokens", 12)
+    assert spoken.stdout == PROMPT + said["choices"][0]["text"] + "\n"
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def write_mask(path: Path, **tensors: Any) -> Path:
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
+    return path
+
+
+MASKS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "rows",
+        {"gpu_experts_mask": np.ones((3, 8), np.bool_)},
+        r"has shape \[3, 8\], but the model has 2 decoder layers",
+    ),
+    ("columns", {"gpu_experts_mask": np.ones((2, 9), np.bool_)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
+    ("flat", {"gpu_experts_mask": np.ones(8, np.bool_)}, r"is BOOL of shape \[8\]; a safetensors file with"),
+    ("dtype", {"gpu_experts_mask": np.ones((2, 8), np.float32)}, r"is F32 of shape \[2, 8\]; a safetensors file with"),
+    ("key", {"mask": np.ones((2, 8), np.bool_)}, r"holds 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "why"), [m[1:] for m in MASKS], ids=[m[0] for m in MASKS])
+def test_masks_that_do_not_fit(spoken_by: dict[str, Path], tensors: Any, why: str, tmp_path: Path) -> None:
+    mask = write_mask(tmp_path / "mask.safetensors", **tensors)
+    options = ("--cpu-weights", spoken_by["int8"], "--gpu-experts-mask", mask, "--prompt", "x")
+    error = call(spoken_by["w4"], *options).exception
+    assert type(error) is InputError
+    assert str(error).startswith(f"{mask}: ")
+    assert re.search(why, str(error)), error
+
+
+def test_masks_that_are_damaged(spoken_by: dict[str, Path], tmp_path: Path) -> None:
+    whole = spoken_by["mask"].read_bytes()
+    mask = tmp_path / "mask.safetensors"
+    for data, why in (
+        (whole[:-4], "cut short"),
+        (b"", "too short for a safetensors header"),
+        (whole[:-1] + b"\x02", "holds bytes that are neither 0 nor 1"),
+        (None, "cannot be opened (No such file or directory)"),
+    ):
+        mask.unlink(missing_ok=True)
+        if data is not None:
+            mask.write_bytes(data)
+        options = ("--cpu-weights", spoken_by["int8"], "--gpu-experts-mask", mask, "--prompt", "x")
+        error = call(spoken_by["w4"], *options).exception
+        assert type(error) is InputError
+        assert str(error).startswith(f"{mask}: ")
+        assert why in str(error)
+
+
+REFUSED: list[tuple[tuple[str, ...], type[KtconvertError], str]] = [
+    (("--num-gpu-experts", "2"), UsageError, "say which experts --cpu-weights does not compute; give that as well"),
+    (
+        ("--gpu-experts-mask", "{mask}"),
+        UsageError,
+        "say which experts --cpu-weights does not compute; give that as well",
+    ),
+    (
+        ("--cpu-weights", "{int8}", "--num-gpu-experts", "2", "--gpu-experts-mask", "{mask}"),
+        UsageError,
+        "give one of them",
+    ),
+    (("--cpu-weights", "{int8}", "--num-gpu-experts", "9"), UsageError, "layer 0 has 8; give at most 8"),
+    (("--cpu-weights", "{w4}"), UnsupportedError, "w4: "),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["N", "mask", "both", "many", "exchanged"])
+def test_options_that_do_not_go_together(
+    spoken_by: dict[str, Path], options: tuple[str, ...], kind: type[KtconvertError], why: str
+) -> None:
+    given = [option.format(**spoken_by) for option in options]
+    error = call(spoken_by["w4"], *given, "--prompt", "x").exception
+    assert type(error) is kind, error
+    assert why in str(error)
+
+
+def test_options_of_the_config(spoken_by: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match="say by gpu_experts_mask or num_gpu_experts"):
+        KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts=spoken_by["w4"])
+    with pytest.raises(UsageError, match="give one of them"):
+        KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts_mask=torch.ones(2, 8) > 0, num_gpu_experts=1)
+    with pytest.raises(UsageError, match="-1 experts cannot be hot"):
+        KTConvertConfig(cpu_weights=spoken_by["int8"], num_gpu_experts=-1)
+    config = KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts_mask=torch.tensor([[True, False]]))
+    again = KTConvertConfig.from_dict(json.loads(config.to_json_string()))
+    assert again.gpu_experts_mask == [[True, False]]
+    with pytest.raises(InputError, match=r"gpu_experts_mask: is float64 of shape \[1, 2\]"):
+        hot_mask.per_layer([[0.5, 1.0]], None, {0: 2}, 1)  # type: ignore[list-item]
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A packed model with another config."""
+    path = folder / "config.json"
+    path.chmod(0o644)
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def without(folder: Path, *names: str) -> Path:
+    """Less these tensors: their names become others that nobody asks for."""
+    (folder / "model.safetensors.index.json").unlink()
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        head = data[8 : 8 + size]
+        for name in names:
+            head = head.replace(f'"{name}"'.encode(), f'"z{name[1:]}"'.encode())
+        path.chmod(0o644)
+        path.write_bytes(data[:8] + head + data[8 + size :])
+    return folder
+
+
+@qwen
+@pytest.mark.parametrize("lost", ["weight_packed", "weight_scale", "weight_shape", "all"])
+def test_an_expert_that_is_missing(case: Case, tmp_path: Path, lost: str) -> None:
+    base = "model.layers.1.mlp.experts.6.up_proj"
+    suffixes = ("weight_packed", "weight_scale", "weight_shape") if lost == "all" else (lost,)
+    model = without(copied(case, tmp_path / "model"), *(f"{base}.{suffix}" for suffix in suffixes))
+    why = f"tensor '{base}.weight' is missing" if lost == "all" else f"lacks '{base}.{lost}' beside it"
+    with pytest.raises(InputError, match=re.escape(why)):
+        HotWeights(model)
+
+
+@qwen
+def test_files_that_are_cut_short(case: Case, tmp_path: Path) -> None:
+    model = copied(case, tmp_path / "model")
+    path = sorted(model.glob("*.safetensors"))[0]
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match=rf"{re.escape(path.name)}: cut short"):
+        HotWeights(model)
+
+
+@qwen
+def test_checkpoints_of_another_kind(case: Case, tmp_path: Path, spoken_by: dict[str, Path]) -> None:
+    with pytest.raises(
+        UnsupportedError, match="layer 0 has 8 experts of hidden size 256 and width 256, the model 8 of 128"
+    ):
+        load(case.packed, case.cold, num_gpu_experts=1, gpu_experts=spoken_by["w4"])
+
+    def asymmetric(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+
+    def floats(config: dict[str, Any]) -> None:
+        config["quantization_config"]["format"] = "float-quantized"
+
+    def fp8(config: dict[str, Any]) -> None:
+        config["quantization_config"] = {"quant_method": "fp8"}
+
+    for number, change in enumerate((asymmetric, floats)):
+        model = edited(copied(case, tmp_path / str(number)), change)
+        with pytest.raises(UnsupportedError, match=r"config\.json: is quantized by compressed-tensors in another way"):
+            HotWeights(model)
+    error = call(model, "--cpu-weights", case.cold, "--prompt", "x").exception
+    assert type(error) is UnsupportedError
+    assert "is quantized itself (compressed-tensors)" in str(error)
+    with pytest.raises(UnsupportedError, match="is not an input yet"):
+        HotWeights(edited(model, fp8))
+
+
+def test_more_than_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = [np.ones(1 << 20, np.bool_)]
+    with pytest.raises(ResourceError, match=r"1048576 hot experts take .* GiB in BF16, and cpu has .* choose fewer"):
+        hot_experts.require_room(masks, 7168, 2048, torch.device("cpu"))
+    hot_experts.require_room(masks, 1, 1, torch.device("cpu"))
+
+
+@qwen
+def test_printed_models_say_how_many_are_hot(case: Case) -> None:
+    model = load(case.packed, case.cold, num_gpu_experts=2)
+    assert "experts=8, hidden=128, intermediate=128, hot=2 on cpu" in str(model)
+    assert all(isinstance(module, RoutedExperts) for module in experts_of(model).values())
+    assert not any("experts" in name for name in model.state_dict())
