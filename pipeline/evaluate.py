@@ -1,11 +1,13 @@
 """What converted experts cost: the original model and the converted one read the same text, and their predictions are compared.
 
-Both models are in memory at once: the original whole, the converted one without experts of its own (it computes with the converted
-files, and shares all other weights with the original). The text goes through window by window; of a window, both models' logits are held.
+Both models are in memory at once: the original whole; the converted one, for the CPU, without experts of its own (it computes with the
+converted files, and shares all other weights with the original), for the GPU whole, its experts unpacked. The text goes through window by
+window; of a window, both models' logits are held.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UsageError, VerificationError
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError, VerificationError
 from ktconvert.pipeline import generate
 
 if TYPE_CHECKING:
@@ -29,9 +31,10 @@ LONGEST = "max_position_embeddings"
 
 @dataclass(frozen=True)
 class Windows:
-    """A text cut into windows that do not overlap: ids [windows, window], and how many tokens after them were left out."""
+    """A text cut into windows that do not overlap: ids [windows, window], and how many tokens before and after them were left out."""
 
     ids: npt.NDArray[np.int64]
+    before: int
     skipped: int
 
     @property
@@ -96,11 +99,15 @@ class Evaluation:
         }
 
 
-def require() -> None:
-    """Raises KtconvertError, which names what to install, where transformers or torch are missing."""
-    missing = [name for name in generate.NEEDS["run"] if find_spec(name) is None]
+def require(for_gpu: bool = False) -> None:
+    """Raises KtconvertError, which names what to install, where transformers or torch are missing (or what unpacks experts)."""
+    needed = (*generate.NEEDS["run"], *(["compressed_tensors"] if for_gpu else []))
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise KtconvertError(f"`ktconvert eval` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[run]'")  # fmt: skip
+        extra = "gpu" if for_gpu else "run"
+        raise KtconvertError(
+            f"`ktconvert eval` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'"
+        )
 
 
 def read_text(path: Path) -> str:
@@ -113,11 +120,11 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: is not UTF-8 text ({error}); give --text a text file.") from error
 
 
-def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int | None) -> Windows:
-    """The text as the model's tokens, in windows; at most so many. Nothing of the model but its config and tokenizer is loaded.
+def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
+    """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
 
-    Raises InputError for a model without a tokenizer and for a text that is shorter than one window, UsageError for windows that are longer
-    than the model can read.
+    Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and for a text without
+    a window to read, UsageError for windows that are longer than the model can read.
     """
     if choice.model.startswith(("/", ".", "~")) and not Path(choice.model).exists():
         raise InputError(f"{choice.model}: no such directory; give a model's directory or its hub id.")
@@ -137,25 +144,57 @@ def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int
         raise InputError(
             f"{choice.model}: has no tokenizer; put the model's tokenizer files (tokenizer.json) beside its config.json."
         )
-    count = len(ids) // window
-    if not count:
-        raise InputError(
-            f"{source}: has {len(ids)} tokens, which is less than one window of {window}: give a longer text, or a smaller --window."
-        )
-    count = min(count, most or count)
-    return Windows(ids[: count * window].reshape(count, window), len(ids) - count * window)
+    count = len(ids) // window - skip
+    if count < 1:
+        few = f"less than one window of {window}" if not skip else f"no window of {window} after the first {skip}"
+        remedy = "give a longer text, or a smaller --window" + (" or --skip-windows" if skip else "")
+        raise InputError(f"{source}: has {len(ids)} tokens, which is {few}: {remedy}.")
+    first, count = skip * window, min(count, most or count)
+    last = first + count * window
+    return Windows(ids[first:last].reshape(count, window), first, len(ids) - last)
 
 
-def load_pair(choice: generate.Choice) -> tuple[Any, Any]:
-    """The original model and the converted one; they share every weight but the experts.
+def packed_method(gpu_weights: Path) -> str:
+    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself.
 
-    Raises what generate.load raises: InputError, UnsupportedError and what Experts.load raises.
+    Raises InputError for what is no model, UnsupportedError for one that is not packed so.
     """
+    try:
+        about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
+        bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{gpu_weights}: its config.json cannot be read ({error}); give what `ktconvert gpu` wrote."
+        ) from error
+    if about.get("format") != "pack-quantized" or len(bits) != 1:
+        raise UnsupportedError(f"{gpu_weights}: holds no experts for the GPU; give what `ktconvert gpu` wrote.")
+    return f"W{bits.pop()}A16"
+
+
+def load_pair(choice: generate.Choice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
+    """The original model and the converted one; with CPU weights they share every weight but the experts.
+
+    Raises what generate.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for GPU weights of another
+    model.
+    """
+    if gpu_weights is not None:
+        original, _ = generate.load(choice)
+        converted, _ = generate.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
+        if _identity(original) != _identity(converted):
+            raise UnsupportedError(
+                f"{gpu_weights}: was made from another model than {choice.model}; give what `ktconvert gpu` made of it."
+            )
+        return original.eval(), converted.eval()
     converted, _ = generate.load(choice)
     original, _ = generate.load(replace(choice, cpu_weights=None))
     for name, parameter in converted.named_parameters():
         parameter.data = original.get_parameter(name).data
     return original.eval(), converted.eval()
+
+
+def _identity(model: Any) -> tuple[Any, ...]:
+    config = model.config.get_text_config(decoder=True)
+    return type(model), *(getattr(config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
 
 
 def evaluate(original: Any, converted: Any, windows: Windows, tell: Callable[[int], None]) -> Evaluation:
@@ -198,20 +237,28 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 @contextmanager
 def experts_compared(original: Any, converted: Any) -> Iterator[list[LayerError]]:
     """While this lasts, whatever goes into the original's experts also goes through the converted ones, and the outputs are compared."""
-    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-
     errors: list[LayerError] = []
     hooks = []
-    for name, module in converted.named_modules():
-        if isinstance(module, RoutedExperts):
-            errors.append(LayerError(module.layer))
-            hook = _comparing(module, errors[-1])
-            hooks.append(original.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+    for layer, name in _experts_of(converted) if converted is not original else []:
+        errors.append(LayerError(layer))
+        hook = _comparing(converted.get_submodule(name), errors[-1])
+        hooks.append(original.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
     try:
         yield errors
     finally:
         for handle in hooks:
             handle.remove()
+
+
+def _experts_of(converted: Any) -> list[tuple[int, str]]:
+    """(layer, name) of every module of routed experts: ours, else transformers' own; none where these are built otherwise."""
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
+
+    ours = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
+    try:
+        return ours or [(place.layer, place.name) for place in find_experts(converted)]
+    except UnsupportedError:
+        return []
 
 
 def _comparing(module: Any, error: LayerError) -> Callable[..., None]:
@@ -230,17 +277,27 @@ def method_of(converted: Any) -> str:
     return next(module.experts.method for module in converted.modules() if isinstance(module, RoutedExperts))
 
 
-def document(choice: generate.Choice, text: Path, windows: Windows, found: Evaluation, method: str) -> dict[str, Any]:
+def document(
+    model: str,
+    cpu_weights: Path | None,
+    gpu_weights: Path | None,
+    text: Path,
+    windows: Windows,
+    found: Evaluation,
+    method: str,
+) -> dict[str, Any]:
     """What `ktconvert eval --json` prints."""
     count, window = windows.ids.shape
     return {
         "event": "evaluated",
-        "model": choice.model,
-        "cpu_weights": str(choice.cpu_weights),
+        "model": model,
+        "cpu_weights": None if cpu_weights is None else str(cpu_weights),
+        "gpu_weights": None if gpu_weights is None else str(gpu_weights),
         "method": method,
         "text": str(text),
-        "tokens": int(windows.ids.size) + windows.skipped,
+        "tokens": windows.before + int(windows.ids.size) + windows.skipped,
         "window": window,
+        "skip_windows": windows.before // window,
         "windows": count,
         "skipped_tokens": windows.skipped,
         "positions": windows.positions,
@@ -254,9 +311,12 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = found["perplexity"]["original"], found["perplexity"]["converted"]
     kl = found["kl"]
     skipped = f"the last {found['skipped_tokens']} of {found['tokens']} tokens left out"
+    if found["skip_windows"]:
+        skipped = f"the first {found['skip_windows'] * found['window']} and {skipped}"
+    kind = "CPU weights" if found["cpu_weights"] else "GPU weights"
     return [
         ("model", found["model"]),
-        ("CPU weights", f"{found['cpu_weights']} ({found['method']})"),
+        (kind, f"{found['cpu_weights'] or found['gpu_weights']} ({found['method']})"),
         ("text", f"{found['text']}: {found['windows']} windows of {found['window']} tokens without overlap, {skipped}"),
         ("perplexity", f"{before:.4f} original, {after:.4f} converted ({100 * (after / before - 1):+.2f} %)"),
         ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {found['positions']} tokens (nats)"),

@@ -50,7 +50,7 @@ def plot_bench(path: Path, found: Mapping[str, Any]) -> None:
 
 def plot_eval(path: Path, found: Mapping[str, Any], divergences: Sequence[float]) -> None:
     """A histogram of every position's KL divergence, and every layer's error; `found` is the JSON document of `ktconvert eval`."""
-    figure = _figure(f"{Path(found['cpu_weights']).name} against {Path(found['model']).name}: perplexity "
+    figure = _figure(f"{Path(found['cpu_weights'] or found['gpu_weights']).name} against {Path(found['model']).name}: perplexity "
                      f"{found['perplexity']['converted']:.4g} against {found['perplexity']['original']:.4g}")  # fmt: skip
     left, right = figure.subplots(1, 2)
     least = 1e-9  # equal distributions stand at the left edge

@@ -1,10 +1,11 @@
-"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model in INT8 and INT4."""
+"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model in INT8, INT4, W8A16, W4A16."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ktconvert.layouts.errors import VerificationError
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.eval import eval as command
+from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.report import Reporter, tokens
 
 torch = pytest.importorskip("torch")
@@ -42,8 +44,26 @@ def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, P
     return {method: root / method for method in ("int8", "int4")}
 
 
-def run(model: Path, weights: Path, text: Path, *rest: object) -> Result:
-    given = [model, "--cpu-weights", weights, "--text", text, "--window", WINDOW, "--max-windows", WINDOWS, *rest]
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+    """The bundled model for the GPU."""
+    if find_spec("compressed_tensors") is None:
+        pytest.skip("compressed-tensors is not installed")
+    root = tmp_path_factory.mktemp("packed")
+    for kind in ("W8A16", "W4A16"):
+        pack(example, root / kind, kind)
+    return {kind: root / kind for kind in ("W8A16", "W4A16")}
+
+
+def pack(model: Path, output: Path, kind: str) -> Path:
+    words = ["-i", model, "-o", output, "--quant-method", "RTN", "--quant-type", kind, "-q"]
+    done = CliRunner().invoke(gpu, [str(word) for word in words])
+    assert done.exception is None, done.output
+    return output
+
+
+def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--cpu-weights") -> Result:
+    given = [model, which, weights, "--text", text, "--window", WINDOW, "--max-windows", WINDOWS, *rest]
     return CliRunner().invoke(command, [str(argument) for argument in given])
 
 
@@ -58,9 +78,9 @@ def found(made: dict[str, Path], example: Path, text: Path) -> dict[str, dict[st
     return documents
 
 
-def sentence(*arguments: Any) -> tuple[int, str]:
+def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
     """Exit code and message of what must fail."""
-    done = run(*arguments)
+    done = run(*arguments, which=which)
     assert done.exception is not None
     assert hasattr(done.exception, "exit_code") or isinstance(done.exception, SystemExit), done.exception
     return getattr(done.exception, "exit_code", done.exit_code), str(done.exception)
@@ -153,6 +173,68 @@ def test_a_model_that_predicts_nothing_is_no_number(
     monkeypatch.setattr(Experts, "forward", broken)
     code, message = sentence(example, made["int8"], text)
     assert code == VerificationError.exit_code and "not finite" in message
+
+
+# ---- experts for the GPU ---------------------------------------------------------------------------------------------
+
+
+def test_eight_bits_for_the_gpu_cost_little_and_four_more(
+    packed: dict[str, Path], found: dict[str, dict[str, Any]], example: Path, text: Path
+) -> None:
+    documents = {}
+    for kind, weights in packed.items():
+        done = run(example, weights, text, "--json", which="--gpu-weights")
+        assert done.exception is None, (done.output, done.exception)
+        documents[kind] = json.loads(done.stdout)
+    for kind, low, high in (("W8A16", 0.003, 0.02), ("W4A16", 0.05, 0.15)):
+        document = documents[kind]
+        assert (document["method"], document["gpu_weights"]) == (kind, str(packed[kind]))
+        assert document["cpu_weights"] is None and document["skip_windows"] == 0
+        assert [row["layer"] for row in document["layers"]] == [0, 1]
+        assert all(low < row["relative_error"] < high for row in document["layers"])
+        for same in ("tokens", "windows", "positions", "skipped_tokens"):
+            assert document[same] == found["int8"][same]
+        assert document["perplexity"]["original"] == pytest.approx(found["int8"]["perplexity"]["original"], rel=1e-6)
+    assert 0 < documents["W8A16"]["kl"]["mean"] < 0.001 < documents["W4A16"]["kl"]["mean"] < 0.02
+    assert documents["W8A16"]["top1_agreement"] > 0.98 > documents["W4A16"]["top1_agreement"] > 0.9
+
+
+def test_windows_are_left_out(packed: dict[str, Path], example: Path, text: Path) -> None:
+    choice = generate.Choice(str(example))
+    every = evaluate.cut(choice, text.read_text(), text, WINDOW, None)
+    some = evaluate.cut(choice, text.read_text(), text, WINDOW, 4, 30)
+    assert every.before == 0 and (some.ids == every.ids[30:34]).all() and some.before == 30 * WINDOW
+    whole = every.ids.size + every.skipped
+    assert some.before + some.ids.size + some.skipped == whole == 4889
+    done = run(example, packed["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, which="--gpu-weights")
+    assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in done.stdout
+    assert f"GPU weights      {packed['W8A16']} (W8A16)" in done.stdout
+    code, message = sentence(example, packed["W8A16"], text, "--skip-windows", 38, which="--gpu-weights")
+    assert code == 5 and "no window of 128 after the first 38" in message
+
+
+def test_gpu_weights_that_do_not_do(
+    packed: dict[str, Path], made: dict[str, Path], example: Path, text: Path, tmp_path: Path
+) -> None:
+    def refused(weights: Path, *rest: object) -> tuple[int, str]:
+        return sentence(example, weights, text, *rest, which="--gpu-weights")
+
+    assert refused(packed["W4A16"], "--cpu-weights", made["int8"])[0] == 2
+    assert refused(packed["W4A16"], "--exact")[0] == 2
+    assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None
+    code, message = refused(example)
+    assert code == 3 and "holds no experts for the GPU" in message
+    assert refused(made["int8"])[0] == 3
+    assert refused(tmp_path / "none")[0] == 5
+
+
+def test_gpu_weights_of_another_model(packed: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+    """One layer fewer."""
+    other = Path(shutil.copytree(packed["W8A16"], tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (other / "config.json").write_text(json.dumps(config))
+    code, message = sentence(example, other, text, which="--gpu-weights")
+    assert code == 3 and "was made from another model" in message
 
 
 # ---- known distributions ---------------------------------------------------------------------------------------------

@@ -14,16 +14,24 @@ EPILOG = """\b
 Examples:
   ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
   ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt --max-windows 20 --plot int4.png
+  ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
 """
 
 
 @click.command("eval", epilog=EPILOG)
 @click.argument("model")
-@click.option("--cpu-weights", required=True, type=click.Path(path_type=Path), help="What MODEL was converted into.")
+@click.option(
+    "--cpu-weights", type=click.Path(path_type=Path), default=None, help="What MODEL was converted into, for the CPU."
+)
+@click.option(
+    "--gpu-weights", type=click.Path(path_type=Path), default=None, help="What MODEL was converted into, for the GPU."
+)
 @click.option(
     "--text", required=True, type=click.Path(path_type=Path), help="What both models read: a UTF-8 text file."
 )
 @click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens read at a time.")
+@click.option("--skip-windows", type=click.IntRange(min=0), default=0, show_default=True,
+              help="Leave out the first so many, e.g. what was calibrated with.")  # fmt: skip
 @click.option("--max-windows", type=click.IntRange(min=1), default=None, help="Read no more. [default: all]")
 @click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
@@ -34,16 +42,23 @@ Examples:
 def eval(model: str, **given: Any) -> None:
     """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
 
-    MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit into memory.
+    MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit into memory,
+    with --gpu-weights twice.
     """
+    from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline import evaluate
     from ktconvert.pipeline.figures import check_plot, plot_eval
     from ktconvert.pipeline.generate import Choice
     from ktconvert.pipeline.report import Reporter, tokens
     from ktconvert.pipeline.verify.report import aligned
 
+    gpu = given["gpu_weights"]
+    if (given["cpu_weights"] is None) == (gpu is None):
+        raise UsageError("give either --cpu-weights or --gpu-weights.")
+    if gpu is not None and given["exact"]:
+        raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
     check_plot(given["plot"])
-    evaluate.require()
+    evaluate.require(for_gpu=gpu is not None)
     options.check_kernels("the command again")
     told = Reporter()
     if given["threads"] is not None:
@@ -51,14 +66,16 @@ def eval(model: str, **given: Any) -> None:
     text = evaluate.read_text(given["text"])
     settings = ("cpu_weights", "revision", "trust_remote_code", "threads", "exact")
     choice = Choice(model, **{name: given[name] for name in settings})
-    windows = evaluate.cut(choice, text, given["text"], given["window"], given["max_windows"])
-    original, converted = evaluate.load_pair(choice)
+    method = None if gpu is None else evaluate.packed_method(gpu)
+    windows = evaluate.cut(choice, text, given["text"], given["window"], given["max_windows"], given["skip_windows"])
+    original, converted = evaluate.load_pair(choice, gpu)
     told.begin(int(windows.ids.size), 0, tokens)
     try:
         found = evaluate.evaluate(original, converted, windows, told.advance)
     finally:
         told.end()
-    document = evaluate.document(choice, given["text"], windows, found, evaluate.method_of(converted))
+    method = method or evaluate.method_of(converted)
+    document = evaluate.document(model, given["cpu_weights"], gpu, given["text"], windows, found, method)
     if given["plot"] is not None:
         plot_eval(given["plot"], document, found.compared.divergence.tolist())
     if given["as_json"]:

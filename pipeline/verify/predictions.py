@@ -181,9 +181,9 @@ def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
 def _loaded(root: Path) -> Iterator[Any]:
     """A model in memory, and out of it again. Raises Skip where transformers cannot load or compute it, or finds tensors missing."""
     try:
-        kind, _ = model_class(root)
+        kind, config = model_class(root)
         with quiet():
-            model, keys = kind.from_pretrained(root, local_files_only=True, output_loading_info=True)
+            model, keys = kind.from_pretrained(root, config=config, local_files_only=True, output_loading_info=True)
         if missing := sorted(keys["missing_keys"]):
             raise Skip(f"{root} lacks {len(missing)} tensors of its model, such as {missing[0]}")
         yield model

@@ -73,7 +73,10 @@ def check_reload(output: Output) -> tuple[Check, bool]:
 
 
 def model_class(root: Any) -> tuple[Any, Any]:
-    """The class of transformers that loads a directory, and its config. Raises what transformers does, ValueError where it has none."""
+    """The class of transformers that loads a directory, and the config that it takes, as the auto classes choose them.
+
+    Raises what transformers does, ValueError where it has no class.
+    """
     generate.share_cores()
     import transformers
 
@@ -81,7 +84,13 @@ def model_class(root: Any) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=False, local_files_only=True)
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
-            return table[type(config)], config
+            kind: Any = table[type(config)]
+            if kind.config_class is config.sub_configs.get("text_config"):
+                about = getattr(config, "quantization_config", None)
+                config = config.get_text_config()
+                if about is not None:
+                    config.quantization_config = about
+            return kind, config
     raise ValueError(f"it has no text model for {type(config).__name__}")
 
 
