@@ -144,7 +144,8 @@ COMPRESSED = {name: Compressed(name, version=1, quantizer=quantizer) for name, q
 def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
     """What an expert's linear is called in the output, without ".weight": the source's own name, where each has one.
 
-    Of experts that are stored together, the name that their family gives single ones, else gate_proj, up_proj, down_proj.
+    Of experts that are stored together, the name that their family gives single ones; in a block where it has none, the family's
+    words for the three all the same (transformers looks for w1, w3, w2 of Mixtral in any block), else gate_proj, up_proj, down_proj.
     """
     style = model.found[layer].stored.style
     info = model.weight(layer, expert, projection)
@@ -157,7 +158,15 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
         if isinstance(single, Separate) and _container(single.gate) == container:
             return name_of(single, prefix, projection, layer, expert).removesuffix(".weight")
     base = container.replace("{prefix}", prefix).format(layer=layer)
-    return f"{base}{expert}.{USUAL[projection]}"
+    return f"{base}{expert}.{words_of(model)[projection]}"
+
+
+def words_of(model: MoeModel) -> dict[str, str]:
+    """What the model's family calls the three linears of an expert."""
+    single = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
+    if single is None:
+        return USUAL
+    return {p: getattr(single, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
 
 
 def _container(template: str) -> str:

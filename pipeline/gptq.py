@@ -14,6 +14,7 @@ from ktconvert.layouts.compressed import Compressed
 from ktconvert.layouts.errors import KtconvertError, OutputError, UnsupportedError
 from ktconvert.pipeline import gpu_needs
 from ktconvert.pipeline.calibration import Calibration, local_files
+from ktconvert.pipeline.generate import share_cores
 from ktconvert.pipeline.stages.gptq_layers import Settings
 from ktconvert.quantizers import gptq
 
@@ -30,6 +31,7 @@ def require() -> None:
         raise KtconvertError(
             f"--quant-method GPTQ needs {', '.join(missing)}, not installed here: pip install 'ktconvert[gpu]'"
         )
+    share_cores()
     quiet()
 
 

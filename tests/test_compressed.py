@@ -86,7 +86,7 @@ W132, USUAL = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
         ("qwen3_moe", Fused, 0, "mlp.experts", USUAL),
         ("mixtral", Separate, 0, "block_sparse_moe.experts", W132),
         ("mixtral", Fused, 0, "block_sparse_moe.experts", W132),  # as the family names single experts there
-        ("mixtral", Fused, 1, "mlp.experts", USUAL),
+        ("mixtral", Fused, 1, "mlp.experts", W132),  # as transformers looks for them
         ("minimax_m2", Separate, 0, "block_sparse_moe.experts", W132),
         ("lfm2_moe", Fused, 0, "feed_forward.experts", W132),
         ("llama4", Fused, 0, "feed_forward.experts", USUAL),
