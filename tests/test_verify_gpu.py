@@ -1,0 +1,427 @@
+"""`ktconvert verify` of outputs for the GPU: what is right passes, and what loaders would take without a word is found."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ktconvert.layouts.output import open_output
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.cli.gpu import gpu
+from ktconvert.pipeline.cli.verify import verify
+from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.predictions import BOUNDS
+
+NEEDED = ("torch", "transformers", "accelerate", "compressed_tensors")
+loads = pytest.mark.skipif(
+    any(find_spec(name) is None for name in NEEDED), reason="transformers or compressed-tensors is not installed"
+)
+EXPERTS = "model.layers.{}.mlp.experts.{}.{}_proj.{}"
+Tensors = dict[str, tuple[Any, bytes]]
+
+
+def convert(source: Path, output: Path, kind: str, *more: str) -> Path:
+    words = ["-i", str(source), "-o", str(output), "--quant-method", "RTN", "--quant-type", kind, "-q", *more]
+    done = CliRunner().invoke(gpu, words)
+    assert done.exception is None, done.output
+    return output
+
+
+def look(output: Path, *words: object) -> dict[str, Any]:
+    """The report, with the message of an error that came before one, and the exit code."""
+    done = CliRunner().invoke(verify, [str(output), "--json", *map(str, words)])
+    code = getattr(done.exception, "exit_code", done.exit_code)
+    return (json.loads(done.stdout) if done.stdout else {"message": str(done.exception)}) | {"code": code}
+
+
+def problems(report: dict[str, Any], check: str) -> list[str]:
+    return [problem for found in report["checks"] if found["name"] == check for problem in found["problems"]]
+
+
+def told(report: dict[str, Any], check: str) -> str:
+    return str(next(found["told"] for found in report["checks"] if found["name"] == check))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+    """The bundled model, rounded to nearest."""
+    root = tmp_path_factory.mktemp("made")
+    return {kind: convert(example, root / kind, kind) for kind in BITS}
+
+
+BITS = {"W4A16": 4, "W8A16": 8}
+
+
+@pytest.fixture
+def copy(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """One of them that may be changed."""
+    return lambda kind: Path(shutil.copytree(made[kind], tmp_path / kind))
+
+
+@pytest.fixture(scope="module")
+def families() -> ModuleType:
+    """tests/rig/families.py."""
+    spec = importlib.util.spec_from_file_location("families", Path(__file__).parent / "rig" / "families.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Path:
+    """Change the tensors, name -> (header entry, bytes), shard by shard, and make index and manifest fit, as another program would."""
+    weight_map, total = {}, 0
+    for shard in sorted(output.glob("*.safetensors")):
+        data = shard.read_bytes()
+        start = 8 + struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:start])
+        about = header.pop("__metadata__")
+        tensors = {n: (t, data[start + t["data_offsets"][0] : start + t["data_offsets"][1]]) for n, t in header.items()}
+        change(tensors)
+        at, table = 0, {"__metadata__": about}
+        for name, (entry, raw) in tensors.items():
+            table[name] = entry | {"data_offsets": [at, at + len(raw)]}
+            at, total = at + len(raw), total + len(raw)
+            weight_map[name] = shard.name
+        text = json.dumps(table).encode()
+        text += b" " * (-len(text) % 8)
+        shard.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(raw for _, raw in tensors.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index))
+    manifest = json.loads((output / "manifest.json").read_text())
+    manifest["model"] |= facts
+    for file in manifest["files"]:
+        data = (output / file["name"]).read_bytes()
+        file |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (output / "manifest.json").write_text(json.dumps(manifest))
+    return output
+
+
+def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Tensors], None]:
+    """Change one tensor's bytes."""
+
+    def one(tensors: Tensors) -> None:
+        if name in tensors:
+            tensors[name] = tensors[name][0], change(tensors[name][1])
+
+    return one
+
+
+def swap_layers(output: Path, **facts: Any) -> Path:
+    """Each layer gets the experts of the other: every name and shape is right."""
+    stored: Tensors = {}
+    rewrite(output, stored.update)
+
+    def swap(tensors: Tensors) -> None:
+        for name, (entry, _) in tensors.items():
+            if ".experts." in name:
+                other = name.replace("layers.0.", "layers.x.").replace("layers.1.", "layers.0.").replace(".x.", ".1.")
+                tensors[name] = entry, stored[other][1]
+
+    return rewrite(output, swap, **facts)
+
+
+def nudged(packed: bytes) -> bytes:
+    """W8A16 codes, every fifth one step higher, as calibration might have it."""
+    codes = np.frombuffer(packed, np.uint8).copy()
+    codes[::5] += codes[::5] < 255
+    return codes.tobytes()
+
+
+# ---- what is right ---------------------------------------------------------------------------------------------------
+
+
+@loads
+@pytest.mark.parametrize("kind", BITS)
+def test_what_was_rounded(kind: str, made: dict[str, Path], example: Path) -> None:
+    report = look(made[kind], "--against", example, "--quant-method", kind.lower())
+    assert report["ok"] and report["notes"] == [], report["message"]
+    assert told(report, "options") == f"{kind}, as asked"
+    assert told(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
+    assert told(report, "source") == "144 tensors made again: the same bytes; 21 other tensors are the source's"
+    found = report["predictions"]
+    low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
+    assert low < found["kl"] < high and found["tokens"] == 4 * 127
+    assert found["top1_agreement"] > {"W4A16": 0.9, "W8A16": 0.98}[kind]
+    assert found["without"] > 1 and found["bound"] == min(
+        BOUNDS[BITS[kind]][0] * found["without"], BOUNDS[BITS[kind]][1]
+    )
+    assert f"KL divergence {found['kl']:.3g} nats" in told(report, "predictions")
+
+
+@loads
+def test_without_its_source_only_names_are_loaded(made: dict[str, Path]) -> None:
+    report = look(made["W4A16"])
+    assert report["ok"] and report["predictions"] is None
+    assert [check["name"] for check in report["checks"]][-2:] == ["hashes", "reload"]
+    report = look(made["W4A16"], "--no-load")
+    assert report["ok"] and report["checks"][-1]["name"] == "hashes"
+
+
+@loads
+def test_a_text_of_ones_own(made: dict[str, Path], example: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("x = 1\n" * 60)
+    found = look(made["W8A16"], "--against", example, "--text", text)["predictions"]
+    assert found["tokens"] == 127 * (found["tokens"] // 127) and found["kl"] < found["bound"]
+    text.write_text("too short")
+    report = look(made["W8A16"], "--against", example, "--text", text)
+    assert report["code"] == 5 and "128 are needed" in report["message"]
+    assert look(made["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
+
+
+def test_another_method_and_numa_parts(made: dict[str, Path]) -> None:
+    report = look(made["W4A16"], "--quant-method", "W8A16", "--no-load")
+    assert (
+        report["code"] == 6
+        and "--quant-method w8a16 was given, the weights have the sizes of W4A16" in report["message"]
+    )
+    assert look(made["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
+    report = look(made["W4A16"], "--numa", 1)
+    assert report["code"] == 2 and "has no NUMA parts" in report["message"]
+
+
+# ---- calibrated codes ------------------------------------------------------------------------------------------------
+
+
+def all_nudged(tensors: Tensors) -> None:
+    for name in tensors:
+        if name.endswith("weight_packed"):
+            edit(name, nudged)(tensors)
+
+
+def test_codes_of_gptq_need_not_be_those_of_rounding(copy: Callable[[str], Path], example: Path) -> None:
+    output = rewrite(copy("W8A16"), all_nudged)
+    assert len(problems(look(output, "--against", example, "--no-load"), "source")) == 48, "it says that it is RTN"
+    report = look(rewrite(output, lambda _: None, quant_method="GPTQ"), "--against", example, "--no-load")
+    assert report["ok"], report["message"]
+    assert told(report, "source").startswith(
+        "48 linears have the scales of rounding to nearest, and errors of at most 1."
+    )
+    assert all(0.007 < error["relative_error"] < 0.021 for error in report["errors"])
+
+
+def test_linears_that_fell_back_are_counted(copy: Callable[[str], Path], example: Path) -> None:
+    name = EXPERTS.format(1, 6, "down", "weight_packed")
+    output = rewrite(copy("W8A16"), edit(name, nudged), quant_method="GPTQ")
+    assert "47 of them are rounded to nearest" in told(look(output, "--against", example, "--no-load"), "source")
+
+
+def columns(unused: slice) -> Callable[[bytes], bytes]:
+    """Zeros in some columns of W8A16 codes [256, 256]."""
+
+    def change(packed: bytes) -> bytes:
+        codes = np.frombuffer(packed, np.uint8).reshape(256, 256).copy()
+        codes[:, unused] = 0x80
+        return codes.tobytes()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "words"),
+    [
+        ("weight_packed", lambda raw: raw[4096:] + raw[:4096], "times as far as rounding to nearest"),
+        ("weight_packed", columns(slice(0, 200)), "has zeros in 200 of 256 columns"),
+        ("weight_scale", lambda raw: raw[2:] + raw[:2], "rounding the source gives"),
+    ],
+    ids=["rows turned", "hardly calibrated", "scales turned"],
+)
+@pytest.mark.parametrize("expert", [0, 5])
+def test_a_wrong_expert_of_gptq(
+    expert: int, suffix: str, change: Any, words: str, copy: Callable[[str], Path], example: Path
+) -> None:
+    """By itself it looks right: hashes, shapes and numbers."""
+    name = EXPERTS.format(1, expert, "up", suffix)
+    output = rewrite(copy("W8A16"), edit(name, change), quant_method="GPTQ")
+    assert look(output, "--no-load")["ok"]
+    report = look(output, "--against", example, "--no-load")
+    (problem,) = problems(report, "source")
+    assert report["code"] == 6 and problem.startswith(name) and words in problem
+
+
+def test_columns_that_calibration_never_saw_are_told(copy: Callable[[str], Path], example: Path) -> None:
+    name = EXPERTS.format(0, 2, "gate", "weight_packed")
+    output = rewrite(copy("W8A16"), edit(name, columns(slice(3, 9))), quant_method="GPTQ")
+    report = look(output, "--against", example, "--no-load")
+    assert report["ok"] and "1 linears have columns that are all zeros" in report["notes"][0]
+
+
+def test_rows_are_enough_where_an_error_is_not_measured(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+    """More than 8 experts: of the others 64 rows are looked at."""
+    source = write_qwen(tmp_path / "source", {0: random_experts(16, 128, 128)})
+    output = convert(source, tmp_path / "out", "W4A16")
+    name = EXPERTS.format(0, 3, "down", "weight_packed")
+    rewrite(output, edit(name, lambda raw: raw[64:] + raw[:64]), quant_method="GPTQ")
+    (problem,) = problems(look(output, "--against", source, "--no-load"), "source")
+    assert problem.startswith(name)
+    assert all(error["experts"] == 8 for error in look(output, "--against", source, "--no-load")["errors"])
+
+
+def test_an_unknown_method_is_refused(copy: Callable[[str], Path], example: Path) -> None:
+    output = rewrite(copy("W4A16"), lambda _: None, quant_method="AWQ")
+    report = look(output, "--against", example, "--no-load")
+    assert report["code"] == 3 and "AWQ weights cannot be held against a source" in report["message"]
+
+
+# ---- what loads, and is something else -------------------------------------------------------------------------------
+
+
+@loads
+@pytest.mark.parametrize("kind", BITS)
+def test_experts_of_another_layer(kind: str, copy: Callable[[str], Path], example: Path) -> None:
+    """Structure, hashes, names and numbers are right; the predictions are not, nor is the source."""
+    output = swap_layers(copy(kind), quant_method="GPTQ")
+    assert look(output)["ok"]
+    report = look(output, "--against", example)
+    assert report["code"] == 6 and len(problems(report, "source")) == 48
+    (problem,) = problems(report, "predictions")
+    assert problem.startswith("the output predicts something else than its source: KL divergence ")
+    assert report["predictions"]["kl"] > 4 * report["predictions"]["bound"]
+    assert report["predictions"]["top1_agreement"] < 0.3
+
+
+@loads
+def test_mixtral_with_the_usual_names(families: ModuleType, tmp_path: Path) -> None:
+    """As llmcompressor's oneshot writes it: transformers loads it, and leaves every expert random."""
+    source = families.make("mixtral", False, tmp_path / "source")
+    output = convert(source, tmp_path / "out", "W4A16")
+    report = look(output, "--against", source)
+    assert report["ok"] and report["predictions"]["kl"] < report["predictions"]["bound"], report["message"]
+    usual = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+    def rename(tensors: Tensors) -> None:
+        for name in list(tensors):
+            other = name
+            for ours, theirs in usual.items():
+                other = other.replace(ours, theirs)
+            tensors[other] = tensors.pop(name)
+
+    names = {p: f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{p}_proj" for p in ("gate", "up", "down")}
+    report = look(rewrite(output, rename, linear_names=names))
+    assert [check["name"] for check in report["checks"] if not check["ok"]] == ["reload"]
+    found = problems(report, "reload")
+    assert "transformers finds no tensor for model.layers.0.mlp.experts.gate_up_proj" in found
+    assert any(
+        "has no place for model.layers.1." in problem and "down_proj.weight_packed" in problem for problem in found
+    )
+
+
+@loads
+@pytest.mark.parametrize(
+    ("family", "fused"), [("deepseek_v3", False), ("qwen3_next", True), ("minimax_m2", False), ("qwen3_5_moe", True)]
+)
+def test_families(family: str, fused: bool, families: ModuleType, tmp_path: Path) -> None:
+    """Random weights, no tokenizer: random tokens."""
+    source = families.make(family, fused, tmp_path / "source")
+    report = look(convert(source, tmp_path / "out", "W4A16"), "--against", source)
+    assert report["ok"], report["message"]
+    assert report["predictions"]["kl"] < report["predictions"]["bound"] < report["predictions"]["without"]
+
+
+@loads
+def test_an_expert_that_its_config_does_not_want(copy: Callable[[str], Path]) -> None:
+    """A layer that config.json says is dense: transformers would leave its experts out."""
+    output = copy("W4A16")
+    config = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [1]}))
+    found = problems(look(rewrite(output, lambda _: None)), "reload")
+    assert found and all("has no place for model.layers.1.mlp.experts" in problem for problem in found)
+
+
+def test_fp8_that_was_left(copy: Callable[[str], Path]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def half(tensors: Tensors) -> None:
+        if name in tensors:
+            tensors[name] = {"dtype": "F8_E4M3", "shape": [256, 256]}, tensors[name][1][::2]
+
+    (problem,) = problems(look(rewrite(copy("W4A16"), half)), "quantization")
+    assert problem.startswith(name) and "without its scales" in problem
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("re:.*mlp.experts$", "hits model.layers.0.mlp.experts, which is quantized"),
+        ("re:.*experts.7.up_proj", "hits model.layers.0.mlp.experts.7.up_proj, which is quantized"),
+        ("re:(", "an expression that cannot be read"),
+    ],
+)
+def test_an_ignore_list_that_hits_experts(pattern: str, words: str, copy: Callable[[str], Path]) -> None:
+    output = copy("W4A16")
+    config = json.loads((output / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(pattern)
+    (output / "config.json").write_text(json.dumps(config))
+    (problem,) = problems(look(rewrite(output, lambda _: None)), "quantization")
+    assert words in problem
+
+
+# ---- what cannot be loaded is told ------------------------------------------------------------------------------------
+
+
+@loads
+def test_a_source_that_is_no_whole_model(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+    """No attention: nothing of the conversion's."""
+    source = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)}, vocab_size=16)
+    report = look(convert(source, tmp_path / "out", "W4A16"), "--against", source)
+    assert report["ok"] and report["predictions"] is None
+    assert any(
+        "transformers finds no tensor for " in note and "the same as of the source" in note for note in report["notes"]
+    )
+    assert "predictions were not compared: the output cannot be loaded whole" in report["notes"]
+
+
+@loads
+def test_models_that_do_not_fit(made: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
+    report = look(made["W4A16"], "--against", example)
+    assert report["ok"] and report["predictions"] is None
+    (note,) = report["notes"]
+    assert note.startswith(
+        "predictions were not compared: each of the two models needs 1.0 GiB of memory, 1.0 GiB are free"
+    )
+
+
+@loads
+def test_a_model_that_transformers_does_not_know(copy: Callable[[str], Path], example: Path) -> None:
+    output = copy("W4A16")
+    config = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps(config | {"model_type": "of_tomorrow", "architectures": ["X"]}))
+    report = look(rewrite(output, lambda _: None))
+    assert report["ok"] and any(
+        note.startswith("not loaded: transformers cannot build it: ") for note in report["notes"]
+    )
+
+
+def test_without_transformers(made: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
+    report = look(made["W4A16"], "--against", example)
+    assert report["ok"] and told(report, "reload") == "not checked"
+    assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
+
+
+def test_codes_need_not_be_read_whole(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That codes are not all zeros is seen in their first bytes."""
+    from ktconvert.layouts.output import Output
+    from ktconvert.pipeline.verify.gpu import PIECE, check_numbers
+
+    read: list[int] = []
+    plain = Output.read
+    monkeypatch.setattr(Output, "read", lambda *given: read.append(len(found := plain(*given))) or found)  # type: ignore[func-returns-value]
+    assert check_numbers(open_output(made["W8A16"])) == Check(
+        "numbers", "scales finite and positive, no expert all zeros"
+    )
+    assert max(read) == PIECE < 256 * 256 and len(read) == 48 * 3
