@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.output import open_output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.output import require_sound
 from ktconvert.pipeline.verify.predictions import BOUNDS
 
 NEEDED = ("torch", "transformers", "accelerate", "compressed_tensors")
@@ -411,6 +413,23 @@ def test_without_transformers(made: dict[str, Path], example: Path, monkeypatch:
     report = look(made["W4A16"], "--against", example)
     assert report["ok"] and told(report, "reload") == "not checked"
     assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
+
+
+@loads
+def test_the_guards_after_a_conversion(copy: Callable[[str], Path]) -> None:
+    output = copy("W4A16")
+    assert require_sound(output) == ()
+    config = (output / "config.json").read_text()
+    (output / "config.json").write_text(json.dumps(json.loads(config) | {"mlp_only_layers": [1]}))
+    rewrite(output, lambda _: None)
+    with pytest.raises(VerificationError, match=r"has no place for model\.layers\.1\.mlp\.experts"):
+        require_sound(output)
+    assert require_sound(output, load=False) == ()
+    (output / "config.json").write_text(config)
+    name = EXPERTS.format(1, 7, "down", "weight_packed")
+    rewrite(output, edit(name, lambda raw: b"\x88" * len(raw)))
+    with pytest.raises(VerificationError, match=rf"{name} in .* is all zeros: its expert would compute nothing"):
+        require_sound(output)
 
 
 def test_codes_need_not_be_read_whole(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

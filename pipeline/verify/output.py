@@ -160,6 +160,22 @@ def _load(
     return [names, check], predictions
 
 
+def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
+    """The guards after a conversion for the GPU: all of verify that needs neither source nor hashes; load: names in transformers, too.
+
+    Returns notes. Raises VerificationError with the first problem.
+    """
+    output = open_output(root)
+    found = measure(output)
+    checks = [*check_structure(output, found), check_numbers(output)]
+    if load and not any(check.problems for check in checks):
+        checks.append(check_reload(output)[0])
+    report = Report(output, found, tuple(checks))
+    if report.sentence is not None:
+        raise VerificationError(report.sentence)
+    return tuple(note for check in checks for note in check.notes)
+
+
 def require_finished(path: Path) -> None:
     """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at all."""
     places = locate(path)
