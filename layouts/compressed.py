@@ -144,8 +144,8 @@ COMPRESSED = {name: Compressed(name, version=1, quantizer=quantizer) for name, q
 def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
     """What an expert's linear is called in the output, without ".weight": the source's own name, where each has one.
 
-    Of experts that are stored together, the name that their family gives single ones; in a block where it has none, the family's
-    words for the three all the same (transformers looks for w1, w3, w2 of Mixtral in any block), else gate_proj, up_proj, down_proj.
+    Of experts that are stored together, the name that their family gives single ones, in whatever block they lie (transformers
+    looks for w1, w3, w2 of Mixtral in any), else gate_proj, up_proj, down_proj.
     """
     style = model.found[layer].stored.style
     info = model.weight(layer, expert, projection)
@@ -154,9 +154,6 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
     part = next(p for p in style.parts if model.found[layer].stored.weights.get((p, -1)) == info)
     container = _container(getattr(style, part))
     prefix = info.name.removesuffix(name_of(style, "", part, layer, -1))
-    for single in model.arch.stored:
-        if isinstance(single, Separate) and _container(single.gate) == container:
-            return name_of(single, prefix, projection, layer, expert).removesuffix(".weight")
     base = container.replace("{prefix}", prefix).format(layer=layer)
     return f"{base}{expert}.{words_of(model)[projection]}"
 
