@@ -46,6 +46,7 @@ class Shape:
     width      I
     head       values of a head, the widest of q, k and v
     rest       BF16 bytes of the largest decoder layer without its routed experts: attention, router, shared or dense MLP
+    dense      whether layers without experts lie before one with, and are run with it
     top_k      experts that a token is routed to
     calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own
     group      experts that are in memory together
@@ -64,6 +65,7 @@ class Shape:
     group: int = 1
     head: int = 128
     rest: int = 0
+    dense: bool = False
     top_k: int = 8
     on_gpu: bool = False
 
@@ -74,7 +76,8 @@ class Needs:
 
     host      main memory at most, libraries included
     gpu       memory of the card at most; 0 without one
-    disk      files of activations that exist together, beside the output: what enters a layer and its experts, and what leaves them
+    disk      files of activations that exist together, beside the output: what enters a layer and its experts, what leaves them,
+              and what leaves layers without experts before it
     layer     the routed experts of one layer in BF16
     weights   what is computed with at a time: the layer without its experts, and one group of experts, in BF16
     hessians  of one group: gate and up's, shared or one per expert, and down's, one per expert
@@ -131,7 +134,7 @@ def needs(shape: Shape) -> Needs:
     return Needs(
         host=LIBRARIES + routing + (moved if shape.on_gpu else peak),
         gpu=CUDA + peak if shape.on_gpu else 0,
-        disk=4 * boundary,
+        disk=(5 if shape.dense else 4) * boundary,
         layer=shape.experts * expert,
         weights=shape.rest + group * expert,
         hessians=hessians,
@@ -162,6 +165,7 @@ def shape_of(model: MoeModel, settings: Mapping[str, Any], *, group: int, on_gpu
         group=group,
         head=max(widths) or hidden // heads,
         rest=_rest(model),
+        dense=model.layers != tuple(range(len(model.layers))),
         top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
         on_gpu=on_gpu,
     )
