@@ -30,6 +30,7 @@ class Assembly:
     card         README.md, from the units' figures
     loose        whether the weights are loose folders (then there is no index)
     kept_layers  loose layer folders that lay in the output before and stay as they are
+    guard        looks at the complete folder before it appears; raises where it is not what it should be
     """
 
     companions: tuple[tuple[str, Path], ...]
@@ -37,6 +38,7 @@ class Assembly:
     card: Callable[..., bytes]
     loose: bool
     kept_layers: tuple[int, ...] = ()
+    guard: Callable[[Path], object] | None = None
 
 
 def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
@@ -85,6 +87,8 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
     _written(target, manifest.NAME, document)
     for folder in (target, *(p for p in target.rglob("*") if p.is_dir())):
         publish.sync_folder(folder)
+    if assembly.guard is not None and all((target / name).exists() for name in weights):
+        assembly.guard(target)
     work.journal.append({"event": "assembled", "inode": target.stat().st_ino}, sync=True)
     appear(work, [f["name"] for f in files])
     work.remove()

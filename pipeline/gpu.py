@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts import PROJECTIONS, gpu_card
@@ -103,6 +104,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
             tool_version=tool_version(),
         ),
         loose=False,
+        guard=functools.partial(_guard, settings["quant_method"]),
     )
     files = source_files(source, request, hashed)
     companion_files = [file for file in files if file.header_sha256 is None]
@@ -123,6 +125,16 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         extra_bytes=sum(path.stat().st_size for _, path in copied),
     )
     return plan
+
+
+def _guard(quant_method: str, output: Path) -> None:
+    """Raise VerificationError for an output that is not what its manifest and loaders expect.
+
+    Whether transformers finds a name for every expert is asked only where it is in memory already.
+    """
+    from ktconvert.pipeline.verify.output import require_sound
+
+    require_sound(output, load=quant_method == "GPTQ")
 
 
 def _rtn(request: Request, model: MoeModel, form: Compressed, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
