@@ -16,7 +16,6 @@ from ktconvert.pipeline import gpu_needs
 from ktconvert.pipeline.calibration import Calibration, local_files
 from ktconvert.pipeline.generate import share_cores
 from ktconvert.pipeline.stages.gptq_layers import Settings
-from ktconvert.quantizers import gptq
 
 NEEDS = ("torch", "transformers", "accelerate", "datasets", "llmcompressor", "compressed_tensors")
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")  # their versions can change bytes
@@ -104,7 +103,7 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     experts, hidden, width = max((model.shape(layer) for layer in model.layers), key=lambda shape: shape[1] * shape[2])
     weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
     hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
-    working = 0 if routed else gptq.working_bytes(2 * width, hidden) - gptq.working_bytes(0, hidden)
+    working = 0 if routed else gpu_needs.working_bytes(2 * width, hidden) - gpu_needs.working_bytes(0, hidden)
     return max(1, min(experts, budget // (weights + hessians + working)))
 
 

@@ -162,7 +162,7 @@ def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, met
     return Quantizing(
         gptq_layers.stage(model, form, settings, beside_experts, metadata),
         lambda _: _peak(model, settings, shape),
-        scratch_bytes=gptq_layers.scratch_bytes(model, settings),
+        scratch_bytes=gpu_needs.needs(shape).disk if settings.engine == "stream" else 0,
         notes=() if settings.engine == "stream" else (ONESHOT,),
         advice=tuple(gpu_needs.advice(shape)) if settings.engine == "stream" else (),
         remedies=gpu_needs.REMEDIES,

@@ -128,11 +128,6 @@ def dequantize(bits: int, group: int, packed: torch.Tensor, scale: torch.Tensor)
     return values
 
 
-def working_bytes(rows: int, width: int) -> int:
-    """Bytes that quantize() needs beside its arguments: three float32 copies of the linear, its BF16 and codes, three of H."""
-    return rows * width * (3 * 4 + 2 + 2) + 3 * 4 * width * width
-
-
 def _arguments(bits: int, group: int) -> Any:
     from compressed_tensors.quantization import QuantizationArgs
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import struct
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.quantizers import groups, reference
 
@@ -346,15 +344,6 @@ def test_an_expert_of_zeros_is_told(tmp_path: Path, cli: Any, write_qwen: Any, r
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_gptq_says_what_there_is(tmp_path: Path, cli: Any, example: Path) -> None:
-    for words in (("--quant-method", "GPTQ"), ()):
-        done = cli("gpu", "-i", example, "-o", tmp_path / "out", *words, code=UnsupportedError.exit_code)
-        assert done.stderr.startswith("ktconvert: --quant-method GPTQ: ")
-        assert "--quant-method RTN" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("shape", "options", "code", "words"),
     [
@@ -540,34 +529,6 @@ def test_it_is_no_weights_for_the_cpu(made: Path, cli: Any, example: Path) -> No
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
-
-# Every example of kt-kernel's scripts README for convert_gpu_weights.py, the program's name left out.
-EXAMPLES = [
-    "--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16",
-    "--model_id MODEL --output_dir OUT --quant_method RTN --quant_type W4A16",
-    "--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16 --num_calibration_samples 512 "
-    "--max_sequence_length 2048 --dataset HuggingFaceH4/ultrachat_200k --dataset_split train_sft",
-    '--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16 --max_gpu_memory "40GiB"',
-    "--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W4A16 --num_calibration_samples 512 "
-    '--max_sequence_length 2048 --max_gpu_memory "40GiB" --trust_remote_code',
-    '--model_id MODEL --output_dir OUT --quant_method RTN --quant_type W4A16 --max_gpu_memory "70GiB" --trust_remote_code',
-    '--model_id MODEL --output_dir OUT --quant_method GPTQ --quant_type W8A16 --dataset "tatsu-lab/alpaca" '
-    '--dataset_split "train" --num_calibration_samples 256 --max_gpu_memory "40GiB" --trust_remote_code',
-    "--model_id MODEL --output_dir OUT --quant_type W4A16",  # of the script's own text
-]
-
-
-@pytest.mark.parametrize("line", EXAMPLES)
-def test_every_example_of_kt_kernel(line: str, tmp_path: Path, cli: Any, example: Path) -> None:
-    places = {"MODEL": str(example), "OUT": str(tmp_path / "out")}
-    words = [places.get(word, word) for word in shlex.split(line)]
-    makes = "RTN" in words
-    done = cli("gpu", *words, code=0 if makes else 3)
-    assert (tmp_path / "out" / "config.json").exists() == makes
-    if makes:
-        for option in ("max_gpu_memory", "trust_remote_code"):
-            told = f"--{option.replace('_', '-')} changes nothing here" in done.stderr
-            assert told == (f"--{option}" in words)
 
 
 def test_both_spellings_and_several_patterns() -> None:

@@ -172,14 +172,6 @@ def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> 
     return [carried for name, carried in rest.items() if name.startswith(prefix)]
 
 
-def scratch_bytes(model: MoeModel, settings: Settings) -> int:
-    """Bytes of activations on disk, at most at any time: what enters a layer, its experts and leaves them, and what leaves the layer."""
-    if settings.engine == "oneshot":
-        return 0
-    hidden = model.shape(model.layers[0])[1]
-    return 4 * 2 * settings.calibration.samples * settings.calibration.max_length * hidden
-
-
 def make(unit: Unit, partial: Path, context: Context) -> Result:
     """Any unit of the chain."""
     import torch
@@ -274,7 +266,10 @@ def write_layer(unit: Unit, partial: Path, context: Context, job: Job) -> Result
     assert link.before is not None
     entering = RowFile(link.before, count, lm.hidden, new=False)
     for layer in job.before:
-        entering = _pass_through(work, lm, layer, entering, link.scratch / f"after-{layer:03d}")
+        passed = _pass_through(work, lm, layer, entering, link.scratch / f"after-{layer:03d}")
+        if entering.path != link.before:
+            entering.path.unlink()
+        entering = passed
     with entering, lm.loaded(job.layer):
         lm.require_causal(job.layer)
         inputs = gptq_layer.record(work, lm, entering, link.scratch / "inputs")
