@@ -112,13 +112,13 @@ def _ignored_wrongly(output: Output, ignore: Sequence[str]) -> Iterator[str]:
 def _loader_names(output: Output) -> Iterator[str]:
     """What loaders call the routed experts: each linear by its own name and by the usual one, and their container."""
     assert output.names is not None
-    containers = set()
+    containers: dict[str, None] = {}
     for place, what in output.tensors:
         if what == "weight_packed":
             name = output.names.name(place.layer, place.expert, place.projection)
             base = name.rpartition(".")[0]
             yield from dict.fromkeys((name, f"{base}.{USUAL[place.projection]}"))
-            containers.add(base.rpartition(".")[0])
+            containers[base.rpartition(".")[0]] = None
     yield from containers
 
 
