@@ -135,7 +135,7 @@ def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
     lines = [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
     block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_gpu_weights.py" in b)
     lines += [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
-    assert len(lines) == 2 * (9 + 2)
+    assert len(lines) == 2 * (9 + 3)
     for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
         assert theirs[0] == "python"
         assert ours == ["ktconvert", scripts[theirs[1]], *theirs[2:]]
