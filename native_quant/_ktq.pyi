@@ -19,6 +19,7 @@ class Lib:
     KTQ_FP8_E4M3: int
     KTQ_LIBRARY: int
     KTQ_FLOAT32: int
+    KTQ_GPTQ_COLUMNS: int
 
     def ktq_quantize_pack(
         self, bits: int, n: int, k: int, source: Any, scratch: Any, weight: Any, scale: Any, bad_row: Any
@@ -35,6 +36,18 @@ class Lib:
         packed: Any,
         scale: Any,
         bad_row: Any,
+    ) -> int: ...
+    def ktq_gptq_block(
+        self,
+        bits: int,
+        kind: int,
+        n: int,
+        width: int,
+        inverse: Any,
+        scale: Any,
+        weight: Any,
+        value: Any,
+        error: Any,
     ) -> int: ...
     def ktq_decode(self, n: int, k: int, source: Any, out: Any) -> int: ...
     def ktq_dequantize(self, bits: int, n: int, k: int, weight: Any, scale: Any, out: Any) -> int: ...

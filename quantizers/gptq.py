@@ -9,7 +9,10 @@ order), which leaves the stored format as it is. llmcompressor is imported only 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from ktconvert.native_quant import kernels_gptq
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +86,7 @@ def quantize(
     import torch
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
+    _offer_kernel()
     mean = hessian.sum / hessian.batches
     if not bool(torch.isfinite(torch.diagonal(mean)).all()):
         raise NotFinite("the Hessian of its calibration inputs is not finite")
@@ -103,6 +107,41 @@ def quantize(
     exact = rounding == "float32"
     packed = pack(bits, group, made[0] if exact else rounded, scale.float() if exact else scale)
     return Quantized(rounded, packed, loss, bool(fell_back[0]))
+
+
+@cache
+def _offer_kernel() -> None:
+    """Give the library our kernel for its inner loop, which it then takes for what the kernel can do: the same bits, sooner."""
+    import torch
+    from compressed_tensors.utils.impl_backend import ImplBackend
+    from llmcompressor.modifiers.gptq.helpers import column_scale_window
+
+    kinds = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+    def is_for_it(
+        W1: Any, Hinv1: Any, Q1: Any, Err1: Any, losses1: Any, *, scale: Any, quant_args: Any, **_: Any
+    ) -> bool:
+        plain = all(
+            x.dim() == 3 and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
+            for x in (W1, Q1, Err1, losses1)
+        )
+        fits = W1.shape[-1] <= kernels_gptq.MAX_COLUMNS and Hinv1.dtype == torch.float32 and scale.dtype in kinds
+        a = quant_args
+        return plain and fits and (a.type, a.strategy, a.symmetric) == ("int", "group", True) and a.num_bits in (4, 8)
+
+    def gptq_block_update_ktconvert(
+        W1: Any, Hinv1: Any, Q1: Any, Err1: Any, losses1: Any, *, scale: Any, quant_args: Any, i1: int, **others: Any
+    ) -> None:
+        rows, width = W1.shape[-2:]
+        window = others["zero_point"], others["global_scale"], others["g_idx"], quant_args, rows, i1, i1 + width
+        each, _ = column_scale_window(scale, *window)
+        kind, threads = kinds[each.dtype], torch.get_num_threads()
+        for inverse, *block in zip(Hinv1.contiguous(), each.float(), W1, Q1, Err1, strict=True):
+            arrays = [x.detach().numpy() for x in (inverse, *block)]
+            kernels_gptq.gptq_block(quant_args.num_bits, kind, *arrays, threads=threads)
+        torch.square(Err1, out=losses1)
+
+    ImplBackend.register("gptq_block_update", is_for_it, 1)(gptq_block_update_ktconvert)
 
 
 def pack(bits: int, group: int, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,17 @@ typedef kt_pack_fn kt_pack_int8_fn, kt_pack_int4_fn;
    group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value is not finite, else 1. */
 typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale);
 
+/* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). rounded: what a code stands for is rounded to BF16.
+   inverse[width][width]: only its upper triangle is read. Tiles [width][KT_STRIP_ROWS] on a boundary of 64 bytes: weight becomes what
+   the corrections leave, scale the values that the codes stand for; error is written. */
+typedef struct {
+    int bits, rounded;
+    int64_t width;
+    const float *inverse;
+    float *weight, *scale, *error;
+} kt_gptq;
+typedef void kt_gptq_fn(const kt_gptq *job);
+
 /* rows x columns values of `kind` to BF16; FP8 is multiplied by scale. Row r begins at in + r * in_stride (bytes, any alignment)
    and goes to out + r * out_pitch (values). */
 typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
@@ -127,6 +138,7 @@ typedef struct {
     kt_amax_fn *amax;
     kt_pack_fn *pack_int8, *pack_int4;
     kt_groups_fn *groups;
+    kt_gptq_fn *gptq;
     kt_decode_fn *decode;
     kt_transpose_fn *transpose;
     kt_gemm_fn *gemm_int8, *gemm_int4;

@@ -1,0 +1,23 @@
+/* The definition in C: section 7 of NUMERICS.md, a value at a time. */
+#include <math.h>
+
+#include "bf16.h"
+#include "kernels.h"
+
+void kt_gptq_scalar(const kt_gptq *job) {
+    const float least = job->bits == 4 ? -8.0f : -128.0f;
+    for (int64_t i = 0; i < job->width; i++) {
+        const float *inverse = job->inverse + i * job->width;
+        for (int r = 0; r < KT_STRIP_ROWS; r++) {
+            float *w = job->weight + r, *scale = job->scale + i * KT_STRIP_ROWS + r;
+            float q = w[i * KT_STRIP_ROWS] / *scale;
+            q = q < least ? least : q > -least - 1.0f ? -least - 1.0f : q; /* NaN stays NaN */
+            float y = rintf(q) * *scale;
+            if (job->rounded) y = kt_from_bf16(kt_to_bf16(y));
+            float e = (w[i * KT_STRIP_ROWS] - y) / inverse[i];
+            for (int64_t c = i; c < job->width; c++) w[c * KT_STRIP_ROWS] -= e * inverse[c];
+            *scale = y;
+            job->error[i * KT_STRIP_ROWS + r] = e;
+        }
+    }
+}

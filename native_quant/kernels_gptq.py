@@ -1,0 +1,87 @@
+"""The inner loop of GPTQ for NumPy arrays: a kernel like those of kernels.py, which splits its rows over threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.kernels import KINDS, MULTIPLE, _check_array, _raise, _read_environment
+
+MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
+STRIP = 32  # rows that the kernel works on at a time: a thread gets whole strips
+
+Floats = npt.NDArray[np.float32]
+
+
+def gptq_block(
+    bits: int,
+    kind: str,
+    inverse: Floats,
+    scale: Floats,
+    weight: Floats,
+    value: Floats,
+    error: Floats,
+    *,
+    threads: int = 1,
+) -> None:
+    """Quantizes the columns of a block one after the other to 4 or 8 bits and corrects those to the right of each.
+
+    All arrays are float32. inverse [width, width]: the block's factor of the inverse Hessian, of which the upper triangle is
+    read. scale [n, width]: of each weight; kind: "bf16" or "f32", its type before it became float32, to which values are
+    rounded. weight [n, width] becomes what the corrections leave of it; value, what the codes stand for, and error, [n, width],
+    are written. width: at most MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit.
+    Equations: NUMERICS.md, section 7.
+    """
+    if bits not in MULTIPLE:
+        raise ValueError(f"bits must be 4 or 8, not {bits}")
+    if kind not in ("bf16", "f32"):
+        raise ValueError(f"kind '{kind}' is not one of bf16, f32")
+    if threads < 1:
+        raise ValueError(f"threads must be 1 or more, not {threads}")
+    if weight.ndim != 2 or not weight.shape[0] or not 1 <= weight.shape[1] <= MAX_COLUMNS:
+        raise ValueError(f"weight must have rows and 1 to {MAX_COLUMNS} columns, not shape {weight.shape}")
+    n, width = weight.shape
+    float32 = np.dtype(np.float32)
+    _check_array("inverse", inverse, float32, (width, width), writable=False)
+    _check_array("scale", scale, float32, (n, width), writable=False)
+    for name, array in (("weight", weight), ("value", value), ("error", error)):
+        _check_array(name, array, float32, (n, width), writable=True)
+    for a, b in combinations((weight, value, error, scale, inverse), 2):
+        if np.may_share_memory(a, b):
+            raise ValueError("no two of the arrays may share memory")
+    _read_environment()
+    strips = -(-n // STRIP)
+    step = -(-strips // threads) * STRIP
+    part = partial(_rows, bits, KINDS[kind][0], inverse, scale, weight, value, error, step)
+    if step >= n:
+        _raise(part(0))
+        return
+    with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq") as pool:
+        for result in list(pool.map(part, range(0, n, step))):
+            _raise(result)
+
+
+def _rows(
+    bits: int,
+    kind: int,
+    inverse: Floats,
+    scale: Floats,
+    weight: Floats,
+    value: Floats,
+    error: Floats,
+    step: int,
+    first: int,
+) -> int:
+    """Rows first .. first + step - 1, as far as there are; what C returns."""
+    rows: list[Any] = [
+        ffi.from_buffer("float[]", array[first : first + step]) for array in (scale, weight, value, error)
+    ]
+    n, width = weight[first : first + step].shape
+    result: int = lib.ktq_gptq_block(bits, kind, n, width, ffi.from_buffer("float[]", inverse), *rows)
+    return result

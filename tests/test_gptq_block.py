@@ -1,0 +1,269 @@
+"""The inner loop of GPTQ: the kernels equal the NumPy definition, and that equals llmcompressor's own loop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.native_quant import kernels, kernels_gptq
+from ktconvert.quantizers import reference
+
+BITS = (4, 8)
+KINDS = ("bf16", "f32")
+NAMES = ("weight", "value", "error")
+with_library = pytest.mark.skipif(
+    find_spec("llmcompressor") is None, reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')"
+)
+
+
+def to_bf16(x: Any) -> Any:
+    return reference.bf16_to_f32(reference.f32_to_bf16(np.ascontiguousarray(x)))
+
+
+def definition(bits: int, kind: str, inverse: Any, scale: Any, weight: Any) -> tuple[Any, Any, Any]:
+    """Section 7 of NUMERICS.md, a column at a time."""
+    half = np.float32(2 ** (bits - 1))
+    weight = weight.copy()
+    value, error = np.empty_like(weight), np.empty_like(weight)
+    with np.errstate(all="ignore"):
+        for i in range(weight.shape[1]):
+            code = np.rint(np.clip(weight[:, i] / scale[:, i], -half, half - 1))
+            value[:, i] = to_bf16(code * scale[:, i]) if kind == "bf16" else code * scale[:, i]
+            error[:, i] = (weight[:, i] - value[:, i]) / inverse[i, i]
+            weight[:, i:] -= error[:, i, None] * inverse[i, i:]
+    return weight, value, error
+
+
+def factor(rng: np.random.Generator, width: int) -> Any:
+    """The upper Cholesky factor of an inverse Hessian, and below its diagonal what nobody may read."""
+    inputs = rng.standard_normal((width, 2 * width)) * np.exp(rng.uniform(-2, 2, (width, 1)))
+    upper = np.linalg.cholesky(np.linalg.inv(inputs @ inputs.T + 0.01 * np.eye(width))).T.astype(np.float32)
+    upper[np.tril_indices(width, -1)] = np.nan
+    return np.ascontiguousarray(upper)
+
+
+def random_block(rng: np.random.Generator, n: int, width: int) -> tuple[Any, Any, Any]:
+    """inverse, scale (values of BF16) and weight, with ties and outliers among them."""
+    weight = (rng.standard_normal((n, width)) * 0.02).astype(np.float32)
+    scale = to_bf16(np.exp(rng.uniform(-8, -2, (n, width))))
+    ties = rng.random((n, width)) < 0.1
+    weight[ties] = (scale * (rng.integers(-150, 150, (n, width)) + np.float32(0.5)))[ties]
+    return factor(rng, width), scale, weight
+
+
+def special_block(finite: bool) -> tuple[Any, Any, Any]:
+    """Rows of each thing that could go wrong, many at once too."""
+    n, width = 64, 48
+    rng = np.random.default_rng(5)
+    inverse, scale, weight = random_block(rng, n, width)
+    weight[0] = 0
+    weight[1] = -0.0
+    weight[2] = 3.4e38 * rng.uniform(-1, 1, width)
+    weight[3] = 1e-38 * rng.uniform(-1, 1, width)
+    weight[4] = 2.0**-149 * rng.integers(-9, 9, width)
+    weight[5], scale[5] = 1e-39 * rng.uniform(-1, 1, width), 2.0**-133 * rng.integers(1, 128, width)  # subnormal scales
+    scale[6] = 2.0**-133
+    scale[7] = 3.3895313892515355e38  # the largest BF16
+    weight[8] = np.where(rng.random(width) < 0.5, 0.0, -0.0)
+    weight[9] = 2.0 ** rng.integers(-149, 100, width)
+    if not finite:
+        scale[10] = 0
+        weight[11], scale[11] = 0, 0
+        weight[12, 7] = np.nan
+        weight[13, 9] = -np.inf
+        scale[14, 3] = np.inf
+        scale[15, 20] = np.nan
+        weight[16] = np.inf
+        weight[17] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # the NaN that rounding to BF16 would carry over
+        weight[2], scale[2] = 3.4e38, 3.38953e38
+        weight[40:44] = np.nan
+    return inverse, scale, weight
+
+
+def ours(bits: int, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1) -> tuple[Any, Any, Any]:
+    weight = weight.copy()
+    value, error = np.full_like(weight, 7), np.full_like(weight, 7)
+    kernels_gptq.gptq_block(bits, kind, inverse, scale, weight, value, error, threads=threads)
+    return weight, value, error
+
+
+def assert_same(have: Any, want: Any) -> None:
+    """Equal bits; of two NaN the bits may differ, for which operand a processor hands on is nobody's choice."""
+    for name, a, b in zip(NAMES, have, want, strict=True):
+        assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
+        differ = np.argwhere((a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b)))
+        assert not len(differ), f"{name}: {len(differ)} values differ, first at {differ[0]}"
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", BITS)
+def test_kernels_are_the_definition(bits: int, kind: str) -> None:
+    rng = np.random.default_rng(bits)
+    for n, width in ((1, 1), (3, 128), (32, 32), (33, 127), (64, 128), (100, 96), (70, 31)):
+        block = random_block(rng, n, width)
+        want = definition(bits, kind, *block)
+        assert np.isfinite(want[2]).all() and want[2].any()
+        assert_same(ours(bits, kind, *block), want)
+    for finite in (True, False):
+        block = special_block(finite)
+        want = definition(bits, kind, *block)
+        assert finite or np.isnan(want[1]).any()
+        assert_same(ours(bits, kind, *block), want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 150),
+    width=st.integers(1, 128),
+    bits=st.sampled_from(BITS),
+    kind=st.sampled_from(KINDS),
+    threads=st.integers(1, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_and_number_of_threads(n: int, width: int, bits: int, kind: str, threads: int, seed: int) -> None:
+    block = random_block(np.random.default_rng(seed), n, width)
+    want = definition(bits, kind, *block)
+    before = kernels.isa()
+    for name in kernels.available_isas():
+        kernels.set_isa(name)
+        assert_same(ours(bits, kind, *block, threads=threads), want)
+    kernels.set_isa(before)
+
+
+@pytest.mark.usefixtures("isa")
+def test_rows_do_not_depend_on_each_other() -> None:
+    inverse, scale, weight = special_block(finite=False)
+    whole = ours(4, "bf16", inverse, scale, weight)
+    for row in range(len(weight)):
+        assert_same(
+            ours(4, "bf16", inverse, scale[row : row + 1], weight[row : row + 1]), [x[row : row + 1] for x in whole]
+        )
+
+
+def test_wrong_arguments_are_refused() -> None:
+    inverse, scale, weight = random_block(np.random.default_rng(0), 5, 16)
+    value, error = np.empty_like(weight), np.empty_like(weight)
+    good: dict[str, Any] = {"bits": 4, "kind": "bf16", "inverse": inverse, "scale": scale, "weight": weight}
+    good |= {"value": value, "error": error}
+    kernels_gptq.gptq_block(**good)
+    readonly = weight.copy()
+    readonly.flags.writeable = False
+    for change, words in (
+        ({"bits": 2}, "bits must be 4 or 8"),
+        ({"kind": "fp16"}, "kind 'fp16' is not one of"),
+        ({"threads": 0}, "threads must be 1 or more"),
+        ({"weight": weight[0]}, "not shape"),
+        ({"weight": np.empty((0, 16), np.float32)}, "not shape"),
+        ({"weight": np.empty((5, 129), np.float32)}, "1 to 128 columns"),
+        ({"weight": weight.astype(np.float64)}, "weight must be float32"),
+        ({"weight": readonly}, "weight must be writable"),
+        ({"inverse": inverse[:15]}, "inverse must be float32 of shape"),
+        ({"inverse": inverse.T}, "inverse must be contiguous"),
+        ({"scale": scale[:, :1]}, "scale must be float32 of shape"),
+        ({"value": value[:4]}, "value must be float32 of shape"),
+        ({"error": value}, "may share memory"),
+        ({"scale": value}, "may share memory"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernels_gptq.gptq_block(**{**good, **change})
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+def loop(name: str, bits: int, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:
+    """What this implementation of the library's loop makes of a block: W1, Q1, Err1 and losses1."""
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.utils.impl_backend import ImplBackend
+
+    from ktconvert.quantizers import gptq
+
+    gptq._offer_kernel()
+    args = QuantizationArgs(
+        num_bits=bits, type="int", symmetric=True, strategy="group", group_size=16, actorder="static"
+    )
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    width = weight.shape[1]
+    # One group for each column: the block's columns are 3 .. 3 + width - 1 of a matrix.
+    scales = torch.ones(1, len(weight), width + 5, dtype=dtype)
+    scales[0, :, 3 : 3 + width] = torch.from_numpy(scale)
+    given: dict[str, Any] = {"zero_point": torch.zeros_like(scales), "global_scale": None, "quant_args": args, "i1": 3}
+    given["g_idx"] = torch.arange(width + 5, dtype=torch.int).expand(1, -1)
+    tensors = [torch.from_numpy(weight.copy())[None]] + [torch.zeros(1, *weight.shape) for _ in range(3)]
+    first, *rest = tensors
+    ImplBackend.call(name, first, torch.from_numpy(inverse)[None], *rest, scale=scales, **given)
+    return [x[0].numpy() for x in tensors]
+
+
+@with_library
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", BITS)
+def test_equals_the_librarys_loop(bits: int, kind: str) -> None:
+    rng = np.random.default_rng(bits)
+    blocks = [random_block(rng, n, width) for n, width in ((1, 1), (2, 128), (75, 37), (3000, 128))]
+    before = kernels.isa()
+    for block in (*blocks, special_block(True), special_block(False)):
+        want = loop("gptq_block_update", bits, kind, *block)
+        for name in kernels.available_isas():
+            kernels.set_isa(name)
+            have = loop("gptq_block_update_ktconvert", bits, kind, *block)
+            assert_same(have[:3], want[:3])
+            np.testing.assert_array_equal(have[3], want[3])
+    kernels.set_isa(before)
+
+
+PROGRAM = """
+import hashlib
+import torch
+from compressed_tensors.utils.impl_backend import ImplBackend
+from ktconvert.native_quant import kernels_gptq
+from ktconvert.quantizers import gptq
+
+called = 0
+def counted(*arguments, compute=kernels_gptq.gptq_block, **options):
+    global called
+    called += 1
+    compute(*arguments, **options)
+kernels_gptq.gptq_block = counted
+
+torch.manual_seed(0)
+made_of = []
+for bits in (4, 8):
+    weight = (torch.randn(65, 320) * 0.02).bfloat16()
+    scale = (weight.float().unflatten(1, (-1, 64)).abs().amax(-1) / (2 ** (bits - 1) - 0.5)).bfloat16()
+    hessian = gptq.Hessian.empty(320)
+    hessian.add(torch.randn(1000, 320) @ torch.randn(320, 320))
+    made = gptq.quantize(bits, 64, weight, scale, hessian, 0.01)
+    assert not made.fell_back and made.loss > 0
+    made_of += [hashlib.sha256(x.view(torch.uint8).numpy()).hexdigest() for x in (made.packed, made.weight)] + [made.loss]
+print(made_of)
+print(called)
+"""
+
+
+@with_library
+def test_quantize_takes_it_and_makes_the_same() -> None:
+    """A linear of three blocks, the last of half the width; CT_ENFORCE_EAGER is the library's own switch to its eager loops."""
+    made: dict[str, str] = {}
+    calls: dict[str, str] = {}
+    for name, environment in (("kernel", {}), ("eager", {"CT_ENFORCE_EAGER": "1"})):
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        *_, made[name], calls[name] = ran.stdout.splitlines()  # after what the library says
+    assert made["kernel"] == made["eager"]
+    assert calls == {"kernel": "6", "eager": "0"}
