@@ -153,7 +153,7 @@ def gpu(**given: Any) -> None:
             "torch_dtype": given["torch_dtype"],
             "max_shard_size": given["max_shard_size"],
             "arch_file": options.text_of("--arch-file", given["arch_file"]),
-            **(calibration(given, output, threads) if given["quant_method"] == "GPTQ" else {}),
+            **(calibration(given, output, threads, reporter) if given["quant_method"] == "GPTQ" else {}),
         },
         tuning={
             "cpuinfer_threads": threads,
@@ -173,13 +173,15 @@ def gpu(**given: Any) -> None:
     execute(plan, reporter, overwrite=given["overwrite"])
 
 
-def calibration(given: Mapping[str, Any], output: Path, threads: int) -> dict[str, Any]:
+def calibration(given: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
     """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on."""
     from ktconvert.pipeline import gptq
     from ktconvert.pipeline.execute import begun_with
 
     gptq.check_dataset(given["dataset"])
     machine = gptq.this_machine(threads, given["force_cpu"], given["max_gpu_memory"])
+    if given["max_gpu_memory"] is not None and machine["device_type"] == "cpu":
+        reporter.note("--max-gpu-memory changes nothing here: no GPU is used")
     begun = (begun_with(output) or {}).get("machine")
     settings = {name: given[name] for name in (*CALIBRATION, "trust_remote_code")}
     return {**settings, "dataset": options.stored_input(given["dataset"]), "machine": begun or machine}
