@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(wildcard native_quant/csrc/*)
 
-.PHONY: setup demo test test-fast lint types asan emulated golden bench peer clean
+.PHONY: setup demo test test-fast test-long lint types asan emulated golden bench peer clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -35,7 +35,11 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
+
+# Every kill point, every family: half an hour.
+test-long: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long --timeout=3600
 
 demo: setup
 	@rm -rf build/demo && mkdir -p build/demo

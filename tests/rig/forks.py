@@ -6,6 +6,7 @@ was started under. As a script this file is that server: an order per line on st
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -19,14 +20,24 @@ MODULES = ("convert", "merge", "execute", "commands", "show", "cli.cpu", "cli.me
 
 
 class Forks:
-    """A few servers, so that a few runs go on at once. Use as a context manager."""
+    """A few servers, so that a few runs go on at once. Use as a context manager.
 
-    def __init__(self, preload: Sequence[Path], count: int, prefix: Sequence[str] = ()) -> None:
-        env = {**os.environ, "LD_PRELOAD": ":".join(map(str, preload)), "OPENBLAS_NUM_THREADS": "1"}
+    modules  what they load beside the command line. torch starts no threads before a child needs them, so that it can be among these.
+    """
+
+    def __init__(
+        self, preload: Sequence[Path], count: int, prefix: Sequence[str] = (), modules: Sequence[str] = ()
+    ) -> None:
+        one = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        env = {**os.environ, "LD_PRELOAD": ":".join(map(str, preload)), **one}
         env.pop("KILLPOINT_ROOT", None)
         self._all = [
             subprocess.Popen(
-                [*prefix, sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [*prefix, sys.executable, __file__, *modules],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for _ in range(count)
         ]
@@ -59,11 +70,12 @@ class Forks:
         return subprocess.CompletedProcess(words, code, "", said.read_text())
 
 
-def serve() -> None:
+def serve(modules: Sequence[str]) -> None:
     """Fork a child for each order and wait for it."""
     main = importlib.import_module("ktconvert.pipeline.cli").main
-    for name in MODULES:
-        importlib.import_module(f"ktconvert.pipeline.{name}")
+    with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor has something to say
+        for name in (*(f"ktconvert.pipeline.{name}" for name in MODULES), *modules):
+            importlib.import_module(name)
     importlib.import_module("ktconvert.native_quant.kernels").isa()
     for line in sys.stdin:
         order = json.loads(line)
@@ -90,4 +102,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1:])

@@ -1,24 +1,45 @@
 """llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it, in a process of its own: the oracle of `ktconvert gpu`.
 
 Two things are set right first: each sample comes in the order in which it is given (the library shuffles), and decoder layers get a
-causal mask (the library gives some families none). As a script this file is that process: `oneshot.py JOB.json`.
+causal mask (the library gives some families none). As a script this file is that process: `oneshot.py JOBS.json`.
 Tests load this file by its path, as killpoint.py says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
-TIMEOUT = (
-    900.0  # seconds; importing the library takes seven, a small model as many again, a loaded machine many times that
-)
+TIMEOUT = 900.0  # seconds; importing the library takes seven, a small model two, a loaded machine many times that
+
+
+class Job(NamedTuple):
+    """One model to be quantized into `out`, with these token ids, one sample each.
+
+    ignore      patterns of linears to be left alone; None: those that `ktconvert gpu` names in quantization_config
+    repaired    give decoder layers a causal mask; without, they get what the library gives them
+    linearized  load it with the library's own way to load a mixture of experts
+    fails       that it raises something is what is to be seen
+    `actorder` is the library's default, as in the script.
+    """
+
+    model: Path
+    out: Path
+    ids: Sequence[Sequence[int]]
+    scheme: str = "W4A16"
+    dampening: float = 0.1
+    ignore: Sequence[str] | None = None
+    repaired: bool = True
+    calibrate_all: bool = True
+    linearized: bool = False
+    fails: bool = False
 
 
 class Tensor(NamedTuple):
@@ -29,41 +50,37 @@ class Tensor(NamedTuple):
     data: bytes
 
 
-def oneshot_gptq(
-    model: Path,
-    out: Path,
-    ids: Iterable[Sequence[int]],
-    scheme: str = "W4A16",
-    *,
-    dampening: float = 0.1,
-    repaired: bool = True,
-    calibrate_all: bool = True,
-    threads: int = 1,
-) -> dict[str, Any]:
-    """Quantize `model` with these token ids, one sample each, into `out`; `actorder` is the library's default, as in the script.
+def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
+    """Do the jobs in one process, since it takes long to start, and report on each:
 
-    Returns {"masks": {layer: [what its attention got: "causal", "none" or "other"]}, "routed": {experts: [tokens of each]}}.
+    {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]}, "error": ...}.
     """
-    job = {
-        "model": str(model),
-        "out": str(out),
-        "ids": [[int(i) for i in sample] for sample in ids],
-        "scheme": scheme,
-        "dampening": dampening,
-        "repaired": repaired,
-        "calibrate_all": calibrate_all,
-        "ignore": ignored(model),
-        "report": f"{out}.json",
-    }
-    path = out.with_name(f"{out.name}.job")
-    path.write_text(json.dumps(job))
+    told = [
+        job._asdict()
+        | {
+            "model": str(job.model),
+            "out": str(job.out),
+            "ids": [[int(i) for i in sample] for sample in job.ids],
+            "ignore": ignored(job.model) if job.ignore is None else list(job.ignore),
+        }
+        for job in jobs
+    ]
+    path = jobs[0].out.with_suffix(".jobs")
+    path.write_text(json.dumps(told))
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, __file__, str(path)], env=env, capture_output=True, text=True, timeout=TIMEOUT
-    )
+    command = [sys.executable, __file__, str(path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(Path(job["report"]).read_text())
-    return report
+    return [json.loads(report_of(job.out).read_text()) for job in jobs]
+
+
+def oneshot_gptq(model: Path, out: Path, ids: Sequence[Sequence[int]], scheme: str = "W4A16", **how: Any) -> Any:
+    """One job, and its report."""
+    return run([Job(model, out, ids, scheme, **how)])[0]
+
+
+def report_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.report")
 
 
 def ignored(model: Path) -> list[str]:
@@ -100,83 +117,100 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
 def main(job: dict[str, Any]) -> None:
     import torch
     from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linearize import load_quantizable_moe
     from llmcompressor.modifiers.gptq import GPTQModifier
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16)
-    if job["repaired"]:
-        repair(sys.modules[type(model).__module__])
     report: dict[str, Any] = {"masks": {}, "routed": {}}
-    watch(model, report)
     samples = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))} for ids in job["ids"]]
-    oneshot(
-        model=model,
-        dataset=torch.utils.data.DataLoader(samples, batch_size=None),
-        recipe=GPTQModifier(
-            targets="Linear", scheme=job["scheme"], ignore=job["ignore"], dampening_frac=job["dampening"]
-        ),
-        output_dir=job["out"],
-        max_seq_length=max(map(len, job["ids"])),
-        num_calibration_samples=len(samples),
-        moe_calibrate_all_experts=job["calibrate_all"],
-    )
+    try:
+        with load_quantizable_moe() if job["linearized"] else contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16)
+        with repaired(model) if job["repaired"] else contextlib.nullcontext():
+            watch(model, report)
+            oneshot(
+                model=model,
+                dataset=torch.utils.data.DataLoader(samples, batch_size=None),
+                recipe=GPTQModifier(
+                    targets="Linear", scheme=job["scheme"], ignore=job["ignore"], dampening_frac=job["dampening"]
+                ),
+                output_dir=job["out"],
+                max_seq_length=max(map(len, job["ids"])),
+                num_calibration_samples=len(samples),
+                moe_calibrate_all_experts=job["calibrate_all"],
+            )
+    except Exception as error:
+        if not job["fails"]:
+            raise
+        report["error"] = f"{type(error).__name__}: {error}"
     report["masks"] = {name: sorted(kinds) for name, kinds in report["masks"].items()}
-    Path(job["report"]).write_text(json.dumps(report))
+    # Every sample goes through every layer twice: before and after it is quantized.
+    report["routed"] = {name: [count // 2 for count in counts] for name, counts in report["routed"].items()}
+    report_of(Path(job["out"])).write_text(json.dumps(report))
 
 
-def repair(modeling: Any) -> None:
-    """Have this module's masks made for eager attention: the library calibrates with it, and what it traces forgets that."""
+@contextlib.contextmanager
+def repaired(model: Any) -> Iterator[None]:
+    """Have masks made for eager attention: the library calibrates with it, and what it traces forgets that."""
+    modeling = sys.modules[type(model).__module__]
+    real = {name: getattr(modeling, name) for name in MASKS if hasattr(modeling, name)}
 
-    def eager(real: Any) -> Any:
-        def make(*, config: Any, **given: Any) -> Any:
+    def eager(make: Any) -> Any:
+        def made(*, config: Any, **given: Any) -> Any:
             config._attn_implementation = "eager"
-            return real(config=config, **given)
+            return make(config=config, **given)
 
-        return make
+        return made
 
-    for name in MASKS:
-        if hasattr(modeling, name):
-            setattr(modeling, name, eager(getattr(modeling, name)))
+    for name, make in real.items():
+        setattr(modeling, name, eager(make))
+    try:
+        yield
+    finally:
+        for name, make in real.items():
+            setattr(modeling, name, make)
 
 
 def watch(model: Any, report: dict[str, Any]) -> None:
     """Record which mask each attention module gets, and how many tokens of the samples are routed to each expert."""
     import torch
-
-    def kind(mask: Any) -> str:
-        if mask is None:
-            return "none"
-        if mask.ndim != 4 or mask.dtype == torch.bool:
-            return "other"
-        upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
-        least = torch.finfo(mask.dtype).min
-        hidden, seen = mask[0, 0][upper], mask[0, 0][~upper]
-        return "causal" if bool((hidden == least).all() and (seen == 0).all()) else "other"
+    from llmcompressor.modeling.moe.linearize import linearize_moe
 
     def attention(name: str) -> Any:
         def hook(_module: Any, _given: Any, named: dict[str, Any]) -> None:
-            report["masks"].setdefault(name, set()).add(kind(named["attention_mask"]))
+            report["masks"].setdefault(name, set()).add(kind_of(named["attention_mask"]))
 
         return hook
 
-    def experts(name: str) -> Any:
+    def experts(name: str, count: int) -> Any:
         def hook(_module: Any, given: Any) -> None:
-            counts = torch.bincount(given[1].flatten(), minlength=counted[name]).tolist()
-            before = report["routed"].get(name, [0] * len(counts))
+            counts = torch.bincount(given[1].flatten(), minlength=count).tolist()
+            before = report["routed"].get(name, [0] * count)
             report["routed"][name] = [a + b for a, b in zip(before, counts, strict=True)]
 
         return hook
 
-    from llmcompressor.modeling.moe.linearize import linearize_moe
-
-    linearize_moe(model)
-    counted = {name: m.num_experts for name, m in model.named_modules() if name.endswith(".experts")}
+    linearize_moe(model)  # as oneshot would, which makes other modules
     for name, module in model.named_modules():
         if name.endswith(".self_attn"):
             module.register_forward_pre_hook(attention(name), with_kwargs=True)
-        elif name in counted:
-            module.register_forward_pre_hook(experts(name))
+        elif name.endswith(".experts"):
+            module.register_forward_pre_hook(experts(name, module.num_experts))
+
+
+def kind_of(mask: Any) -> str:
+    """Whether a mask that is added to scores hides what comes later, and nothing else."""
+    import torch
+
+    if mask is None:
+        return "none"
+    if mask.ndim != 4 or not mask.is_floating_point():
+        return "other"
+    later = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
+    hidden, seen = mask[0, 0][later], mask[0, 0][~later]
+    return "causal" if bool((hidden == torch.finfo(mask.dtype).min).all() and (seen == 0).all()) else "other"
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        main(each)

@@ -1,0 +1,381 @@
+"""Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests: a fixture, and what it gives.
+
+Tests load this file by its path, as killpoint.py says, and take `converted` over under this name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE, HELDOUT = ROOT / "examples" / "qwen3-moe-small", ROOT / "examples" / "heldout.txt"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+VOCABULARY = 2048  # of that tokenizer
+MAX_LENGTH = 48
+TEXTS = (300, 110, 85, 60, 40, 25, 12)  # characters; the first is more than MAX_LENGTH tokens
+FEW = (25, 8)
+# What a server loads, so that a run takes one second and not seven.
+MODULES = (
+    "accelerate",
+    "datasets",
+    "compressed_tensors.compressors",
+    "llmcompressor.modifiers.gptq.gptq_quantize",
+    "transformers.modeling_utils",
+    "ktconvert.pipeline.cli.gpu",
+    "ktconvert.pipeline.gpu",
+    "ktconvert.pipeline.layered",
+    "ktconvert.pipeline.verify",
+)
+
+
+def load(name: str) -> ModuleType:
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+families, oneshot, forks = load("families"), load("oneshot"), load("forks")
+
+
+# ---- what is converted -----------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A model, and how it is converted.
+
+    source   what `sources` calls it
+    options  for `ktconvert gpu`, beside input, output, kind and data
+    few      calibrate with FEW tokens
+    oracle   what the library's job has beside model, samples and kind; None where it is not asked
+    """
+
+    source: str
+    kind: str = "W4A16"
+    options: tuple[str, ...] = ()
+    few: bool = False
+    oracle: Mapping[str, Any] | None = MappingProxyType({})
+
+
+CASES = {
+    "qwen3_moe": Case("qwen3_moe"),
+    "qwen3_moe W8A16": Case("qwen3_moe", "W8A16"),
+    "qwen3_moe fused": Case("qwen3_moe fused", oracle=None),
+    "qwen3_moe FP8": Case("qwen3_moe FP8", oracle={"fails": True}),
+    "qwen3_moe decoded": Case("qwen3_moe decoded", oracle={"linearized": True, "fails": True}),
+    "qwen3_moe routed": Case(
+        "qwen3_moe",
+        options=("--calibrate", "routed", "--min-expert-tokens", "1"),
+        few=True,
+        oracle={"calibrate_all": False},
+    ),
+    "qwen3_moe floor": Case(
+        "qwen3_moe", options=("--calibrate", "routed", "--min-expert-tokens", "4"), few=True, oracle=None
+    ),
+    "qwen3_moe float32": Case("qwen3_moe", "W8A16", options=("--rounding", "float32"), oracle=None),
+    "qwen3_moe unrepaired": Case("qwen3_moe", options=("--engine", "oneshot"), oracle={"repaired": False}),
+    "bundled": Case("bundled"),
+    "mixtral": Case("mixtral"),
+    "deepseek_v3": Case("deepseek_v3", "W8A16"),
+    "deepseek_v3 deep": Case("deepseek_v3 deep", oracle=None),
+    "glm4_moe": Case("glm4_moe"),
+    "minimax_m2": Case("minimax_m2", "W8A16"),
+    "qwen3_next": Case("qwen3_next"),
+    "qwen3_next trained": Case("qwen3_next trained"),
+}
+# With another number of threads, and each family in both kinds.
+LONG = {
+    f"{source} {kind}": Case(source, kind)
+    for source in (*families.FAMILIES, "qwen3_moe fused", "bundled")
+    for kind in ("W4A16", "W8A16")
+}
+# One of each family, and of each way in which experts are stored.
+VERIFIED = (
+    *("qwen3_moe", "qwen3_moe fused", "qwen3_moe FP8", "mixtral"),
+    *("deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_next"),
+)
+
+
+def sources(folder: Path) -> dict[str, Path]:
+    """The models, each with the bundled one's tokenizer."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def make(name: str, family: str, fused: bool = False, **differs: Any) -> Path:
+        made: Path = families.make(family, fused, folder / name, vocab_size=VOCABULARY, **differs)
+        return made
+
+    made = {family: make(family, family) for family in families.FAMILIES if family != "qwen3_moe"}
+    for name, fused in (("qwen3_moe", False), ("qwen3_moe fused", True)):
+        made[name] = make(name, "qwen3_moe", fused, num_hidden_layers=3)
+    made["deepseek_v3 deep"] = make(
+        "deepseek_v3 deep", "deepseek_v3", num_hidden_layers=12, first_k_dense_replace=11, intermediate_size=128
+    )
+    made["bundled"] = folder / "bundled"
+    shutil.copytree(EXAMPLE, made["bundled"])
+    for path in made.values():
+        for name in TOKENIZER:
+            shutil.copy(EXAMPLE / name, path)
+
+    def changed(name: str, old: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+        made[name] = folder / name
+        shutil.copytree(made[old], made[name])
+        path = made[name] / "model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+        return made[name]
+
+    def trained(tensors: dict[str, Any]) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name: x + (torch.randn(x.shape, generator=generator) * 0.1).to(x.dtype) if "norm.weight" in name else x
+            for name, x in tensors.items()
+        }
+
+    changed("qwen3_next trained", "qwen3_next", trained)
+    quantized = changed("qwen3_moe FP8", "qwen3_moe", to_fp8)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    (quantized / "config.json").write_text(json.dumps(config))
+    changed("qwen3_moe decoded", "qwen3_moe", lambda tensors: from_fp8(to_fp8(tensors)))
+    return made
+
+
+def small(folder: Path) -> Path:
+    """A Qwen3-MoE of three layers with four experts, and the bundled tokenizer."""
+    model: Path = families.make("qwen3_moe", False, folder, vocab_size=VOCABULARY, num_hidden_layers=3, num_experts=4)
+    for name in TOKENIZER:
+        shutil.copy(EXAMPLE / name, model)
+    return model
+
+
+def to_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Linears as FP8 in blocks of 128 x 128, the way DeepSeek and Qwen publish them; their sizes are multiples of it."""
+    import torch
+
+    made: dict[str, Any] = {}
+    for name, x in tensors.items():
+        if not name.endswith("_proj.weight"):
+            made[name] = x
+            continue
+        blocks = x.float().unflatten(0, (-1, min(128, x.shape[0]))).unflatten(2, (-1, 128))
+        scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+        made[name] = (blocks / scale).reshape(x.shape).to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+    return made
+
+
+def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same in BF16."""
+    import torch
+
+    made: dict[str, Any] = {}
+    for name, x in tensors.items():
+        scale = tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            rows, columns = (n // m for n, m in zip(x.shape, scale.shape, strict=True))
+            grid = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            made[name] = (x.float() * grid).to(torch.bfloat16)
+        elif not name.endswith("_scale_inv"):
+            made[name] = x
+    return made
+
+
+def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]]]:
+    """A data set of texts, as JSON lines in mixed order, and its samples in the order in which they are to be calibrated with."""
+    from transformers import AutoTokenizer
+
+    text, at, rows = HELDOUT.read_text(), 0, []
+    for length in lengths:
+        rows.append(text[at : at + length])
+        at += length
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in sorted(rows)))
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE)
+    ids = [tokenizer(row, add_special_tokens=False)["input_ids"][:MAX_LENGTH] for row in rows]
+    assert len({len(sample) for sample in ids}) == len(ids)  # so that there is one order by descending length
+    return path, sorted(ids, key=len, reverse=True)
+
+
+# ---- conversions -----------------------------------------------------------------------------------------------------
+
+
+def arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, threads: int = 1) -> list[str]:
+    """The words of a conversion."""
+    given = ("--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads))
+    return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, "--force-cpu", *given, *options]
+
+
+class Converted(NamedTuple):
+    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of cases, what both said."""
+
+    root: Path
+    cases: Mapping[str, Case]
+
+    def model(self, name: str) -> Path:
+        return self.root / "models" / self.cases[name].source
+
+    def ours(self, name: str) -> Path:
+        return self.root / "ours" / name
+
+    def theirs(self, name: str) -> Path:
+        return self.root / "theirs" / name
+
+    def rounded(self, name: str) -> Path:
+        """What --quant-method RTN makes of the same model: of "qwen3_moe" and "bundled", W4A16."""
+        return self.root / "rounded" / name
+
+    def said(self, name: str) -> str:
+        return (self.root / "said" / name).read_text()
+
+    def report(self, name: str) -> Any:
+        return json.loads(oneshot.report_of(self.theirs(name)).read_text())
+
+    def verified(self, name: str) -> int:
+        """The exit code of `ktconvert verify` of one of VERIFIED."""
+        return int(json.loads((self.root / "verified.json").read_text())[name])
+
+    def dataset(self, name: str = "texts") -> Path:
+        return self.root / f"{name}.jsonl"
+
+    def oracle(self, name: str) -> dict[str, Any]:
+        """The library's tensors under the names that our output has."""
+        names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+        def ours(name: str) -> str:
+            head, experts, tail = name.partition(".block_sparse_moe.experts.")
+            for theirs, own in names.items():
+                tail = tail.replace(f".{theirs}.", f".{own}.")
+            return f"{head}{experts}{tail}" if experts else name
+
+        return {ours(name): tensor for name, tensor in oneshot.tensors(self.theirs(name)).items()}
+
+
+def convert(made: Converted, threads: int = 1, extras: bool = True) -> None:
+    """Make everything that `made` names. extras: verify VERIFIED, and round two models to nearest."""
+    root = made.root
+    for name in ("models", "ours", "theirs", "said", "rounded"):
+        (root / name).mkdir()
+    models = sources(root / "models")
+    samples = {few: data(root, name, lengths) for few, name, lengths in ((False, "texts", TEXTS), (True, "few", FEW))}
+    jobs = [
+        oneshot.Job(models[case.source], made.theirs(name), samples[case.few][1], case.kind, **case.oracle)
+        for name, case in made.cases.items()
+        if case.oracle is not None
+    ]
+    jobs.sort(key=lambda job: job.linearized)  # where that fails, it leaves transformers patched
+
+    def ours() -> None:
+        with forks.Forks([], 1, modules=MODULES) as server:
+
+            def run(name: str, *words: str | Path) -> int:
+                return server.run(words, root / "said" / name).returncode
+
+            for name, case in made.cases.items():
+                options = (case.kind, samples[case.few][0], *case.options)
+                words = arguments(models[case.source], made.ours(name), *options, threads=threads)
+                assert run(name, *words) == 0, made.said(name)
+            if extras:
+                for name in ("qwen3_moe", "bundled"):
+                    where = ("-i", models[name], "-o", made.rounded(name))
+                    assert run(f"{name} RTN", "gpu", *where, "--quant-method", "RTN", "--quant-type", "W4A16") == 0
+                codes = {
+                    name: run(f"{name} verified", "verify", made.ours(name), "--against", made.model(name))
+                    for name in VERIFIED
+                }
+                (root / "verified.json").write_text(json.dumps(codes))
+
+    with ThreadPoolExecutor(2) as pool:
+        for running in [pool.submit(oneshot.run, jobs, threads), pool.submit(ours)]:
+            running.result()
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that make(folder) fills, in one of the processes that share the tests."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if session is None:
+        folder = factory.mktemp(name)
+        make(folder)
+        return folder
+    folder = factory.getbasetemp().parent / f"{name}-{session}"
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            partial = folder.with_suffix(".partial")
+            partial.mkdir()
+            make(partial)
+            partial.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    return Converted(once(tmp_path_factory, "gptq", lambda root: convert(Converted(root, CASES))), CASES)
+
+
+@pytest.fixture(scope="session")
+def converted_long(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    def make(root: Path) -> None:
+        convert(Converted(root, LONG), threads=2, extras=False)
+
+    return Converted(once(tmp_path_factory, "gptq-long", make), LONG)
+
+
+# ---- what models say -------------------------------------------------------------------------------------------------
+
+
+def reloaded(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A checkpoint in transformers, and what it says of missing and unexpected tensors."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+
+
+def divergence(original: Any, other: Any, text: str) -> float:
+    """The mean KL divergence of what two models predict after each token."""
+    import torch
+    from transformers import AutoTokenizer
+
+    ids = torch.tensor([AutoTokenizer.from_pretrained(EXAMPLE)(text, add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        p, q = (torch.log_softmax(m(ids).logits.float(), -1) for m in (original, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def without_experts(path: Path) -> Any:
+    """The model with its routed experts silent."""
+    import torch
+
+    model, _ = reloaded(path)
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_hook(lambda _m, _given, out: torch.zeros_like(out))
+    return model
+
+
+def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, which must end well."""
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
