@@ -384,12 +384,13 @@ def _tell(job: Job, told: gptq_layer.Told, context: Context) -> dict[str, Any]:
     }
     if told.rounded:
         context.reporter.note(
-            f"layer {job.layer}: {len(told.rounded)} experts were rounded to nearest, for fewer than {job.settings.floor} tokens "
-            f"were routed to them: {', '.join(map(str, told.rounded[:16]))}{' ...' if len(told.rounded) > 16 else ''}"
+            f"layer {job.layer}: rounded to nearest, for fewer than {job.settings.floor} tokens were routed to them: "
+            f"{len(told.rounded)} of {len(tokens)} experts ({', '.join(map(str, told.rounded[:16]))}"
+            f"{', ...' if len(told.rounded) > 16 else ''})"
         )
     if told.fell_back:
         context.reporter.warn(
-            f"layer {job.layer}: {len(told.fell_back)} linears were rounded to nearest, for their Hessian could not be factorized, "
-            f"such as {told.fell_back[0]}; a larger --dampening-frac or more samples may help"
+            f"layer {job.layer}: rounded to nearest, for their Hessian could not be factorized: {len(told.fell_back)} of "
+            f"{3 * len(tokens)} linears, such as {told.fell_back[0]}; a larger --dampening-frac or more samples may help"
         )
     return figures
