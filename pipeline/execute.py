@@ -245,9 +245,7 @@ def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
         threads -= 1
     if plan.peak_memory(threads) > budget:
         told = "--max-memory" if plan.request.tuning.get("max_memory") else "free memory"
-        raise ResourceError(
-            f"one thread needs {size(plan.peak_memory(1))}, {told} is {size(budget)}. {plan.remedies}"
-        )
+        raise ResourceError(f"one thread needs {size(plan.peak_memory(1))}, {told} is {size(budget)}. {plan.remedies}")
     if threads < asked and reporter is not None:
         reporter.note(f"{threads} of {asked} threads, so that memory stays below {size(budget)}")
     return threads

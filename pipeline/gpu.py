@@ -15,7 +15,6 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.compressed import COMPRESSED, Compressed, check_shapes, linear_name
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.ignore import USUAL_PATTERNS, ignore_list
-from ktconvert.pipeline import gptq, gpu_needs
 from ktconvert.pipeline.assemble import CONFIG, Assembly, assemble
 from ktconvert.pipeline.checkpoint import (
     BASE_MEMORY,
@@ -29,6 +28,8 @@ from ktconvert.pipeline.checkpoint import (
     shard_metadata,
     source_files,
 )
+from ktconvert.pipeline.gptq import machine, needs
+from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.graph import Stage
 from ktconvert.pipeline.plan import Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.run import WAITING
@@ -61,7 +62,7 @@ class Quantizing:
 def require_available(quant_method: str, torch_dtype: str) -> None:
     """Raise KtconvertError where something is not installed, UnsupportedError where this version makes something else."""
     if quant_method == "GPTQ":
-        gptq.require()
+        machine.require()
     if torch_dtype != "bfloat16":
         raise UnsupportedError(
             f"--torch-dtype {torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the option out."
@@ -150,29 +151,29 @@ def _rtn(request: Request, model: MoeModel, form: Compressed, _rest: Beside, met
 
 def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
     given, tuning = request.settings, request.tuning
-    gptq.check_model(model)
-    settings = gptq.settings_of(model, form, given)
-    shape = gptq.needs(model, settings, given)
+    of_gptq.check_model(model)
+    settings = of_gptq.settings_of(model, given)
+    shape = of_gptq.shape_of(model, settings, given)
     beside_experts = {carried.key: carried for carried in carry_over.carried(rest, model.source)}
 
     def ready() -> None:
-        now = gptq.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
-        gptq.require_same(given["machine"], now, request.output, tuning["allow_machine_change"])
+        now = machine.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
+        machine.require_same(given["machine"], now, request.output, tuning["allow_machine_change"])
 
     return Quantizing(
         gptq_layers.stage(model, form, settings, beside_experts, metadata),
         lambda _: _peak(model, settings, shape),
-        scratch_bytes=gpu_needs.needs(shape).disk if settings.engine == "stream" else 0,
+        scratch_bytes=needs.needs(shape).disk if settings.engine == "stream" else 0,
         notes=() if settings.engine == "stream" else (ONESHOT,),
-        advice=tuple(gpu_needs.advice(shape)) if settings.engine == "stream" else (),
-        remedies=gpu_needs.REMEDIES,
+        advice=tuple(needs.advice(shape)) if settings.engine == "stream" else (),
+        remedies=needs.REMEDIES,
         ready=ready,
     )
 
 
-def _peak(model: MoeModel, settings: gptq_layers.Settings, shape: gpu_needs.Shape) -> int:
+def _peak(model: MoeModel, settings: of_gptq.Settings, shape: needs.Shape) -> int:
     whole = sum(info.nbytes for info in model.source.tensors.values()) if settings.engine == "oneshot" else 0
-    return gpu_needs.needs(shape).host + whole
+    return needs.needs(shape).host + whole
 
 
 # --quant-method -> the stage that makes the experts.
@@ -197,7 +198,7 @@ def _facts(model: MoeModel, form: Compressed, settings: Mapping[str, Any]) -> di
         "bits": form.quantizer.bits,
         "group_size": form.quantizer.group,
         **shape_facts(model, model.layers),
-        **(gptq.facts(settings) if settings["quant_method"] == "GPTQ" else {}),
+        **(of_gptq.facts(settings) if settings["quant_method"] == "GPTQ" else {}),
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
         "linear_names": {projection: name_template(model, projection) for projection in PROJECTIONS},
     }

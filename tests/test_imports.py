@@ -18,7 +18,17 @@ BELOW = {
     "layouts": {"layouts", "quantizers", "native_quant"},
     "pipeline": {"pipeline", "layouts", "quantizers", "native_quant"},
 }
-HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate", "datasets", "matplotlib"}
+HEAVY = {
+    "torch",
+    "huggingface_hub",
+    "rich",
+    "transformers",
+    "llmcompressor",
+    "gguf",
+    "accelerate",
+    "datasets",
+    "matplotlib",
+}
 # Their classes are transformers' subclasses, so they import it at the top; whoever wants them imports them inside a function.
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules")}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out

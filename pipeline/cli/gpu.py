@@ -175,11 +175,12 @@ def gpu(**given: Any) -> None:
 
 def calibration(given: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
     """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on."""
-    from ktconvert.pipeline import gptq
     from ktconvert.pipeline.execute import begun_with
+    from ktconvert.pipeline.gptq.calibration import local_files
+    from ktconvert.pipeline.gptq.machine import this_machine
 
-    gptq.check_dataset(given["dataset"])
-    machine = gptq.this_machine(threads, given["force_cpu"], given["max_gpu_memory"])
+    local_files(given["dataset"])  # one that is not there is told before anything else
+    machine = this_machine(threads, given["force_cpu"], given["max_gpu_memory"])
     if given["max_gpu_memory"] is not None and machine["device_type"] == "cpu":
         reporter.note("--max-gpu-memory changes nothing here: no GPU is used")
     begun = (begun_with(output) or {}).get("machine")

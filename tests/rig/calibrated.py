@@ -36,7 +36,7 @@ MODULES = (
     "transformers.modeling_utils",
     "ktconvert.pipeline.cli.gpu",
     "ktconvert.pipeline.gpu",
-    "ktconvert.pipeline.layered",
+    "ktconvert.pipeline.gptq.layered",
     "ktconvert.pipeline.verify",
 )
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.dataset import Row, kind_of, local_files, of_split, quiet, rows_of_file, rows_of_hub, said
 from ktconvert.pipeline.generate import PLAIN_TEMPLATE
+from ktconvert.pipeline.gptq.dataset import Row, kind_of, local_files, of_split, quiet, rows_of_file, rows_of_hub, said
 
 __all__ = ["Calibration", "local_files", "samples", "token_ids", "visiting_order"]
 

@@ -124,7 +124,7 @@ class LayeredModel:
         if not usable:
             raise InputError(
                 f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its files"
-                " (tokenizer.json, tokenizer_config.json) beside config.json."
+                " (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it brings code of its own."
             )
         return found
 

@@ -20,7 +20,7 @@ from ktconvert.layouts.compressed import Compressed, linear_name
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.rows import RowFile
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.layered import LayeredModel
+from ktconvert.pipeline.gptq.layered import LayeredModel
 from ktconvert.quantizers import gptq
 
 if TYPE_CHECKING:
