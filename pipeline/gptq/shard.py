@@ -114,13 +114,13 @@ def tell(job: Job, told: layerwise.Told, context: Context) -> dict[str, Any]:
     }
     if told.rounded:
         context.reporter.note(
-            f"layer {job.layer}: rounded to nearest, for fewer than {job.settings.floor} tokens were routed to them: "
-            f"{len(told.rounded)} of {len(tokens)} experts ({', '.join(map(str, told.rounded[:16]))}"
-            f"{', ...' if len(told.rounded) > 16 else ''})"
+            f"layer {job.layer}: {len(told.rounded)} of {len(tokens)} experts rounded to nearest, for fewer than "
+            f"{job.settings.floor} tokens were routed to them: {', '.join(map(str, told.rounded[:16]))}"
+            f"{', ...' if len(told.rounded) > 16 else ''}"
         )
     if told.fell_back:
         context.reporter.warn(
-            f"layer {job.layer}: rounded to nearest, for their Hessian could not be factorized: {len(told.fell_back)} of "
-            f"{3 * len(tokens)} linears, such as {told.fell_back[0]}; a larger --dampening-frac or more samples may help"
+            f"layer {job.layer}: {len(told.fell_back)} of {3 * len(tokens)} linears rounded to nearest, for their Hessian could not be "
+            f"factorized, such as {told.fell_back[0]}; a larger --dampening-frac or more samples may help"
         )
     return figures
