@@ -21,7 +21,7 @@ class Run:
     wall       seconds, with the final sync() where one was asked for
     user       CPU seconds in the process
     system     CPU seconds in the kernel on its behalf
-    max_rss    bytes; pages of mapped files count
+    max_rss    bytes; pages of mapped files count. Never less than the peak of the process that called run(), as the kernel counts
     anonymous  bytes, the most that was sampled; 0 where nothing was sampled
     read       bytes asked for with read() (rchar); pages of mapped files do not count. None where the kernel does not say
     dirtied    bytes of the page cache or disk written (write_bytes); pipes do not count. None where the kernel does not say
