@@ -124,8 +124,8 @@ def needs(shape: Shape) -> Needs:
     )  # one sequence that goes into a Hessian: its product, its float32 copies
     attention = shape.rest + scores + sequence + shared + added
     codes = group * 3 * h * i * shape.bits // 8
-    # Experts as they are and rounded, gate and up once more as one matrix, codes rounded to nearest and by GPTQ.
-    held = 2 * group * expert + tall * h * HALF + 2 * codes
+    # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes by both ways.
+    held = (2 if shape.on_gpu else 3) * group * expert + tall * h * HALF + 2 * codes
     quantizing = held + hessians + max(working, sequence + added)
     peak = max(attention, quantizing)
     boundary = tokens * h * HALF
