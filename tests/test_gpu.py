@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -342,6 +344,21 @@ def test_an_expert_of_zeros_is_told(tmp_path: Path, cli: Any, write_qwen: Any, r
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_gptq_says_what_to_install(tmp_path: Path, example: Path) -> None:
+    program = (
+        "import importlib.util as u; real = u.find_spec;"
+        "u.find_spec = lambda name, *more: None if name == 'llmcompressor' else real(name, *more);"
+        "from ktconvert.pipeline.cli import main; main()"
+    )
+    words = [sys.executable, "-c", program, "gpu", "-i", str(example), "-o", str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "ktconvert: --quant-method GPTQ needs llmcompressor, not installed here: pip install 'ktconvert[gpu]'\n",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
