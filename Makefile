@@ -37,7 +37,7 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
-# Every kill point, every family: half an hour.
+# Every kill point, every family: some minutes more.
 test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long --timeout=3600
 
