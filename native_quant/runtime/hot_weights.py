@@ -103,7 +103,8 @@ def _bits(group: Any) -> int:
 def _unpacked(source: TensorSource, form: Compressed) -> TensorSource:
     """The checkpoint as it would look with each packed linear as one BF16 weight: for finding and measuring experts, not for reading."""
     shown = dict(source.tensors)
-    for base in {name.rpartition(".")[0] for name in shown if name.endswith((f".{CODES}", f".{SHAPE}"))}:
+    packed = {name.rpartition(".")[0] for name in shown if name.endswith((f".{CODES}", f".{SHAPE}"))}
+    for base in sorted(packed):
         codes, _, _ = _three(source, base, form)
         for suffix in SUFFIXES:
             del shown[f"{base}.{suffix}"]
