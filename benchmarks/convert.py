@@ -12,15 +12,13 @@ import argparse
 import hashlib
 import json
 import mmap
-import multiprocessing
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +121,7 @@ def prepare(folder: Path, size: str, *, with_peer: bool) -> Bench:
     paths = {}
     for dtype, name in (("BF16", "bf16"), ("F8_E4M3", "fp8")):
         paths[name] = folder / f"qwen3-{name}-{layers}x{experts}"
-        _apart(make_model, paths[name], layers, experts, shards, dtype)
+        measure.apart(make_model, paths[name], layers, experts, shards, dtype)
     python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
     peer = python if with_peer and Path(python).exists() else None
     return Bench(folder, paths["bf16"], paths["fp8"], peer)
@@ -141,7 +139,7 @@ def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
     """Everything in its order; prints as it goes."""
     about = measure.machine() | {"file_system": measure.filesystem(bench.folder), "size": given.size}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    hash_rate = _apart(sha256_rate)
+    hash_rate = measure.apart(sha256_rate)
     source_bytes = sum(p.stat().st_size for p in bench.bf16.glob("*.safetensors"))
     print(f"{bench.bf16.name}: {source_bytes / 1e9:.2f} GB; sha256 {hash_rate / 1e9:.2f} GB/s on one core\n")
 
@@ -185,7 +183,7 @@ def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
         "checked": checks,
         "anonymous_bytes": memory,
         "runs": {
-            kind: {what: [_plain(r) for r in runs] for what, runs in group.items()}
+            kind: {what: [measure.plain(r) for r in runs] for what, runs in group.items()}
             for kind, group in (("warm", shown), ("cold", cold), ("fp8", fp8), ("bf16_beside_fp8", beside))
         },
         "targets": {name: {"value": value, "at_most": TARGETS[name][0]} for name, value in reached.items()},
@@ -211,7 +209,7 @@ def check(
         memory[method], sizes[method] = run.anonymous, bench.out_bytes()
         sizes[f"{method} BF16"] = sizes[method]
         if bench.peer:
-            checks[method] = _apart(same_tensors, theirs, bench.out)
+            checks[method] = measure.apart(same_tensors, theirs, bench.out)
             sizes[f"peer-{method}"] = 0  # it hashes nothing
         else:
             cli = [
@@ -276,14 +274,14 @@ def show(runs: dict[str, list[Run]], sizes: dict[str, int], hash_rate: float, ba
         if not group:
             continue
         walls = [r.wall for r in group]
-        against_wall = f"{_median(group, 'wall') / _median(of, 'wall'):6.2f}" if of else ""
+        against_wall = f"{measure.median(group, 'wall') / measure.median(of, 'wall'):6.2f}" if of else ""
         hashing = sizes.get(what, 0) / hash_rate
-        against_cpu = f"{_median(group, 'cpu') / _median(of, 'cpu'):6.2f}" if of else ""
-        unhashed = f"{(_median(group, 'cpu') - hashing) / _median(of, 'cpu'):8.2f}" if of else ""
+        against_cpu = f"{measure.median(group, 'cpu') / measure.median(of, 'cpu'):6.2f}" if of else ""
+        unhashed = f"{(measure.median(group, 'cpu') - hashing) / measure.median(of, 'cpu'):8.2f}" if of else ""
         spread = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
         print(
-            f"{what:14} {spread:>20} {against_wall:>6} {_median(group, 'cpu'):7.2f} {_median(group, 'user'):6.2f} "
-            f"{_median(group, 'system'):6.2f} {hashing:8.2f} {against_cpu:>6} {unhashed:>8} "
+            f"{what:14} {spread:>20} {against_wall:>6} {measure.median(group, 'cpu'):7.2f} {measure.median(group, 'user'):6.2f} "
+            f"{measure.median(group, 'system'):6.2f} {hashing:8.2f} {against_cpu:>6} {unhashed:>8} "
             f"{max(r.max_rss for r in group) / MIB:8.0f}"
         )
 
@@ -300,32 +298,18 @@ def reach(
     found: dict[str, float] = {}
     for method in METHODS:
         if warm["cp"]:
-            found[f"{method} wall"] = _median(warm[method], "wall") / _median(warm["cp"], "wall")
-            found[f"{method} CPU"] = _median(warm[method], "cpu") / _median(warm["cp"], "cpu")
+            found[f"{method} wall"] = measure.median(warm[method], "wall") / measure.median(warm["cp"], "wall")
+            found[f"{method} CPU"] = measure.median(warm[method], "cpu") / measure.median(warm["cp"], "cpu")
         if cold["cp"]:
-            found[f"{method} cold wall"] = _median(cold[method], "wall") / _median(cold["cp"], "wall")
+            found[f"{method} cold wall"] = measure.median(cold[method], "wall") / measure.median(cold["cp"], "wall")
         if fp8:
-            per_byte = _median(fp8[method], "wall") / sizes[f"{method} FP8"]
-            found[f"{method} FP8 wall"] = per_byte / (_median(beside[method], "wall") / sizes[method])
+            per_byte = measure.median(fp8[method], "wall") / sizes[f"{method} FP8"]
+            found[f"{method} FP8 wall"] = per_byte / (measure.median(beside[method], "wall") / sizes[method])
     ours = [r for group in (warm, cold, fp8) for method in METHODS for r in group.get(method, [])]
     found["anonymous"] = max(memory.values()) / MIB
     if ours:
         found["RSS"] = max(r.max_rss for r in ours) / MIB
     return {name: found[name] for name in TARGETS if name in found}
-
-
-def _median(runs: list[Run], figure: str) -> float:
-    return float(statistics.median(getattr(r, figure) for r in runs))
-
-
-def _plain(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in asdict(run).items() if key != "output"} | {"cpu": run.cpu}
-
-
-def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """In a process of its own: a child's peak RSS begins with its parent's, so the one that measures must stay small."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 if __name__ == "__main__":

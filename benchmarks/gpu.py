@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
-import multiprocessing
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +107,7 @@ def main() -> None:
         folder = given.dir or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder, given.quant_type, given.samples, given.length, given.threads)
-        _apart(write_texts, bench.data, bench.samples, bench.length)
+        measure.apart(write_texts, bench.data, bench.samples, bench.length)
         try:
             figures = measure_all(bench, given)
         finally:
@@ -127,9 +125,9 @@ def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
         size, rounds = (given.gb, given.rounds) if method == "RTN" else (given.gptq_gb, given.gptq_rounds)
         model = given.model or bench.folder / f"qwen3-{size:g}GB"
         if not given.model:
-            _apart(make_model, model, size)
+            measure.apart(make_model, model, size)
         runs = measure_method(bench, method, model, rounds)
-        found["runs"][method] = {who: [_plain(run) for run in of] for who, of in runs.items()}
+        found["runs"][method] = {who: [measure.plain(run) for run in of] for who, of in runs.items()}
         show_targets(runs)
     return found
 
@@ -150,7 +148,9 @@ def measure_method(bench: Bench, method: str, model: Path, rounds: int) -> dict[
     for who, of in runs.items():
         walls = [run.wall for run in of]
         wall = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
-        figures = [(_median(of, f), _median(of, f) / _median(ours, f)) for f in ("wall", "cpu", "max_rss")]
+        figures = [
+            (measure.median(of, f), measure.median(of, f) / measure.median(ours, f)) for f in ("wall", "cpu", "max_rss")
+        ]
         (_, times), (cpu, cpu_times), (rss, rss_times) = figures
         print(f"{who:16} {wall:>20} {times:7.2f} {cpu:8.2f} {cpu_times:7.2f} {rss / MIB:8.0f} {rss_times:7.2f}")
     return runs
@@ -164,7 +164,7 @@ def compare(bench: Bench, model: Path) -> str:
     bench.out.rename(theirs)
     bench.timed(OURS, "RTN", model)
     try:
-        return str(_apart(same_tensors, theirs, bench.out))
+        return str(measure.apart(same_tensors, theirs, bench.out))
     finally:
         shutil.rmtree(theirs)
 
@@ -231,23 +231,9 @@ def show_targets(runs: dict[str, list[Run]]) -> None:
     if "model_free_ptq" not in runs:
         return
     for name, figure in (("wall", "wall"), ("RSS", "max_rss")):
-        value = _median(runs["model_free_ptq"], figure) / _median(runs[OURS], figure)
+        value = measure.median(runs["model_free_ptq"], figure) / measure.median(runs[OURS], figure)
         verdict = "met" if value >= TARGETS[name] else "MISSED"
         print(f"  model_free_ptq's {name}: {value:.2f} x ours (at least {TARGETS[name]:g}: {verdict})")
-
-
-def _median(runs: list[Run], figure: str) -> float:
-    return float(statistics.median(getattr(run, figure) for run in runs))
-
-
-def _plain(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in asdict(run).items() if key != "output"} | {"cpu": run.cpu}
-
-
-def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """In a process of its own: a child's peak RSS begins with its parent's, so the one that measures must stay small."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import platform
+import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 SAMPLE_EVERY = 0.02  # seconds
 
@@ -100,6 +103,22 @@ def _moved(pid: int) -> dict[str, int]:
     except OSError:
         return {}
     return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+
+
+def median(runs: Sequence[Run], figure: str) -> float:
+    """The median of one figure over some runs."""
+    return float(statistics.median(getattr(run, figure) for run in runs))
+
+
+def plain(run: Run) -> dict[str, Any]:
+    """The figures of a run, for JSON."""
+    return {key: value for key, value in asdict(run).items() if key != "output"} | {"cpu": run.cpu}
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a process of its own: a child's peak RSS begins with its parent's, so the one that measures must stay small."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def drop_caches(paths: Sequence[Path]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.native_quant import kernels
+from ktconvert.native_quant import sigbus
 
 
 class MappedFiles:
@@ -35,7 +35,7 @@ class MappedFiles:
                         f"{path}: cannot be mapped ({e.strerror}); check the disk and start again"
                     ) from None
                 self._maps[path] = mapped
-                kernels.register_mapping(_address(mapped), size, str(path))
+                sigbus.register_mapping(_address(mapped), size, str(path))
             return mapped
 
     def __contains__(self, path: Path) -> bool:
@@ -46,7 +46,7 @@ class MappedFiles:
         # Not mmap.close(): numpy's views do not count as exports, and would be left pointing at nothing.
         with self._lock:
             for mapped in self._maps.values():
-                kernels.unregister_mapping(_address(mapped))
+                sigbus.unregister_mapping(_address(mapped))
             self._maps.clear()
 
 

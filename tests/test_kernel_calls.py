@@ -120,19 +120,19 @@ def test_environment_chooses_the_isa(value: str, answer: str) -> None:
 SIGBUS_PROGRAM = """
 import mmap, os, sys, tempfile
 import numpy as np
-from ktconvert.native_quant import kernels
+from ktconvert.native_quant import kernels, sigbus
 with tempfile.NamedTemporaryFile() as file:
     os.truncate(file.name, 1 << 20)
     mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     values = np.frombuffer(mapping, np.uint16).reshape(-1, 1024)
     os.truncate(file.name, 4096)
-    kernels.guard_sigbus("ktconvert: %s was cut short while it was read.")
+    sigbus.guard_sigbus("ktconvert: %s was cut short while it was read.")
     if sys.argv[1] == "ours":
-        kernels.register_mapping(values.ctypes.data, values.nbytes, "model-00001.safetensors")
+        sigbus.register_mapping(values.ctypes.data, values.nbytes, "model-00001.safetensors")
     else:
-        kernels.register_mapping(values.ctypes.data, 4096, "another file")
-        kernels.register_mapping(values.ctypes.data + 8192, values.nbytes, "a file already closed")
-        kernels.unregister_mapping(values.ctypes.data + 8192)
+        sigbus.register_mapping(values.ctypes.data, 4096, "another file")
+        sigbus.register_mapping(values.ctypes.data + 8192, values.nbytes, "a file already closed")
+        sigbus.unregister_mapping(values.ctypes.data + 8192)
     kernels.quantize_pack(8, values, "bf16", np.empty(values.size, np.uint8), np.empty(len(values), np.float32))
 """
 

@@ -124,10 +124,10 @@ def test_a_page_that_cannot_be_read_is_told_in_every_thread(cli: Any, example: P
     script = f"""
 import os, sys, numpy as np
 from pathlib import Path
-from ktconvert.native_quant import kernels
+from ktconvert.native_quant import sigbus
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
-kernels.guard_sigbus("%s: became shorter")
+sigbus.guard_sigbus("%s: became shorter")
 experts = Experts.load({str(out)!r}, 0, memory="map", pool=Pool(4))
 os.truncate({str(out / "model-00001-of-00002.safetensors")!r}, 8192)
 ids = np.tile(np.arange(8), (64, 1))

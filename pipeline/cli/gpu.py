@@ -21,7 +21,7 @@ Examples:
 The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 """
 
-# Options of kt-kernel's script that mean nothing when rounding to nearest: (option, why).
+# Options that mean nothing to one method, and why: said to who gives them.
 FOR_GPTQ = "is for GPTQ only and changes nothing here"
 CALIBRATION = (
     "num_calibration_samples",

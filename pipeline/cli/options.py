@@ -63,6 +63,26 @@ def arch_file(command: F) -> F:
     )(command)
 
 
+def gpu_experts(command: F) -> F:
+    """Which experts come from MODEL and not from --cpu-weights: --gpu-experts-mask, --num-gpu-experts."""
+    for option in (
+        click.option(
+            "--num-gpu-experts",
+            type=click.IntRange(min=0),
+            default=None,
+            help="Instead of a mask: the first N experts of each layer come from MODEL.",
+        ),
+        click.option(
+            "--gpu-experts-mask",
+            type=click.Path(path_type=Path),
+            default=None,
+            help="Safetensors file with gpu_experts_mask, bool [layers, experts]: these experts come from MODEL.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def talk(command: F) -> F:
     """How much is said, and to whom: --json, -q, -v."""
     for option in (
@@ -105,13 +125,13 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
 
     again  what the user should then run
     """
-    from ktconvert.native_quant import kernels
+    from ktconvert.native_quant import kernels, sigbus
 
     try:
         kernels.isa()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    kernels.guard_sigbus(
+    sigbus.guard_sigbus(
         "ktconvert: %s: became shorter or could not be read while it was being read; "
         f"put the file back or check the disk, then run {again}.",
         InputError.exit_code,

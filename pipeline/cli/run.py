@@ -30,18 +30,7 @@ Examples:
     default=None,
     help="What MODEL was converted into; its experts are computed from it. [default: MODEL as it is]",
 )
-@click.option(
-    "--gpu-experts-mask",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Safetensors file with gpu_experts_mask, bool [layers, experts]: these experts come from MODEL.",
-)
-@click.option(
-    "--num-gpu-experts",
-    type=click.IntRange(min=0),
-    default=None,
-    help="Instead of a mask: the first N experts of each layer come from MODEL.",
-)
+@options.gpu_experts
 @click.option("--prompt", default=None, help="The text to continue, as it stands.")
 @click.option("--chat", is_flag=True, help="Talk with the model, line by line; Ctrl-D ends.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per answer.")

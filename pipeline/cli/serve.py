@@ -25,18 +25,7 @@ Examples:
     type=click.Path(path_type=Path),
     help="What MODEL was converted into; its experts are computed from it.",
 )
-@click.option(
-    "--gpu-experts-mask",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="Safetensors file with gpu_experts_mask, bool [layers, experts]: these experts come from MODEL.",
-)
-@click.option(
-    "--num-gpu-experts",
-    type=click.IntRange(min=0),
-    default=None,
-    help="Instead of a mask: the first N experts of each layer come from MODEL.",
-)
+@options.gpu_experts
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
 @click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: physical cores]")

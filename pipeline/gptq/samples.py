@@ -13,7 +13,7 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.rows import RowFile
 from ktconvert.layouts.shards import Entry, plan_shard
 from ktconvert.pipeline.gptq import layerwise
-from ktconvert.pipeline.gptq.calibration import Calibration
+from ktconvert.pipeline.gptq.calibration import Calibration, token_ids
 from ktconvert.pipeline.gptq.layered import LayeredModel
 from ktconvert.pipeline.graph import Result, Unit, Written
 from ktconvert.pipeline.run import Context, Link
@@ -21,8 +21,6 @@ from ktconvert.pipeline.run import Context, Link
 
 def write_samples(unit: Unit, partial: Path, context: Context, calibration: Calibration, lm: LayeredModel) -> Result:
     """The tokens of all samples, and for the first layer what they are embedded to."""
-    from ktconvert.pipeline.gptq.calibration import token_ids
-
     link: Link = context.chain  # type: ignore[assignment]
     known = link.store[unit.key]
     if known.exists():

@@ -1,0 +1,27 @@
+"""Mapped files that cannot be read: a page that breaks off ends the process with a sentence that names the file, not with a signal."""
+
+from __future__ import annotations
+
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.kernels import _raise
+
+
+def guard_sigbus(message: str, exit_code: int = 5) -> None:
+    """From now on a page of a registered file that cannot be read ends the process with this sentence on stderr.
+
+    message: at most 500 bytes with one %s, which becomes the name of the file.
+    """
+    text = message if message.endswith("\n") else message + "\n"
+    if text.count("%s") != 1:
+        raise ValueError("the message must hold %s once, for the name of the file")
+    _raise(lib.ktq_guard_sigbus(text.encode(), exit_code))
+
+
+def register_mapping(address: int, length: int, name: str) -> None:
+    """Names the file that is mapped at this address, for guard_sigbus."""
+    _raise(lib.ktq_register_mapping(ffi.cast("void *", address), length, name.encode(errors="surrogateescape")))
+
+
+def unregister_mapping(address: int) -> None:
+    """Forgets what register_mapping was told; call it before the file is unmapped."""
+    _raise(lib.ktq_unregister_mapping(ffi.cast("void *", address)))
