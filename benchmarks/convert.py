@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import measure
-from measure import Run
+import timing
+from timing import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -80,8 +80,8 @@ class Bench:
         """One run with its sync, on a quiet disk, from a warm cache or a cold one; its output stays until clear()."""
         self.clear()
         files = sorted(source.glob("*.safetensors"))
-        (measure.drop_caches if cold else measure.fill_caches)(files)
-        return measure.run(self.command(what, source), sync=True, sample=sample)
+        (timing.drop_caches if cold else timing.fill_caches)(files)
+        return timing.run(self.command(what, source), sync=True, sample=sample)
 
     def clear(self) -> None:
         """Remove what the last run wrote."""
@@ -121,7 +121,7 @@ def prepare(folder: Path, size: str, *, with_peer: bool) -> Bench:
     paths = {}
     for dtype, name in (("BF16", "bf16"), ("F8_E4M3", "fp8")):
         paths[name] = folder / f"qwen3-{name}-{layers}x{experts}"
-        measure.apart(make_model, paths[name], layers, experts, shards, dtype)
+        timing.apart(make_model, paths[name], layers, experts, shards, dtype)
     python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
     peer = python if with_peer and Path(python).exists() else None
     return Bench(folder, paths["bf16"], paths["fp8"], peer)
@@ -137,9 +137,9 @@ def make_model(folder: Path, layers: int, experts: int, shards: int, dtype: str)
 
 def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
     """Everything in its order; prints as it goes."""
-    about = measure.machine() | {"file_system": measure.filesystem(bench.folder), "size": given.size}
+    about = timing.machine() | {"file_system": timing.filesystem(bench.folder), "size": given.size}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    hash_rate = measure.apart(sha256_rate)
+    hash_rate = timing.apart(sha256_rate)
     source_bytes = sum(p.stat().st_size for p in bench.bf16.glob("*.safetensors"))
     print(f"{bench.bf16.name}: {source_bytes / 1e9:.2f} GB; sha256 {hash_rate / 1e9:.2f} GB/s on one core\n")
 
@@ -183,7 +183,7 @@ def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
         "checked": checks,
         "anonymous_bytes": memory,
         "runs": {
-            kind: {what: [measure.plain(r) for r in runs] for what, runs in group.items()}
+            kind: {what: [timing.plain(r) for r in runs] for what, runs in group.items()}
             for kind, group in (("warm", shown), ("cold", cold), ("fp8", fp8), ("bf16_beside_fp8", beside))
         },
         "targets": {name: {"value": value, "at_most": TARGETS[name][0]} for name, value in reached.items()},
@@ -209,7 +209,7 @@ def check(
         memory[method], sizes[method] = run.anonymous, bench.out_bytes()
         sizes[f"{method} BF16"] = sizes[method]
         if bench.peer:
-            checks[method] = measure.apart(same_tensors, theirs, bench.out)
+            checks[method] = timing.apart(same_tensors, theirs, bench.out)
             sizes[f"peer-{method}"] = 0  # it hashes nothing
         else:
             cli = [
@@ -221,7 +221,7 @@ def check(
                 "--against",
                 str(bench.bf16),
             ]
-            measure.run(cli)
+            timing.run(cli)
             checks[method] = "equal to the source quantized again (ktconvert verify --against)"
         print(
             f"{method}: {checks[method]}; {memory[method] / MIB:.0f} MiB anonymous at most, {run.max_rss / MIB:.0f} MiB RSS"
@@ -274,14 +274,14 @@ def show(runs: dict[str, list[Run]], sizes: dict[str, int], hash_rate: float, ba
         if not group:
             continue
         walls = [r.wall for r in group]
-        against_wall = f"{measure.median(group, 'wall') / measure.median(of, 'wall'):6.2f}" if of else ""
+        against_wall = f"{timing.median(group, 'wall') / timing.median(of, 'wall'):6.2f}" if of else ""
         hashing = sizes.get(what, 0) / hash_rate
-        against_cpu = f"{measure.median(group, 'cpu') / measure.median(of, 'cpu'):6.2f}" if of else ""
-        unhashed = f"{(measure.median(group, 'cpu') - hashing) / measure.median(of, 'cpu'):8.2f}" if of else ""
+        against_cpu = f"{timing.median(group, 'cpu') / timing.median(of, 'cpu'):6.2f}" if of else ""
+        unhashed = f"{(timing.median(group, 'cpu') - hashing) / timing.median(of, 'cpu'):8.2f}" if of else ""
         spread = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
         print(
-            f"{what:14} {spread:>20} {against_wall:>6} {measure.median(group, 'cpu'):7.2f} {measure.median(group, 'user'):6.2f} "
-            f"{measure.median(group, 'system'):6.2f} {hashing:8.2f} {against_cpu:>6} {unhashed:>8} "
+            f"{what:14} {spread:>20} {against_wall:>6} {timing.median(group, 'cpu'):7.2f} {timing.median(group, 'user'):6.2f} "
+            f"{timing.median(group, 'system'):6.2f} {hashing:8.2f} {against_cpu:>6} {unhashed:>8} "
             f"{max(r.max_rss for r in group) / MIB:8.0f}"
         )
 
@@ -298,13 +298,13 @@ def reach(
     found: dict[str, float] = {}
     for method in METHODS:
         if warm["cp"]:
-            found[f"{method} wall"] = measure.median(warm[method], "wall") / measure.median(warm["cp"], "wall")
-            found[f"{method} CPU"] = measure.median(warm[method], "cpu") / measure.median(warm["cp"], "cpu")
+            found[f"{method} wall"] = timing.median(warm[method], "wall") / timing.median(warm["cp"], "wall")
+            found[f"{method} CPU"] = timing.median(warm[method], "cpu") / timing.median(warm["cp"], "cpu")
         if cold["cp"]:
-            found[f"{method} cold wall"] = measure.median(cold[method], "wall") / measure.median(cold["cp"], "wall")
+            found[f"{method} cold wall"] = timing.median(cold[method], "wall") / timing.median(cold["cp"], "wall")
         if fp8:
-            per_byte = measure.median(fp8[method], "wall") / sizes[f"{method} FP8"]
-            found[f"{method} FP8 wall"] = per_byte / (measure.median(beside[method], "wall") / sizes[method])
+            per_byte = timing.median(fp8[method], "wall") / sizes[f"{method} FP8"]
+            found[f"{method} FP8 wall"] = per_byte / (timing.median(beside[method], "wall") / sizes[method])
     ours = [r for group in (warm, cold, fp8) for method in METHODS for r in group.get(method, [])]
     found["anonymous"] = max(memory.values()) / MIB
     if ours:

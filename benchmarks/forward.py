@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import forward_report
-import measure
 import mixtures
 import numpy as np
+import timing
 from ceilings import l3_bytes
 from forward_report import Cell, Figures, Load
 from mixtures import Batch, Shape
@@ -62,7 +62,7 @@ def main() -> None:
     """Measure and report."""
     given = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the temporary directory goes too
-    about = measure.machine() | {"l3_bytes": str(l3_bytes())}
+    about = timing.machine() | {"l3_bytes": str(l3_bytes())}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     with tempfile.TemporaryDirectory(prefix="ktconvert-forward-", dir=given.dir) as scratch:
         sides = _sides(given, Path(scratch))

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import measure
-from measure import Run
+import timing
+from timing import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -72,9 +72,9 @@ class Bench:
     def timed(self, who: str, method: str, model: Path) -> Run:
         """One run with its sync, from a warm cache; its output stays until clear()."""
         self.clear()
-        measure.fill_caches(sorted(model.glob("*.safetensors")))
+        timing.fill_caches(sorted(model.glob("*.safetensors")))
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-        return measure.run(
+        return timing.run(
             self.command(who, method, model), env=quiet | {"OMP_NUM_THREADS": str(self.threads)}, sync=True
         )
 
@@ -107,7 +107,7 @@ def main() -> None:
         folder = given.dir or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder, given.quant_type, given.samples, given.length, given.threads)
-        measure.apart(write_texts, bench.data, bench.samples, bench.length)
+        timing.apart(write_texts, bench.data, bench.samples, bench.length)
         try:
             figures = measure_all(bench, given)
         finally:
@@ -118,16 +118,16 @@ def main() -> None:
 
 def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
     """All methods; prints as it goes."""
-    about = measure.machine() | {"file_system": measure.filesystem(bench.folder), "type": bench.kind}
+    about = timing.machine() | {"file_system": timing.filesystem(bench.folder), "type": bench.kind}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     found: dict[str, Any] = {"machine": about, "runs": {}}
     for method in given.methods:
         size, rounds = (given.gb, given.rounds) if method == "RTN" else (given.gptq_gb, given.gptq_rounds)
         model = given.model or bench.folder / f"qwen3-{size:g}GB"
         if not given.model:
-            measure.apart(make_model, model, size)
+            timing.apart(make_model, model, size)
         runs = measure_method(bench, method, model, rounds)
-        found["runs"][method] = {who: [measure.plain(run) for run in of] for who, of in runs.items()}
+        found["runs"][method] = {who: [timing.plain(run) for run in of] for who, of in runs.items()}
         show_targets(runs)
     return found
 
@@ -149,7 +149,7 @@ def measure_method(bench: Bench, method: str, model: Path, rounds: int) -> dict[
         walls = [run.wall for run in of]
         wall = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
         figures = [
-            (measure.median(of, f), measure.median(of, f) / measure.median(ours, f)) for f in ("wall", "cpu", "max_rss")
+            (timing.median(of, f), timing.median(of, f) / timing.median(ours, f)) for f in ("wall", "cpu", "max_rss")
         ]
         (_, times), (cpu, cpu_times), (rss, rss_times) = figures
         print(f"{who:16} {wall:>20} {times:7.2f} {cpu:8.2f} {cpu_times:7.2f} {rss / MIB:8.0f} {rss_times:7.2f}")
@@ -164,7 +164,7 @@ def compare(bench: Bench, model: Path) -> str:
     bench.out.rename(theirs)
     bench.timed(OURS, "RTN", model)
     try:
-        return str(measure.apart(same_tensors, theirs, bench.out))
+        return str(timing.apart(same_tensors, theirs, bench.out))
     finally:
         shutil.rmtree(theirs)
 
@@ -231,7 +231,7 @@ def show_targets(runs: dict[str, list[Run]]) -> None:
     if "model_free_ptq" not in runs:
         return
     for name, figure in (("wall", "wall"), ("RSS", "max_rss")):
-        value = measure.median(runs["model_free_ptq"], figure) / measure.median(runs[OURS], figure)
+        value = timing.median(runs["model_free_ptq"], figure) / timing.median(runs[OURS], figure)
         verdict = "met" if value >= TARGETS[name] else "MISSED"
         print(f"  model_free_ptq's {name}: {value:.2f} x ours (at least {TARGETS[name]:g}: {verdict})")
 

@@ -55,7 +55,7 @@ def ignored(model: str) -> list[str]:
     """What ktconvert names in quantization_config."""
     from ktconvert.layouts.checkpoints.experts import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
-    from ktconvert.layouts.ignore import ignore_list
+    from ktconvert.layouts.outputs.ignore import ignore_list
 
     return list(ignore_list(recognise(open_checkpoint(model))))
 

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import measure
 import models
+import timing
 
 LAYERS, EXPERTS, SHARDS = 67, 256, 160  # DeepSeek-V3's has 61, 256 and 163
 TARGET_SECONDS = 5.0
@@ -51,8 +51,8 @@ def main() -> None:
         figures = {}
         small = commands(EXAMPLE, scratch)
         for name, command in commands(model, scratch).items():
-            bare = measure.run(small[name])  # what Python itself reads
-            runs = [measure.run(command) for _ in range(given.rounds)]
+            bare = timing.run(small[name])  # what Python itself reads
+            runs = [timing.run(command) for _ in range(given.rounds)]
             wall, cpu = statistics.median(r.wall for r in runs), statistics.median(r.cpu for r in runs)
             read = runs[-1].read - bare.read if runs[-1].read is not None and bare.read is not None else None
             met = "met" if wall < TARGET_SECONDS else "MISSED"
@@ -63,7 +63,7 @@ def main() -> None:
             )
             figures[name] = {"wall": wall, "cpu": cpu, "read": read, "target_wall": TARGET_SECONDS}
         if given.json:
-            document = {"machine": measure.machine(), "headers": headers, "commands": figures}
+            document = {"machine": timing.machine(), "headers": headers, "commands": figures}
             given.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

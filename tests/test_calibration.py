@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.gptq.calibration import Calibration, Ids, local_files, samples, token_ids
+from ktconvert.pipeline.walk.calibration import Calibration, Ids, local_files, samples, token_ids
 
 pytest.importorskip("datasets", reason="needs the extra gpu")
 pytest.importorskip("transformers", reason="needs the extra gpu")
@@ -263,7 +263,7 @@ ELSEWHERE = """
 import json, sys
 from transformers import AutoTokenizer
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.pipeline.gptq.calibration import Calibration, token_ids
+from ktconvert.pipeline.walk.calibration import Calibration, token_ids
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 told = []

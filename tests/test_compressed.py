@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts import compressed, ignore
 from ktconvert.layouts.checkpoints.archs import ARCHS, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.compressed import COMPRESSED
 from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.layouts.outputs import compressed, ignore
+from ktconvert.layouts.outputs.compressed import COMPRESSED
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import Matrix, groups, reference
 

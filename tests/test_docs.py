@@ -18,11 +18,13 @@ import click
 import numpy as np
 import pytest
 
-from ktconvert.layouts import LAYOUTS, errors, manifest
+from ktconvert.layouts import errors
 from ktconvert.layouts.checkpoints import archs
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
-from ktconvert.layouts.checkpoints.safetensors import read_header
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import LAYOUTS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.quantizers import DECODERS, QUANTIZERS, reference
 

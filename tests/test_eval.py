@@ -18,12 +18,12 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.eval import eval as command
 from ktconvert.pipeline.cli.gpu import gpu
-from ktconvert.pipeline.report import Reporter, tokens
+from ktconvert.pipeline.tell.report import Reporter, tokens
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ktconvert.pipeline import evaluate, generate  # noqa: E402
+from ktconvert.pipeline.models import evaluate, generate  # noqa: E402
 
 WINDOWS, WINDOW = 3, 128
 
@@ -311,13 +311,15 @@ def test_models_and_weights_that_do_not_do(
 def test_without_transformers(
     made: dict[str, Path], example: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.evaluate.find_spec", lambda name: None if name == "transformers" else True)
+    monkeypatch.setattr(
+        "ktconvert.pipeline.models.evaluate.find_spec", lambda name: None if name == "transformers" else True
+    )
     code, message = sentence(example, made["int8"], text)
     assert code == 1 and message.endswith("needs transformers, not installed here: pip install 'ktconvert[run]'")
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.report.LINE_EVERY", 0)
+    monkeypatch.setattr("ktconvert.pipeline.tell.report.LINE_EVERY", 0)
     told = Reporter()
     told.begin(1024, 0, tokens)
     told.advance(512)

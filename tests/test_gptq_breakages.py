@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.ignore import is_match
+from ktconvert.layouts.outputs.ignore import is_match
 from ktconvert.quantizers import groups, reference
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):

@@ -10,8 +10,8 @@ import pytest
 
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.pipeline.gptq import needs as gpu_needs
-from ktconvert.pipeline.gptq.needs import CARDS, REMEDIES, Needs, Shape, advice, max_gpu_memory, needs, shape_of
+from ktconvert.pipeline.walk import needs as gpu_needs
+from ktconvert.pipeline.walk.needs import CARDS, REMEDIES, Needs, Shape, advice, max_gpu_memory, needs, shape_of
 
 # 512 samples of 2048 tokens; `rest` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first layers.
 DEEPSEEK = Shape(hidden=7168, width=2048, experts=256, heads=128, head=192, rest=1_167_000_000, dense=True, group=8)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.safetensors import read_header
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.quantizers import reference
 

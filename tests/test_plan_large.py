@@ -37,7 +37,7 @@ MEASURE = (
 
 
 def measured(command: list[str]) -> SimpleNamespace:
-    """What benchmarks/measure.py's Run says of a command."""
+    """What benchmarks/timing.py's Run says of a command."""
     words = [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks"), *command]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return SimpleNamespace(**json.loads(done.stdout))

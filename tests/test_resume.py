@@ -17,8 +17,8 @@ import pytest
 
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
-from ktconvert.pipeline import journal
 from ktconvert.pipeline.cli import main
+from ktconvert.pipeline.engine import journal
 
 
 def load(name: str) -> ModuleType:

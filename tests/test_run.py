@@ -85,7 +85,7 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers
 
-    from ktconvert.pipeline import generate
+    from ktconvert.pipeline.models import generate
 
     text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     text |= {

@@ -27,8 +27,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.compressed import COMPRESSED
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.outputs.compressed import COMPRESSED
 from ktconvert.pipeline.cli.run import run
 
 torch = pytest.importorskip("torch")

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 from safetensors import safe_open
 
-from ktconvert.layouts import layout_named
-from ktconvert.layouts.parts import ExpertGrid
+from ktconvert.layouts.outputs import layout_named
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts import LAYOUTS, manifest
-from ktconvert.layouts.output import is_output, measure, open_output
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import LAYOUTS
+from ktconvert.layouts.outputs.output import is_output, measure, open_output
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.quantizers import QUANTIZERS

@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.output import open_output
+from ktconvert.layouts.outputs.output import open_output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
@@ -444,7 +444,7 @@ def test_the_guards_after_a_conversion(copy: Callable[[str], Path]) -> None:
 
 def test_codes_need_not_be_read_whole(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """That codes are not all zeros is seen in their first bytes."""
-    from ktconvert.layouts.output import Output
+    from ktconvert.layouts.outputs.output import Output
     from ktconvert.pipeline.verify.gpu import PIECE, check_numbers
 
     read: list[int] = []

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.safetensors import LFS_MAGIC, REMEDY, read_header
+from ktconvert.layouts.checkpoints.containers.safetensors import LFS_MAGIC, REMEDY, read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.mapped import MappedFiles
+from ktconvert.layouts.files.mapped import MappedFiles
 
 INDEX = "model.safetensors.index.json"
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.

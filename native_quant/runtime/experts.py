@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import layout_named, loose, publish
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.outputs import layout_named, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import weights

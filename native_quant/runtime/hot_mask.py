@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.safetensors import read_header
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, UsageError
 
 Mask = npt.NDArray[np.bool_]

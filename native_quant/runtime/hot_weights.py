@@ -12,8 +12,8 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource, open_checkpoint
-from ktconvert.layouts.compressed import COMPRESSED, SUFFIXES, Compressed
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.outputs.compressed import COMPRESSED, SUFFIXES, Compressed
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers.reference import bf16_to_f32
 

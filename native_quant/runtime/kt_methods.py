@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktconvert.layouts import LAYOUTS
+from ktconvert.layouts.outputs import LAYOUTS
 
 LATER = (
     *("RAWINT4", "FP8", "BF16", "FP8_PERCHANNEL", "GPTQ_INT4", "SYCL_GPTQ_INT4", "MXFP4", "NVFP4", "MXFP8"),

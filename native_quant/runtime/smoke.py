@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import Layout
-from ktconvert.layouts.parts import ExpertGrid
+from ktconvert.layouts.outputs import Layout
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.measure import every_expert, random_bf16

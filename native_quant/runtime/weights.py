@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import PROJECTIONS, Layout
-from ktconvert.layouts.card import ranges
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.mapped import MappedFiles
-from ktconvert.layouts.numa import require_legal
-from ktconvert.layouts.output import AGAIN, Measure, Output, Place, Stored, measure, open_output, place_of
-from ktconvert.layouts.parts import ExpertGrid, Part
+from ktconvert.layouts.files.mapped import MappedFiles
+from ktconvert.layouts.outputs import PROJECTIONS, Layout
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.numa import require_legal
+from ktconvert.layouts.outputs.output import AGAIN, Measure, Output, Place, Stored, measure, open_output, place_of
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.quantizers import Matrix

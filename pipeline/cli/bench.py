@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.card import ranges
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.report import Reporter, size
+from ktconvert.pipeline.tell.report import Reporter, size
 
 # How config.json calls the number of experts that a token goes to.
 TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "experts_per_token", "moe_k")  # fmt: skip
@@ -68,7 +68,7 @@ def bench(
 
     Tokens are random and go to random experts, to others in every run: in use, too, the weights come from memory and not from a cache.
     """
-    from ktconvert.pipeline.figures import check_plot, plot_bench
+    from ktconvert.pipeline.tell.figures import check_plot, plot_bench
     from ktconvert.pipeline.verify.report import aligned
 
     check_plot(plot)
@@ -87,7 +87,7 @@ def bench(
 
 def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None) -> dict[str, Any]:
     """Measure; the JSON document. Sizes in bytes, times in seconds."""
-    from ktconvert.layouts.output import open_output
+    from ktconvert.layouts.outputs.output import open_output
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import measure
     from ktconvert.native_quant.runtime.experts import Experts

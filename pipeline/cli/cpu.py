@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts import LAYOUTS
 from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.layouts.outputs import LAYOUTS
 from ktconvert.pipeline.cli import options
 
 LATER = {  # what kt-kernel's script takes and we do not
@@ -83,9 +83,10 @@ def cpu(**given: Any) -> None:
 
     FP8, FP16, BF16 and F32 safetensors are read; no GPU is used. Memory is bounded by a few experts, whatever the model's size.
     """
-    from ktconvert.pipeline import convert, show
-    from ktconvert.pipeline.execute import execute
-    from ktconvert.pipeline.plan import Request
+    from ktconvert.pipeline.engine.execute import execute
+    from ktconvert.pipeline.engine.plan import Request
+    from ktconvert.pipeline.plans import cpu as convert
+    from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     method = given["quant_method"]

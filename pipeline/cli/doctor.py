@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.report import size
+from ktconvert.pipeline.tell.report import size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
 # What ktconvert and kt-kernel choose their code by, in /proc/cpuinfo's words.

@@ -46,10 +46,10 @@ def eval(model: str, **given: Any) -> None:
     with --gpu-weights twice.
     """
     from ktconvert.layouts.errors import UsageError
-    from ktconvert.pipeline import evaluate
-    from ktconvert.pipeline.figures import check_plot, plot_eval
-    from ktconvert.pipeline.generate import Choice
-    from ktconvert.pipeline.report import Reporter, tokens
+    from ktconvert.pipeline.models import evaluate
+    from ktconvert.pipeline.models.generate import Choice
+    from ktconvert.pipeline.tell.figures import check_plot, plot_eval
+    from ktconvert.pipeline.tell.report import Reporter, tokens
     from ktconvert.pipeline.verify.report import aligned
 
     gpu = given["gpu_weights"]

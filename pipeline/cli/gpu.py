@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.report import Reporter
+from ktconvert.pipeline.tell.report import Reporter
 
 EPILOG = """\b
 Examples:
@@ -130,10 +130,10 @@ def gpu(**given: Any) -> None:
     FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts (RTN) or by one layer (GPTQ), whatever the
     model's size. All other tensors are copied as they are.
     """
-    from ktconvert.pipeline import show
-    from ktconvert.pipeline.execute import execute
-    from ktconvert.pipeline.gpu import plan_gpu, require_available
-    from ktconvert.pipeline.plan import Request
+    from ktconvert.pipeline.engine.execute import execute
+    from ktconvert.pipeline.engine.plan import Request
+    from ktconvert.pipeline.plans.gpu import plan_gpu, require_available
+    from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     require_available(given["quant_method"], given["torch_dtype"])
@@ -175,9 +175,9 @@ def gpu(**given: Any) -> None:
 
 def calibration(given: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
     """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on."""
-    from ktconvert.pipeline.execute import begun_with
-    from ktconvert.pipeline.gptq.calibration import local_files
-    from ktconvert.pipeline.gptq.machine import this_machine
+    from ktconvert.pipeline.engine.execute import begun_with
+    from ktconvert.pipeline.walk.calibration import local_files
+    from ktconvert.pipeline.walk.environment import this_machine
 
     local_files(given["dataset"])  # one that is not there is told before anything else
     machine = this_machine(threads, given["force_cpu"], given["max_gpu_memory"])

@@ -28,7 +28,7 @@ def inspect(path: str, **given: Any) -> None:
 
     PATH is a directory, a .safetensors file, or a hub id (org/name). Headers only are read.
     """
-    from ktconvert.pipeline import inspect as look
+    from ktconvert.pipeline.tell import inspect as look
     from ktconvert.pipeline.verify.report import aligned
 
     arch_file = options.text_of("--arch-file", given["arch_file"])

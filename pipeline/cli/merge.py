@@ -41,10 +41,10 @@ Examples:
 @options.talk
 def merge(**given: Any) -> None:
     """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index. Can be resumed."""
-    from ktconvert.pipeline import show
-    from ktconvert.pipeline.execute import execute
-    from ktconvert.pipeline.merge import plan_merge
-    from ktconvert.pipeline.plan import Request
+    from ktconvert.pipeline.engine.execute import execute
+    from ktconvert.pipeline.engine.plan import Request
+    from ktconvert.pipeline.plans.merge import plan_merge
+    from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     original = given["original_path"]

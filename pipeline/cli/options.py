@@ -11,7 +11,7 @@ import click
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.report import Reporter, size
+from ktconvert.pipeline.tell.report import Reporter, size
 
 F = TypeVar("F", bound=Callable[..., Any])
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

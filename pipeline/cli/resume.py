@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts import manifest
 from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.cli import options
 
 EPILOG = """\b
@@ -30,11 +30,11 @@ Examples:
 @options.talk
 def resume(output: Path, **given: Any) -> None:
     """Finish a conversion that was cut off. Nothing else needs to be said again: the plan lies beside the output."""
-    from ktconvert.pipeline import show
-    from ktconvert.pipeline.commands import plan_request
-    from ktconvert.pipeline.execute import execute, saved_plan, tidy
-    from ktconvert.pipeline.plan import Request
-    from ktconvert.pipeline.workdir import locate
+    from ktconvert.pipeline.engine.execute import execute, saved_plan, tidy
+    from ktconvert.pipeline.engine.plan import Request
+    from ktconvert.pipeline.engine.workdir import locate
+    from ktconvert.pipeline.plans.commands import plan_request
+    from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     output = output.expanduser().absolute()

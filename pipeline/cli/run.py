@@ -52,7 +52,7 @@ def run(model: str, **given: Any) -> None:
     """
     if given["chat"] == (given["prompt"] is not None):
         raise UsageError("give either --prompt TEXT or --chat")
-    from ktconvert.pipeline import generate
+    from ktconvert.pipeline.models import generate
 
     options.check_kernels("the command again")
     generate.require("run")

@@ -36,8 +36,8 @@ def serve(model: str, **given: Any) -> None:
 
     MODEL is a directory or a hub id (org/name). The server answers for this model only; Ctrl-C ends it.
     """
-    from ktconvert.pipeline import generate
-    from ktconvert.pipeline.server import listen
+    from ktconvert.pipeline.models import generate
+    from ktconvert.pipeline.models.server import listen
 
     options.check_kernels("the command again")
     generate.require("serve")

@@ -66,8 +66,8 @@ def verify(output: Path, **given: Any) -> None:
     An output for the GPU is also loaded by transformers, where it is installed: without weights, and whole with --against SOURCE.
     Exit code 6 if anything is not as it should be.
     """
-    from ktconvert.pipeline.evaluate import read_text
-    from ktconvert.pipeline.report import Reporter
+    from ktconvert.pipeline.models.evaluate import read_text
+    from ktconvert.pipeline.tell.report import Reporter
     from ktconvert.pipeline.verify import report as verify_report
     from ktconvert.pipeline.verify.output import Wish
     from ktconvert.pipeline.verify.output import verify as look

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import merged, publish
 from ktconvert.layouts.checkpoints.beside import Beside, Scaled
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.shards import Entry, group_by_limit, plan_shard
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.shards import Entry, group_by_limit, plan_shard
+from ktconvert.layouts.outputs import merged
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.graph import Result, Stage, Unit, Written
-from ktconvert.pipeline.run import Context
+from ktconvert.pipeline.engine.loop import Context
+from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
 
 NAME = "carry_over"
 VERSION = 1

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import PROJECTIONS, Layout, loose, merged, publish
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.parts import ExpertGrid, Part
-from ktconvert.layouts.shards import group_by_limit
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.shards import group_by_limit
+from ktconvert.layouts.outputs import PROJECTIONS, Layout, loose, merged
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.graph import Result, Stage, Unit, Written
-from ktconvert.pipeline.run import Context
+from ktconvert.pipeline.engine.loop import Context
+from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import (
     error_figures,
     items,

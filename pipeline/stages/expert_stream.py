@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import PROJECTIONS
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.report import Reporter
+from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.pipeline.tell.report import Reporter
 
 READ_AHEAD = 64 << 20  # bytes of input that the disk is asked for before they are needed
 

@@ -6,21 +6,21 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-from ktconvert.layouts import PROJECTIONS
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo
-from ktconvert.layouts.compressed import Compressed
 from ktconvert.layouts.errors import ResourceError
-from ktconvert.layouts.rows import RowFile
-from ktconvert.pipeline.gptq import layerwise, oneshot
-from ktconvert.pipeline.gptq.layered import LayeredModel
-from ktconvert.pipeline.gptq.needs import REMEDIES
-from ktconvert.pipeline.gptq.samples import read_samples, write_samples
-from ktconvert.pipeline.gptq.settings import Settings
-from ktconvert.pipeline.gptq.shard import Job, figures, rounded, tell, write_shard
-from ktconvert.pipeline.graph import Result, Stage, Unit, Written
-from ktconvert.pipeline.run import Context, Link
+from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.outputs.compressed import Compressed
+from ktconvert.pipeline.engine.loop import Context, Link
+from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.walk import layerwise, oneshot
+from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.walk.needs import REMEDIES
+from ktconvert.pipeline.walk.samples import read_samples, write_samples
+from ktconvert.pipeline.walk.settings import Settings
+from ktconvert.pipeline.walk.shard import Job, figures, rounded, tell, write_shard
 from ktconvert.quantizers import gptq
 
 NAME = "gptq"

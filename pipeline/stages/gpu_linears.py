@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import publish
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.compressed import Compressed, linear_name, linears, plan_experts
-from ktconvert.layouts.shards import group_by_limit
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.shards import group_by_limit
+from ktconvert.layouts.outputs.compressed import Compressed, linear_name, linears, plan_experts
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.graph import Result, Stage, Unit, Written
-from ktconvert.pipeline.run import LANES, Context
+from ktconvert.pipeline.engine.loop import LANES, Context
+from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.quantizers import groups

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconvert.layouts import merged, publish
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.parts import Part
-from ktconvert.layouts.shards import Entry, plan_shard
-from ktconvert.pipeline.graph import Result, Stage, Unit, Written
-from ktconvert.pipeline.run import Context
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.shards import Entry, plan_shard
+from ktconvert.layouts.outputs import merged
+from ktconvert.layouts.outputs.parts import Part
+from ktconvert.pipeline.engine.loop import Context
+from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
 
 NAME = "merge_parts"
 VERSION = 1

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.tell.report import Reporter
 
 AGAIN = "convert it again with --overwrite"
 SAMPLED = 8  # experts per layer whose error is measured, unless all are

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ktconvert.layouts import PROJECTIONS
-from ktconvert.layouts.compressed import COMPRESSED, SUFFIXES, USUAL, Compressed
 from ktconvert.layouts.errors import UsageError, VerificationError
-from ktconvert.layouts.gpu_card import CONFIG_KEYS
-from ktconvert.layouts.gpu_output import DTYPES
-from ktconvert.layouts.ignore import is_match
-from ktconvert.layouts.output import Measure, Output, Place, Stored
+from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.outputs.compressed import COMPRESSED, SUFFIXES, USUAL, Compressed
+from ktconvert.layouts.outputs.gpu_card import CONFIG_KEYS
+from ktconvert.layouts.outputs.gpu_output import DTYPES
+from ktconvert.layouts.outputs.ignore import is_match
+from ktconvert.layouts.outputs.output import Measure, Output, Place, Stored
 from ktconvert.pipeline.verify.found import Check
 from ktconvert.quantizers import groups
 

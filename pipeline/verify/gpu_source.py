@@ -8,16 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts import PROJECTIONS
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.compressed import SUFFIXES, Compressed
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.output import Measure, Output, Place, Stored
+from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.outputs.compressed import SUFFIXES, Compressed
+from ktconvert.layouts.outputs.output import Measure, Output, Place, Stored
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.report import Reporter
 from ktconvert.pipeline.stages import carry_over, gpu_linears
 from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.found import Check, Found, LayerError, first_difference, gather, sample
 from ktconvert.pipeline.verify.gpu import form_of
 from ktconvert.quantizers import reference

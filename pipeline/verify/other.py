@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from ktconvert.layouts.output import Measure, Output, Place, Stored
-from ktconvert.layouts.output import measure as measure_of
-from ktconvert.pipeline.report import Reporter
+from ktconvert.layouts.outputs.output import Measure, Output, Place, Stored
+from ktconvert.layouts.outputs.output import measure as measure_of
 from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.found import Check, first_difference
 from ktconvert.pipeline.verify.source import PIECE
 from ktconvert.pipeline.verify.structure import said

@@ -15,9 +15,10 @@ from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
-from ktconvert.layouts.output import Measure, Output, is_output, measure, open_output
-from ktconvert.pipeline.report import Reporter
+from ktconvert.layouts.outputs.output import Measure, Output, is_output, measure, open_output
+from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.found import Check, LayerError
 from ktconvert.pipeline.verify.gpu import check_numbers, form_of
 from ktconvert.pipeline.verify.gpu_source import compare_gpu_source
@@ -32,7 +33,6 @@ from ktconvert.pipeline.verify.structure import (
     unreadable,
     weights_whole,
 )
-from ktconvert.pipeline.workdir import locate
 
 PIECE = 4 << 20  # bytes hashed between two signs of progress
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.output import Output
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.evaluate import LONGEST, compare
-from ktconvert.pipeline.report import size
+from ktconvert.pipeline.models.evaluate import LONGEST, compare
+from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.found import Check
 from ktconvert.pipeline.verify.reload import absent, first_line, model_class, quiet
 

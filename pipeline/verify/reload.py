@@ -11,8 +11,8 @@ from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from typing import Any
 
-from ktconvert.layouts.output import Output
-from ktconvert.pipeline import generate
+from ktconvert.layouts.outputs.output import Output
+from ktconvert.pipeline.models import generate
 from ktconvert.pipeline.verify.found import Check
 
 NEEDS = ("torch", "transformers", "accelerate", "compressed_tensors")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ktconvert.layouts.card import ranges
-from ktconvert.layouts.output import Measure, Output
-from ktconvert.pipeline.report import size
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.output import Measure, Output
+from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.found import worst
 from ktconvert.pipeline.verify.output import Report
 from ktconvert.pipeline.verify.structure import said

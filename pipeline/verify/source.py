@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktconvert.layouts import PROJECTIONS, Layout, merged
-from ktconvert.layouts.card import ranges
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.numa import illegal_reason
-from ktconvert.layouts.output import Measure, Output, Place, Stored, place_of
-from ktconvert.layouts.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs import PROJECTIONS, Layout, merged
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.numa import illegal_reason
+from ktconvert.layouts.outputs.output import Measure, Output, Place, Stored, place_of
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.report import Reporter
+from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.found import Check, Found, LayerError, first_difference, gather, sample
 
 PIECE = 4 << 20  # bytes of a copied tensor compared at a time

@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ktconvert.layouts import LAYOUTS, Layout, manifest, numa
-from ktconvert.layouts.card import ranges
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ARCHS, HIDDEN, NUM_EXPERTS, NUM_LAYERS, Arch
 from ktconvert.layouts.checkpoints.source import INDEX, PART
-from ktconvert.layouts.compressed import COMPRESSED
-from ktconvert.layouts.output import METHODS, Measure, Output, Place, files_of, place_of
-from ktconvert.layouts.parts import ExpertGrid
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import LAYOUTS, Layout, numa
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.compressed import COMPRESSED
+from ktconvert.layouts.outputs.output import METHODS, Measure, Output, Place, files_of, place_of
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.verify.found import Check
 from ktconvert.pipeline.verify.gpu import check_packed, check_quantization
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline import journal
+from ktconvert.pipeline.engine import journal
 
 
 def load(name: str) -> ModuleType:

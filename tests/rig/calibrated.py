@@ -35,8 +35,8 @@ MODULES = (
     "llmcompressor.modifiers.gptq.gptq_quantize",
     "transformers.modeling_utils",
     "ktconvert.pipeline.cli.gpu",
-    "ktconvert.pipeline.gpu",
-    "ktconvert.pipeline.gptq.layered",
+    "ktconvert.pipeline.plans.gpu",
+    "ktconvert.pipeline.walk.layered",
     "ktconvert.pipeline.verify",
 )
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.pipeline import journal
+from ktconvert.pipeline.engine import journal
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 240.0  # seconds; a conversion takes half of one, a loaded machine many times that

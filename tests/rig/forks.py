@@ -16,7 +16,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-MODULES = ("convert", "merge", "execute", "commands", "show", "cli.cpu", "cli.merge", "cli.resume")
+MODULES = (
+    "plans.cpu",
+    "plans.merge",
+    "plans.commands",
+    "engine.execute",
+    "tell.show",
+    "cli.cpu",
+    "cli.merge",
+    "cli.resume",
+)
 
 
 class Forks:

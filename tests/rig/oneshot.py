@@ -87,7 +87,7 @@ def ignored(model: Path) -> list[str]:
     """What `ktconvert gpu` names in quantization_config, so that both quantize the same linears."""
     from ktconvert.layouts.checkpoints.experts import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
-    from ktconvert.layouts.ignore import ignore_list
+    from ktconvert.layouts.outputs.ignore import ignore_list
 
     return list(ignore_list(recognise(open_checkpoint(str(model)))))
 

@@ -1,0 +1,1 @@
+"""How a file appears, is mapped, and is laid out before it is written."""

@@ -1,0 +1,295 @@
+"""The only code that makes a file appear: written aside, synced, renamed, its folder synced. All of it is seen or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import hashlib
+import mmap
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.errors import InputError, ResourceError
+from ktconvert.layouts.files.shards import ALIGNMENT
+
+STAGING_BYTES = 4 << 20
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+RENAME_EXCHANGE = 2
+AT_FDCWD = -100
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn 'no space', 'quota' and 'file too large' into a ResourceError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise ResourceError(
+                f"{path}: {os.strerror(error.errno)}; free some space or raise the limit, then run `ktconvert resume`."
+            ) from error
+        raise
+
+
+def aligned_buffer(nbytes: int) -> Bytes:
+    """Zeroed bytes on pages of their own, as direct writes need them; uint8 [nbytes]."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
+
+
+class DirectFile:
+    """A new file of known size, written past the page cache where the file system allows it.
+
+    Space is reserved before the first byte. `append` hashes in file order; `write_at` may be called from any thread for whole pages
+    that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk, quota or limit is full.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        self.sha256 = hashlib.sha256()
+        self._staging = aligned_buffer(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
+        self._staged = 0
+        self._offset = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with explained(path):
+            try:
+                self._fd = os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._fd = os.open(path, flags, 0o600)  # tmpfs and others know no O_DIRECT
+            if size:
+                try:
+                    os.posix_fallocate(self._fd, 0, -(-size // ALIGNMENT) * ALIGNMENT)
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                        os.close(self._fd)
+                        raise
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write whole pages (offset, length and address multiples of ALIGNMENT) without hashing."""
+        view, done = memoryview(data.data), 0
+        with explained(self.path):
+            while done < len(view):
+                try:
+                    done += os.pwrite(self._fd, view[done:], offset + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not self._buffered():
+                        raise
+
+    def _buffered(self) -> bool:
+        """Give up direct writes; False if they were given up already."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return bool(flags & os.O_DIRECT)
+
+    def append(self, data: bytes | Bytes | memoryview) -> None:
+        """Write and hash the next bytes of the file, any length."""
+        view = memoryview(data.data if isinstance(data, np.ndarray) else data).cast("B")
+        self.sha256.update(view)
+        source = np.frombuffer(view, dtype=np.uint8)
+        while source.size:
+            take = min(source.size, self._staging.size - self._staged)
+            self._staging[self._staged : self._staged + take] = source[:take]
+            self._staged += take
+            source = source[take:]
+            if self._staged == self._staging.size:
+                self._flush()
+
+    def _flush(self) -> None:
+        padded = -(-self._staged // ALIGNMENT) * ALIGNMENT
+        self._staging[self._staged : padded] = 0
+        if padded:
+            self.write_at(self._offset, self._staging[:padded])
+        self._offset += self._staged
+        self._staged = 0
+
+    def skip(self, data: Bytes) -> None:
+        """Hash the next whole pages of the file, which write_at wrote."""
+        if self._staged:
+            self._flush()
+        self.sha256.update(data.data)
+        self._offset += data.size
+
+    def close(self) -> str:
+        """Finish the file, sync it, and return its sha256 in hex."""
+        with explained(self.path):
+            self._flush()
+            if self._offset != self.size:
+                raise AssertionError(f"{self.path}: {self._offset} bytes written, {self.size} planned")
+            os.ftruncate(self._fd, self.size)
+            os.fchmod(self._fd, readable_mode())
+            os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        return self.sha256.hexdigest()
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+@functools.cache
+def readable_mode() -> int:
+    """0666 less the user's umask: whoever serves the model must be able to read it."""
+    status = Path("/proc/self/status").read_text()
+    umask = next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022")
+    return 0o666 & ~int(umask, 8)
+
+
+def write_file(path: Path, data: bytes) -> str:
+    """Write a whole small file, synced; not yet visible under a final name if `path` lies in a work directory. Returns its sha256."""
+    with explained(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, readable_mode())
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return sha256(data)
+
+
+def write_unsynced(path: Path, data: Bytes) -> str:
+    """Write one of many small files of a folder that sync_tree makes durable at the end. Returns its sha256."""
+    with explained(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, readable_mode())
+        try:
+            view = data.data
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
+    return hashlib.sha256(data.data).hexdigest()
+
+
+def sha256(data: bytes) -> str:
+    """In hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """In hex; read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_file(source: Path, path: Path) -> tuple[int, str]:
+    """Copy a companion file in pieces, synced; returns its size in bytes and sha256.
+
+    Raises InputError if it becomes shorter meanwhile.
+    """
+    with explained(path), source.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        with DirectFile(path, size) as target:
+            left = size
+            while left and (piece := file.read(min(STAGING_BYTES, left))):
+                target.append(piece)
+                left -= len(piece)
+            if left:
+                raise InputError(f"{source}: became shorter while it was copied; put the old file back and resume.")
+            return size, target.close()
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(path: Path) -> None:
+    """Make a folder and everything below it durable, with one call for the whole file system: its thousands of files are small."""
+    with explained(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.syncfs(fd):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), str(path))
+        finally:
+            os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, as far as they are missing, durably."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a synced file (or folder) its final name, durably."""
+    with explained(final):
+        partial.rename(final)
+        sync_folder(final.parent)
+
+
+def place(source: Path, target: Path) -> None:
+    """Let a stored file (or folder of files) appear under a second name: hard links, or a rename where there are none."""
+    if source.is_dir():
+        target.mkdir(exist_ok=True)
+        for child in sorted(source.iterdir()):
+            place(child, target / child.name)
+        return
+    with explained(target):
+        if target.exists():
+            if target.samefile(source):
+                return
+            target.unlink()
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            source.rename(target)
+
+
+def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ()) -> None:
+    """Remove every file below a folder but those of these names, and folders left empty; entries to spare are not entered."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        name = path.relative_to(folder)
+        if name.parts[0] in spare:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                path.rmdir()
+        elif name.as_posix() not in names:
+            path.unlink()
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Swap two names in one step (renameat2 with RENAME_EXCHANGE). Raises OSError where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(old))
+    sync_folder(old.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder of ours with everything in it, if it is there."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,106 @@
+"""The ignore list of quantization_config: what a loader must not take for quantized. Everything but the routed experts.
+
+A loader makes every Linear of the model a quantized one unless a pattern names it, and fails on a tensor that then is not
+there. A pattern is a module's name, a class's, or "re:" and a regular expression that matches from the name's beginning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from ktconvert.layouts.checkpoints.archs import PREFIXES
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.match import NUMBER, ROUTED, ROUTER
+from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.outputs.compressed import USUAL, linears
+
+# What kt-kernel's convert_gpu_weights.py names by default.
+USUAL_PATTERNS = (
+    "lm_head",
+    r"re:.*\.mlp\.gate$",
+    r"re:.*\.self_attn\..*$",
+    r"re:.*\.shared_expert\..*$",
+    r"re:.*\.shared_experts\..*$",
+    r"re:.*\.mlp\.shared_expert_gate$",
+    r"re:.*\.linear_attn\..*$",
+)
+CLASSES = ("Linear", "Module")  # what a quantized module is, besides its name
+
+
+def is_match(name: str, pattern: str) -> bool:
+    """Whether a pattern names this Linear, as compressed-tensors understands patterns. UsageError: no regular expression."""
+    if not pattern.startswith("re:"):
+        return pattern == name or pattern in CLASSES
+    return _compiled(pattern).match(name) is not None
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern.removeprefix("re:"))
+    except re.error as e:
+        raise UsageError(f"--ignore-patterns: {pattern!r} is no regular expression: {e}") from None
+
+
+def other_linears(model: MoeModel) -> tuple[str, ...]:
+    """The modules besides the routed experts whose weights have two dimensions or more, so may be linears; sorted."""
+    routed = model.expert_tensor_names()
+    names: set[str] = set()
+    for name, info in model.source.tensors.items():
+        module, _, last = name.rpartition(".")
+        if name not in routed and len(info.shape) >= 2:
+            names.add(module if module and last.startswith(("weight", "qweight")) else name)
+    return tuple(sorted(names))
+
+
+def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tuple[str, ...]:
+    """These patterns, the MTP layers, and one pattern for each kind of module that they leave out.
+
+    Raises UsageError where a pattern would hit a routed expert.
+    """
+    kept = [*patterns, *(rf"re:(.*\.)?layers\.{layer}\..*" for layer in model.mtp_layers)]
+    for name in other_linears(model):
+        if not any(is_match(name, pattern) for pattern in kept):
+            kept.append(_pattern(name))
+    found = tuple(dict.fromkeys(kept))
+    check_ignore(model, found)
+    return found
+
+
+def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
+    """Raises UsageError where a pattern would hit a routed expert, or none of them a router or another linear."""
+    for name in _expert_names(model):
+        for pattern in patterns:
+            if is_match(name, pattern):
+                raise UsageError(
+                    f"--ignore-patterns: {pattern!r} would leave out the routed expert {name}, and loaders need all of them; "
+                    "remove it or make it narrower"
+                )
+    missed = [n for n in other_linears(model) if not any(is_match(n, pattern) for pattern in patterns)]
+    if missed:
+        shown = next((n for n in missed if ROUTER.search(f"{n}.")), missed[0])
+        what = "the router" if ROUTER.search(f"{shown}.") else "the module"
+        raise UsageError(f"the ignore list leaves out {what} {shown}, which a loader would take for quantized; add it")
+
+
+def _expert_names(model: MoeModel) -> Iterator[str]:
+    """What loaders call the routed experts: each linear by its own name and by the usual one, and their container."""
+    for layer in model.layers:
+        for _, projection, name, _, _ in linears(model, layer):
+            base = name.rpartition(".")[0]
+            yield from dict.fromkeys((name, f"{base}.{USUAL[projection]}"))
+        yield base.rpartition(".")[0]
+
+
+def _pattern(name: str) -> str:
+    """One expression for this module in every layer, whatever stands before it: loaders name the language model in several ways.
+
+    Of other experts, such as those of MTP blocks, the whole container.
+    """
+    found = ROUTED.search(name)
+    whole = name[: found.end() - 1] if found else name
+    start = max((p for p in PREFIXES if whole.startswith(p)), key=len)
+    shape = r"\.".join(re.escape(piece) for piece in NUMBER.sub("#", f"{whole[len(start) :]}.").split(".")[:-1])
+    return "re:(.*\\.)?" + shape.replace(re.escape("#"), r"\d+") + (r"(\..*)?$" if found else "$")

@@ -1,0 +1,86 @@
+"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header (FORMAT.md, section "Loose")."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.outputs.layout import Layout
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+
+FILE = re.compile(
+    r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>\d+)"
+    r"_(?P<nbytes>\d+)Byte_(?P<what>quant|scale)_\.kt"
+)
+LAYER = re.compile(r"_layer_(\d+)")
+NUMA = re.compile(r"_numa_(\d+)")
+
+
+def layer_folder(layer: int) -> str:
+    """The folder of one layer."""
+    return f"_layer_{layer}"
+
+
+def path_in_layer(part: Part, layout: Layout, what: str) -> str:
+    """The file of one matrix inside its layer's folder; `what` is "quant" or "scale"."""
+    nbytes = layout.weight_bytes(part.n, part.k) if what == "quant" else layout.scale_bytes(part.n)
+    backward = "_bwd" if part.backward else ""
+    name = f"{layout.file_prefix}_{part.projection}{backward}_{part.expert}_{nbytes}Byte_{what}_.kt"
+    return f"_numa_{part.numa}/{name}"
+
+
+def files_of_layer(grid: ExpertGrid, experts: int, layout: Layout) -> dict[str, int]:
+    """Every file that a complete layer has, relative to its folder, with its size in bytes."""
+    files = {}
+    for part in grid.all_parts(range(experts)):
+        files[path_in_layer(part, layout, "quant")] = layout.weight_bytes(part.n, part.k)
+        files[path_in_layer(part, layout, "scale")] = layout.scale_bytes(part.n)
+    return files
+
+
+def is_complete(folder: Path, grid: ExpertGrid, experts: int, layout: Layout) -> bool:
+    """Whether a layer's folder has every file of these sizes."""
+    try:
+        return all(
+            (folder / name).stat().st_size == size for name, size in files_of_layer(grid, experts, layout).items()
+        )
+    except OSError:
+        return False
+
+
+def layers_in(root: Path) -> dict[int, Path]:
+    """The layer folders below a loose output, by layer number."""
+    found = {}
+    for child in sorted(root.iterdir()):
+        match = LAYER.fullmatch(child.name)
+        if match and child.is_dir():
+            found[int(match[1])] = child
+    return dict(sorted(found.items()))
+
+
+def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
+    """(NUMA node, parsed name, path) of every .kt file of one layer, whoever wrote it.
+
+    Raises InputError for a file whose size is not the one in its name, or whose name is not kt-kernel's.
+    """
+    found = []
+    for node_dir in sorted(layer_dir.iterdir()):
+        node = NUMA.fullmatch(node_dir.name)
+        if not node or not node_dir.is_dir():
+            continue
+        for path in sorted(node_dir.iterdir()):
+            match = FILE.fullmatch(path.name)
+            if match is None:
+                if path.suffix == ".kt":
+                    raise InputError(
+                        f"{path}: not a name that kt-kernel writes; move the file away or convert this layer again."
+                    )
+                continue
+            size = path.stat().st_size
+            if size != int(match["nbytes"]):
+                raise InputError(
+                    f"{path}: holds {size} bytes where its name says {match['nbytes']}; convert layer {layer_dir.name} again."
+                )
+            found.append((int(node[1]), match, path))
+    return found

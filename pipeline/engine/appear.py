@@ -1,0 +1,72 @@
+"""The moment an assembled output appears: renamed as a whole, or moved into place file by file with the index last."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from ktconvert.layouts.checkpoints.source import INDEX
+from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.files import manifest, publish
+from ktconvert.pipeline.engine.workdir import Places, WorkDir
+
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+NOT_OURS = {"lost+found"}
+
+
+def appear(work: WorkDir, names: list[str]) -> None:
+    """Let the assembled folder, which is synced and has files of these names, become the output. May be cut off and run again."""
+    if work.places.inside:
+        _move_in(work.places, names, work.may_replace)
+    else:
+        _rename(work.places, work.may_replace)
+
+
+def _rename(places: Places, may_replace: bool) -> None:
+    """One rename; where something lies there already, swap the two and remove the old one last.
+
+    Raises OutputError where something was put there while the conversion ran.
+    """
+    output = places.output
+    with publish.explained(output):
+        try:
+            places.assembly.rename(output)
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+            if not may_replace:
+                raise OutputError(
+                    f"{output}: something was put there while the conversion ran; "
+                    "move it away and resume, or run the same command with --overwrite."
+                ) from error
+            try:
+                publish.exchange(places.assembly, output)
+            except OSError:  # a file system that cannot swap
+                publish.remove_tree(places.old)
+                output.rename(places.old)
+                places.assembly.rename(output)
+    publish.sync_folder(output.parent)
+
+
+def _move_in(places: Places, names: list[str], may_replace: bool) -> None:
+    """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a mixture.
+
+    A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until this has ended.
+    """
+    output, target = places.output, places.assembly
+    (output / manifest.NAME).unlink(missing_ok=True)
+    (output / INDEX).unlink(missing_ok=True)
+    publish.sync_folder(output)
+    if may_replace:
+        publish.keep_only(output, {*names, manifest.NAME}, spare={*NOT_OURS, places.root.name})
+    last = [name for name in (manifest.NAME, INDEX) if name == manifest.NAME or name in names]
+    folders = {output}
+    for name in names:
+        if name not in last and (target / name).exists():
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).rename(output / name)
+            folders.update(output / parent for parent in Path(name).parents)
+    for folder in folders:
+        publish.sync_folder(folder)
+    for name in last:
+        publish.publish(target / name, output / name)

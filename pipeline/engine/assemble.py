@@ -1,0 +1,113 @@
+"""The last stage: finished units under their final names, companions, config, card, manifest, and the index last of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.checkpoints.source import INDEX
+from ktconvert.layouts.files import manifest, publish
+from ktconvert.layouts.files.shards import index_json
+from ktconvert.layouts.outputs import loose
+from ktconvert.pipeline.engine.appear import appear
+from ktconvert.pipeline.engine.loop import records
+from ktconvert.pipeline.engine.plan import Plan, require_unchanged, tool_version
+from ktconvert.pipeline.engine.workdir import WorkDir
+
+CONFIG = "config.json"
+CARD = "README.md"
+SOURCE_CARD = "README.source.md"
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What goes beside the weights.
+
+    companions   (path below the output, file to copy)
+    config       config.json, to be written; None where there is none
+    card         README.md, from the units' figures
+    loose        whether the weights are loose folders (then there is no index)
+    kept_layers  loose layer folders that lay in the output before and stay as they are
+    guard        looks at the complete folder before it appears; raises where it is not what it should be
+    """
+
+    companions: tuple[tuple[str, Path], ...]
+    config: bytes | None
+    card: Callable[..., bytes]
+    loose: bool
+    kept_layers: tuple[int, ...] = ()
+    guard: Callable[[Path], object] | None = None
+
+
+def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
+    """Put the output together and let it appear. May be cut off and run again at any point."""
+    target = work.places.assembly
+    made = records(plan, work)
+    weights: dict[str, dict[str, Any]] = {}
+    for unit, record in made.items():
+        for path, nbytes, sha256 in record["files"]:
+            name = f"{unit.final}/{path}" if path else unit.final
+            weights[name] = {"name": name, "size": nbytes, "sha256": sha256}
+            weights[name] |= {} if path else {"tensors": record["tensors"]}
+    target.mkdir(exist_ok=True)
+    publish.keep_only(
+        target, weights.keys()
+    )  # left by an assembly that was cut off; without hard links, weights lie only here
+    for unit in made:
+        stored = work.places.store / unit.stored_name
+        if stored.exists():
+            publish.place(stored, target / unit.final)
+    files = [*weights.values(), *_kept(work.places.output, assembly.kept_layers)]
+    for name, source in assembly.companions:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        size, sha256 = publish.copy_file(source, target / name)
+        files.append({"name": name, "size": size, "sha256": sha256})
+    require_unchanged(plan)
+    if assembly.config is not None:
+        files.append(_written(target, CONFIG, assembly.config))
+    told = (work.finished.get(unit.fingerprint, {}) for unit in plan.units)
+    text = assembly.card(stats=[record["stats"] for record in told if record.get("stats")])
+    files.append(_written(target, CARD, text))
+    if not assembly.loose:
+        shards = []
+        for unit in made:
+            header = read_header(_find(work, unit.final))
+            shards.append((unit.final, [e.name for e in header.entries], sum(e.nbytes for e in header.entries)))
+        files.append(_written(target, INDEX, index_json(shards)))
+    document = manifest.encode(
+        tool_version=tool_version(),
+        command=plan.request.command,
+        settings=dict(sorted(plan.request.settings.items())),
+        facts=plan.facts,
+        source=[f.lasting() for f in plan.source],
+        files=files,
+    )
+    _written(target, manifest.NAME, document)
+    for folder in (target, *(p for p in target.rglob("*") if p.is_dir())):
+        publish.sync_folder(folder)
+    if assembly.guard is not None and all((target / name).exists() for name in weights):
+        assembly.guard(target)
+    work.journal.append({"event": "assembled", "inode": target.stat().st_ino}, sync=True)
+    appear(work, [f["name"] for f in files])
+    work.remove()
+
+
+def _find(work: WorkDir, name: str) -> Path:
+    """A file of the output; without hard links it may lie at its last place already."""
+    return next(folder / name for folder in work.places.finals if (folder / name).exists())
+
+
+def _written(target: Path, name: str, data: bytes) -> dict[str, Any]:
+    return {"name": name, "size": len(data), "sha256": publish.write_file(target / name, data)}
+
+
+def _kept(output: Path, layers: tuple[int, ...]) -> list[dict[str, Any]]:
+    files = []
+    for layer in layers:
+        for _, _, path in loose.files_in(output / loose.layer_folder(layer)):
+            name = path.relative_to(output).as_posix()
+            files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
+    return files

@@ -1,0 +1,189 @@
+"""The frozen answer to "what was asked": request, source identity and stages; saved as plan.json, compared on resume."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.errors import InputError, OutputError
+from ktconvert.pipeline.engine.units import Stage, Unit
+
+FORMAT = 1
+
+
+def tool_version() -> str:
+    """The installed version of ktconvert."""
+    return importlib.metadata.version("ktconvert")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One order as the user gave it.
+
+    settings  every option that can change a byte of the output, with its value
+    tuning    every option that cannot: threads, memory, checks
+    """
+
+    command: str
+    input: str
+    output: Path
+    settings: Mapping[str, Any]
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """How an input file is told from another. mtime_ns is compared on resume, but is no part of any output."""
+
+    name: str
+    size: int
+    header_sha256: str | None
+    mtime_ns: int
+    blob: str | None = None
+    sha256: str | None = None
+
+    def lasting(self) -> dict[str, Any]:
+        """The identity that a copied checkpoint keeps; goes into the manifest."""
+        told = {
+            "name": self.name,
+            "size": self.size,
+            "header_sha256": self.header_sha256,
+            "blob": self.blob,
+            "sha256": self.sha256,
+        }
+        return {key: value for key, value in told.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that will be done, before anything is.
+
+    facts           what the output is (method, sizes, layers ...), for manifest, card and people
+    peak_memory     threads -> bytes that so many threads may need
+    assemble        puts the output together, given the work directory
+    source_changed  names of source files that are not what they were when opened
+    reads           unit -> names of the source files that it reads
+    extra_bytes     bytes of companion files
+    scratch_bytes   bytes of files that exist while it runs, beside the units
+    advice          sentences on what it takes, for who looks at the plan
+    remedies        what to do where memory is not enough
+    ready           raises where this machine must not run what is left to do
+    """
+
+    request: Request
+    source: tuple[SourceFile, ...]
+    stages: tuple[Stage, ...]
+    facts: dict[str, Any]
+    notes: tuple[str, ...]
+    peak_memory: Callable[[int], int]
+    assemble: Callable[[Any], None]
+    source_changed: Callable[[], list[str]]
+    reads: Callable[[Unit], set[str]]
+    extra_bytes: int = 0
+    scratch_bytes: int = 0
+    advice: tuple[str, ...] = ()
+    remedies: str = "Give it more memory."
+    ready: Callable[[], None] = lambda: None
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units, in the order in which they run."""
+        return tuple(unit for stage in self.stages for unit in stage.units)
+
+    def reading(self, files: Collection[str]) -> set[Unit]:
+        """The units that read one of these files, and those that follow them in a chain."""
+        found: set[Unit] = set()
+        for stage in self.stages:
+            hit = [n for n, unit in enumerate(stage.units) if self.reads(unit) & set(files)]
+            found.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """What plan.json holds."""
+        return {
+            "ktconvert-plan": FORMAT,
+            "tool_version": tool_version(),
+            "command": self.request.command,
+            "input": self.request.input,
+            "settings": dict(self.request.settings),
+            "tuning": dict(self.request.tuning),
+            "source": [vars(f) for f in self.source],
+        }
+
+
+def require_same_settings(output: Path, old: Mapping[str, Any], plan: Plan) -> None:
+    """Raise OutputError, showing both values, if an option that can change a byte differs from what `output` was begun with."""
+    new = plan.document()
+    differing = []
+    if old["command"] != new["command"]:
+        differing.append(f"command was {old['command']}, is {new['command']}")
+    names = sorted({*old["settings"], *new["settings"]})
+    for name in names:
+        was, now = old["settings"].get(name), new["settings"].get(name)
+        if was != now:
+            differing.append(f"--{name.replace('_', '-')} was {_shown(was)}, is {_shown(now)}")
+    if differing:
+        raise OutputError(
+            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another --output, "
+            "or start over with --overwrite."
+        )
+
+
+def changed_files(old: list[dict[str, Any]], plan: Plan) -> tuple[list[str], list[str]]:
+    """Files of the source that are certainly other ones (with what differs), and those that were only touched since."""
+    before = {f["name"]: f for f in old}
+    now = {f.name: f for f in plan.source}
+    other = [f"{name} is gone" for name in before if name not in now] + [
+        f"{name} is new" for name in now if name not in before
+    ]
+    touched = []
+    for name in before.keys() & now.keys():
+        a, b = before[name], now[name]
+        if a["size"] != b.size:
+            other.append(f"{name} had {a['size']} bytes, has {b.size}")
+        elif a.get("header_sha256") != b.header_sha256:
+            other.append(f"the header of {name} was {str(a.get('header_sha256'))[:12]}, is {str(b.header_sha256)[:12]}")
+        elif a.get("sha256") and b.sha256 and a["sha256"] != b.sha256:
+            other.append(f"the content of {name} was {a['sha256'][:12]}, is {b.sha256[:12]}")
+        elif a.get("mtime_ns", b.mtime_ns) != b.mtime_ns and not (a.get("sha256") and a.get("sha256") == b.sha256):
+            touched.append(name)
+    return sorted(other), sorted(touched)
+
+
+def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
+    """The names of those files in a folder whose size or time of change is another by now."""
+
+    def now(name: str) -> tuple[int, int] | None:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns
+
+    return [file.name for file in files if now(file.name) != (file.size, file.mtime_ns)]
+
+
+def require_unchanged(plan: Plan) -> None:
+    """Raise InputError if a file of the input is not what it was when the plan was made."""
+    changed = plan.source_changed()
+    if changed:
+        raise InputError(
+            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back and resume."
+        )
+
+
+def require_same_source(output: Path, old: list[dict[str, Any]], plan: Plan) -> None:
+    """Raise InputError, showing both values, if the input is certainly not the one that `output` was begun with."""
+    other, _ = changed_files(old, plan)
+    if other:
+        raise InputError(
+            f"{plan.request.input} is not the input that {output} was begun with: {'; '.join(other[:5])}. "
+            "Put the old input back, or start over with --overwrite."
+        )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)

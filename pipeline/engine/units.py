@@ -1,0 +1,119 @@
+"""Stages and units: what there is to do, known whole before the first byte is read, and why each unit will or will not run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktconvert.pipeline.engine.loop import Context
+
+
+LEFT = ".left"  # what a unit leaves to the next one of its chain ends so
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest thing that is done or not done: one published file, or one folder of files.
+
+    versions  (stage, quantizer, layout ...) integers, raised when bytes change
+    params    (name, value) of every option that can change a byte
+    inputs    (tensor name, dtype, shape, content id) of everything it reads
+    final     path below the output, where the finished thing will appear (not part of the fingerprint)
+    kept      whether it becomes a part of the output; else it stays in the store for other units, and goes with it
+    leaves    bytes of the file that it leaves to the next unit of its chain; 0 for none
+    work      what the stage needs to know to run it; follows from the above
+    """
+
+    stage: str
+    key: str
+    versions: tuple[int, ...]
+    params: tuple[tuple[str, Any], ...]
+    inputs: tuple[tuple[Any, ...], ...]
+    final: str
+    bytes_in: int
+    bytes_out: int
+    folder: bool = False
+    kept: bool = True
+    leaves: int = 0
+    work: Any = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the canonical JSON of everything that can change a byte: never ISA, threads, paths or time."""
+        told = [self.stage, self.key, self.versions, self.params, self.inputs]
+        return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in the store: a name that says what the content is cannot lie."""
+        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}" + ("" if self.folder else ".safetensors")
+
+    @property
+    def left_name(self) -> str:
+        """What it leaves to the next unit of its chain, in the store."""
+        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{LEFT}"
+
+
+@dataclass(frozen=True)
+class Written:
+    """One finished file: path below the unit's final place ("" for the unit itself), bytes, sha256."""
+
+    path: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What running a unit gave: its files, the number of tensors, and figures for the report."""
+
+    files: tuple[Written, ...]
+    tensors: int
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Units of one kind, and the function that makes one: run(unit, partial path, context).
+
+    chain  each unit needs what the one before it left, so that they run one after the other
+    """
+
+    name: str
+    title: str
+    needs: tuple[str, ...]
+    units: tuple[Unit, ...]
+    run: Callable[[Unit, Path, Context], Result]
+    chain: bool = False
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a unit will run, and why."""
+
+    unit: Unit
+    done: bool
+    reason: str
+
+
+def statuses(
+    stages: Iterable[Stage], is_done: Callable[[Unit], str | None], stored: Iterable[str] = ()
+) -> list[Status]:
+    """The state of every unit. is_done gives a reason why a unit is finished, or None; `stored` are names that lie in the store."""
+    others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
+    found = []
+    for stage in stages:
+        for unit in stage.units:
+            reason = is_done(unit)
+            if reason is None:
+                known = f"{unit.stage}.{unit.key}" in others
+                found.append(Status(unit, False, "made from other inputs or options" if known else "not made yet"))
+            else:
+                found.append(Status(unit, True, reason))
+    return found

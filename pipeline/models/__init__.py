@@ -1,0 +1,1 @@
+"""Whole models: generating text, serving, and comparing predictions."""

@@ -1,0 +1,324 @@
+"""What converted experts cost: the original model and the converted one read the same text, and their predictions are compared.
+
+Both models are in memory at once: the original whole; the converted one, for the CPU, without experts of its own (it computes with the
+converted files, and shares all other weights with the original), for the GPU whole, its experts unpacked. The text goes through window by
+window; of a window, both models' logits are held.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError, VerificationError
+from ktconvert.pipeline.models import generate
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK = 32  # positions whose distributions are in memory as float64 at a time
+LONGEST = "max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A text cut into windows that do not overlap: ids [windows, window], and how many tokens before and after them were left out."""
+
+    ids: npt.NDArray[np.int64]
+    before: int
+    skipped: int
+
+    @property
+    def positions(self) -> int:
+        """Predictions made: the first token of a window is predicted by nobody."""
+        count, window = self.ids.shape
+        return int(count * (window - 1))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What one window gave, position by position, each [positions].
+
+    original, converted  negative log-likelihood of the token that came
+    divergence           KL(original || converted), in nats
+    agree                whether both hold the same token for the likeliest
+    """
+
+    original: npt.NDArray[np.float64]
+    converted: npt.NDArray[np.float64]
+    divergence: npt.NDArray[np.float64]
+    agree: npt.NDArray[np.bool_]
+
+
+@dataclass
+class LayerError:
+    """How far the converted experts' output lies from the original's, on the original's inputs: sums of squares over all tokens."""
+
+    layer: int
+    difference: float = 0.0
+    original: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """||converted - original|| / ||original||."""
+        return float(np.sqrt(self.difference / self.original)) if self.original else float(self.difference > 0)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All windows together, and the error of each layer."""
+
+    compared: Compared
+    layers: tuple[LayerError, ...]
+    seconds: float
+
+    def figures(self) -> dict[str, Any]:
+        """Perplexities, divergence and agreement, for the JSON document."""
+        found = self.compared
+        return {
+            "perplexity": {
+                "original": float(np.exp(found.original.mean())),
+                "converted": float(np.exp(found.converted.mean())),
+            },
+            "kl": {
+                "mean": float(found.divergence.mean()),
+                "p99": float(np.quantile(found.divergence, 0.99)),
+                "max": float(found.divergence.max()),
+            },
+            "top1_agreement": float(found.agree.mean()),
+            "layers": [{"layer": error.layer, "relative_error": error.relative} for error in self.layers],
+        }
+
+
+def require(for_gpu: bool = False) -> None:
+    """Raises KtconvertError, which names what to install, where transformers or torch are missing (or what unpacks experts)."""
+    needed = (*generate.NEEDS["run"], *(["compressed_tensors"] if for_gpu else []))
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        extra = "gpu" if for_gpu else "run"
+        raise KtconvertError(
+            f"`ktconvert eval` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'"
+        )
+
+
+def read_text(path: Path) -> str:
+    """A text file. Raises InputError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give --text a text file.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text ({error}); give --text a text file.") from error
+
+
+def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
+    """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
+
+    Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and for a text without
+    a window to read, UsageError for windows that are longer than the model can read.
+    """
+    if choice.model.startswith(("/", ".", "~")) and not Path(choice.model).exists():
+        raise InputError(f"{choice.model}: no such directory; give a model's directory or its hub id.")
+    config = generate.prepare(choice)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    with generate.explained(choice.model):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
+    longest = getattr(config.get_text_config(decoder=True), LONGEST, None)
+    if isinstance(longest, int) and window > longest:
+        raise UsageError(
+            f"--window {window}: the model reads at most {longest} tokens ({LONGEST}); give a smaller one."
+        )
+    ids = np.array(tokenizer(text)["input_ids"], np.int64)
+    if text.strip() and not len(ids):  # what transformers gives where the files are missing
+        raise InputError(
+            f"{choice.model}: has no tokenizer; put the model's tokenizer files (tokenizer.json) beside its config.json."
+        )
+    count = len(ids) // window - skip
+    if count < 1:
+        few = f"less than one window of {window}" if not skip else f"no window of {window} after the first {skip}"
+        remedy = "give a longer text, or a smaller --window" + (" or --skip-windows" if skip else "")
+        raise InputError(f"{source}: has {len(ids)} tokens, which is {few}: {remedy}.")
+    first, count = skip * window, min(count, most or count)
+    last = first + count * window
+    return Windows(ids[first:last].reshape(count, window), first, len(ids) - last)
+
+
+def packed_method(gpu_weights: Path) -> str:
+    """How a model's experts are packed for the GPU: W4A16 or W8A16, by ktconvert or by llmcompressor itself.
+
+    Raises InputError for what is no model, UnsupportedError for one that is not packed so.
+    """
+    try:
+        about = json.loads((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
+        bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{gpu_weights}: its config.json cannot be read ({error}); give what `ktconvert gpu` wrote."
+        ) from error
+    if about.get("format") != "pack-quantized" or len(bits) != 1:
+        raise UnsupportedError(f"{gpu_weights}: holds no experts for the GPU; give what `ktconvert gpu` wrote.")
+    return f"W{bits.pop()}A16"
+
+
+def load_pair(choice: generate.Choice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
+    """The original model and the converted one; with CPU weights they share every weight but the experts.
+
+    Raises what generate.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for GPU weights of another
+    model.
+    """
+    if gpu_weights is not None:
+        original, _ = generate.load(choice)
+        converted, _ = generate.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
+        if _identity(original) != _identity(converted):
+            raise UnsupportedError(
+                f"{gpu_weights}: was made from another model than {choice.model}; give what `ktconvert gpu` made of it."
+            )
+        return original.eval(), converted.eval()
+    converted, _ = generate.load(choice)
+    original, _ = generate.load(replace(choice, cpu_weights=None))
+    for name, parameter in converted.named_parameters():
+        parameter.data = original.get_parameter(name).data
+    return original.eval(), converted.eval()
+
+
+def _identity(model: Any) -> tuple[Any, ...]:
+    config = model.config.get_text_config(decoder=True)
+    return type(model), *(getattr(config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
+
+
+def evaluate(original: Any, converted: Any, windows: Windows, tell: Callable[[int], None]) -> Evaluation:
+    """Let both models read every window; tell(n) after each n tokens."""
+    import torch
+
+    begin = time.monotonic()
+    made: list[Compared] = []
+    with torch.inference_mode(), experts_compared(original, converted) as layers:
+        for ids in torch.from_numpy(windows.ids):
+            first, second = (model(input_ids=ids[None], use_cache=False).logits[0] for model in (original, converted))
+            made.append(compare(first[:-1], second[:-1], ids[1:]))
+            tell(len(ids))
+    together = [np.concatenate([getattr(one, name) for one in made]) for name in Compared.__dataclass_fields__]
+    found = Compared(*together)
+    for model, likelihood in (("original", found.original), ("converted", found.converted)):
+        bad = int(np.count_nonzero(~np.isfinite(likelihood)))
+        if bad:
+            raise VerificationError(
+                f"the {model} model's predictions are not finite at {bad} of {likelihood.size} tokens; see `ktconvert verify --run`."
+            )
+    return Evaluation(found, tuple(layers), time.monotonic() - begin)
+
+
+def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> Compared:
+    """The predictions of two models for the same positions: logits [positions, vocabulary], and the tokens that came. In float64."""
+    import torch
+
+    parts: list[tuple[Any, ...]] = []
+    for start in range(0, len(targets), CHUNK):
+        rows = slice(start, start + CHUNK)
+        p, q = (logits[rows].double().log_softmax(-1) for logits in (original, converted))
+        here = targets[rows, None]
+        # A token that the original holds for impossible adds nothing, whatever the other says of it.
+        divergence = torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).clamp(min=0)
+        parts.append((-p.gather(-1, here)[:, 0], -q.gather(-1, here)[:, 0], divergence, p.argmax(-1) == q.argmax(-1)))
+    return Compared(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
+
+
+@contextmanager
+def experts_compared(original: Any, converted: Any) -> Iterator[list[LayerError]]:
+    """While this lasts, whatever goes into the original's experts also goes through the converted ones, and the outputs are compared."""
+    errors: list[LayerError] = []
+    hooks = []
+    for layer, name in _experts_of(converted) if converted is not original else []:
+        errors.append(LayerError(layer))
+        hook = _comparing(converted.get_submodule(name), errors[-1])
+        hooks.append(original.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+    try:
+        yield errors
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _experts_of(converted: Any) -> list[tuple[int, str]]:
+    """(layer, name) of every module of routed experts: ours, else transformers' own; none where these are built otherwise."""
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
+
+    ours = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
+    try:
+        return ours or [(place.layer, place.name) for place in find_experts(converted)]
+    except UnsupportedError:
+        return []
+
+
+def _comparing(module: Any, error: LayerError) -> Callable[..., None]:
+    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        wanted, found = output.double(), module(*args, **kwargs).double()
+        error.difference += float((found - wanted).square().sum())
+        error.original += float(wanted.square().sum())
+
+    return hook
+
+
+def method_of(converted: Any) -> str:
+    """How the experts of a converted model are stored."""
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
+    return next(module.experts.method for module in converted.modules() if isinstance(module, RoutedExperts))
+
+
+def document(
+    model: str,
+    cpu_weights: Path | None,
+    gpu_weights: Path | None,
+    text: Path,
+    windows: Windows,
+    found: Evaluation,
+    method: str,
+) -> dict[str, Any]:
+    """What `ktconvert eval --json` prints."""
+    count, window = windows.ids.shape
+    return {
+        "event": "evaluated",
+        "model": model,
+        "cpu_weights": None if cpu_weights is None else str(cpu_weights),
+        "gpu_weights": None if gpu_weights is None else str(gpu_weights),
+        "method": method,
+        "text": str(text),
+        "tokens": windows.before + int(windows.ids.size) + windows.skipped,
+        "window": window,
+        "skip_windows": windows.before // window,
+        "windows": count,
+        "skipped_tokens": windows.skipped,
+        "positions": windows.positions,
+        **found.figures(),
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same for people, as (label, text)."""
+    before, after = found["perplexity"]["original"], found["perplexity"]["converted"]
+    kl = found["kl"]
+    skipped = f"the last {found['skipped_tokens']} of {found['tokens']} tokens left out"
+    if found["skip_windows"]:
+        skipped = f"the first {found['skip_windows'] * found['window']} and {skipped}"
+    kind = "CPU weights" if found["cpu_weights"] else "GPU weights"
+    return [
+        ("model", found["model"]),
+        (kind, f"{found['cpu_weights'] or found['gpu_weights']} ({found['method']})"),
+        ("text", f"{found['text']}: {found['windows']} windows of {found['window']} tokens without overlap, {skipped}"),
+        ("perplexity", f"{before:.4f} original, {after:.4f} converted ({100 * (after / before - 1):+.2f} %)"),
+        ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {found['positions']} tokens (nats)"),
+        ("top-1 agreement", f"{100 * found['top1_agreement']:.2f} %"),
+    ]

@@ -1,0 +1,287 @@
+"""A model of transformers that writes: loaded with or without converted experts, its words streamed, its speed measured."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.outputs.gpu_output import is_gpu_output
+from ktconvert.layouts.outputs.output import is_output
+from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime.hot_experts import REMEDY
+from ktconvert.native_quant.runtime.hot_weights import FORMAT, METHOD
+from ktconvert.native_quant.runtime.weights import layers_of
+
+# extra -> the packages without which its commands cannot start
+NEEDS = {
+    "run": ("torch", "transformers", "accelerate"),
+    "serve": ("torch", "transformers", "accelerate", "fastapi", "uvicorn", "openai", "pydantic"),
+}
+FOREVER = 10**9  # seconds before a bar is drawn
+# The plainest chat template there is, for tokenizers that have none: what was said, one message per line.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def require(extra: str) -> None:
+    """Raises KtconvertError, which names what to install, where a package of this extra is missing."""
+    missing = [name for name in NEEDS[extra] if find_spec(name) is None]
+    if missing:
+        raise KtconvertError(
+            f"`ktconvert {extra}` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'"
+        )
+
+
+def share_cores() -> None:
+    """Have torch's threads sleep when they have no work, and libraries draw no bars; to be called before they are imported.
+
+    Otherwise threads spin on the cores that compute the experts: decoding is then up to 20 times slower. What the user has set stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault(
+        "TQDM_DELAY", str(FOREVER)
+    )  # TQDM_DISABLE is overruled by compressed-tensors, which draws four
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which model, and who computes its experts.
+
+    model        a directory or a hub id
+    cpu_weights  what the model was converted into; None: the experts stay in the model
+    threads      None: the physical cores that this process may use
+    gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: experts that come from the model nevertheless
+    """
+
+    model: str
+    cpu_weights: Path | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    threads: int | None = None
+    exact: bool = False
+    gpu_experts_mask: Path | None = None
+    num_gpu_experts: int | None = None
+
+    def where(self) -> dict[str, Any]:
+        """What every from_pretrained of transformers takes."""
+        return {"revision": self.revision or "main", "trust_remote_code": self.trust_remote_code}
+
+    @property
+    def hot(self) -> bool:
+        """Whether some experts are to come from the model although others do not."""
+        return self.gpu_experts_mask is not None or self.num_gpu_experts is not None
+
+    def check(self) -> None:
+        """Raises UsageError for options that do not go together, InputError and UnsupportedError for files of another kind."""
+        if self.hot and self.cpu_weights is None:
+            raise UsageError(
+                "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute; give that as well"
+            )
+        hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
+        if self.gpu_experts_mask is not None:
+            hot_mask.read(self.gpu_experts_mask.expanduser())
+        if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
+            raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
+        if is_output(Path(self.model)) and not is_gpu_output(Path(self.model)):
+            raise UnsupportedError(
+                f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
+            )
+        if self.cpu_weights is not None:
+            layers_of(self.cpu_weights.expanduser())  # a wrong directory is told at once
+
+    def device(self) -> str:
+        """Where all that is no expert lies: beside the hot experts, for they wait for each other."""
+        import torch
+
+        return "cuda" if self.hot and torch.cuda.is_available() else "cpu"
+
+    def quantization_config(self) -> Any:
+        """What from_pretrained takes to swap the experts; None without cpu_weights."""
+        if self.cpu_weights is None:
+            return None
+        from ktconvert.native_quant.runtime.hf import KTConvertConfig
+
+        return KTConvertConfig(
+            cpu_weights=self.cpu_weights.expanduser().absolute(),
+            exact=self.exact,
+            threads=self.threads,
+            gpu_experts_mask=self.gpu_experts_mask and self.gpu_experts_mask.expanduser().absolute(),
+            num_gpu_experts=self.num_gpu_experts,
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds until the first new token, and for those after it."""
+
+    prompt: int
+    new: int
+    prefill: float
+    decode: float
+
+    def line(self) -> str:
+        """For people."""
+        first = f"prefill {self.prompt} tokens in {self.prefill:.2f} s ({self.prompt / self.prefill:.1f} tokens/s)"
+        if self.new < 2:
+            return first
+        rest = self.new - 1
+        return f"{first}, decode {rest} tokens in {self.decode:.2f} s ({rest / self.decode:.1f} tokens/s)"
+
+
+@contextmanager
+def explained(model: str) -> Iterator[None]:
+    """What transformers raises for a model that it cannot load, as InputError with its first line; no memory left, as ResourceError."""
+    import torch
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{model}: the GPU has too little memory for the hot experts and all that is no expert; {REMEDY}"
+        ) from error
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{model}: transformers cannot load it: {said[0]}") from error
+
+
+def prepare(choice: Choice) -> Any:
+    """Threads, and the model's config, without its own quantization if our experts take that place. To be called before torch is imported.
+
+    Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that cannot be combined with other experts,
+    KtconvertError where compressed-tensors is needed and missing.
+    """
+    choice.check()
+    share_cores()
+    import torch
+    import transformers
+
+    if choice.threads is not None:
+        torch.set_num_threads(choice.threads)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with explained(choice.model):
+        config = transformers.AutoConfig.from_pretrained(choice.model, **choice.where())
+    quantized = [c for c in (config, config.get_text_config(decoder=True)) if getattr(c, "quantization_config", None)]
+    own = quantized[0].quantization_config if quantized else {}
+    method = own.get("quant_method")
+    if choice.cpu_weights is None:
+        if method == METHOD and find_spec("compressed_tensors") is None:
+            raise KtconvertError(
+                f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
+            )
+        return config
+    if own and (method != METHOD or own.get("format") != FORMAT):
+        raise UnsupportedError(
+            f"{choice.model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can be "
+            "combined with others; give a BF16 copy of the model, with the same --cpu-weights"
+        )
+    for part in quantized:  # transformers takes one quantization per model, and the config's before an argument
+        vars(part).pop("quantization_config", None)
+    return config
+
+
+def load(choice: Choice) -> tuple[Any, Any]:
+    """The model and its tokenizer.
+
+    Raises InputError where transformers cannot load it or finds a part missing, UnsupportedError where the experts do not fit it.
+    """
+    config = prepare(choice)
+    import transformers
+
+    kind: Any = transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        kind = transformers.AutoModelForImageTextToText
+    options: dict[str, Any] = {"config": config, **choice.where()}
+    if choice.cpu_weights is not None:
+        options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
+    with explained(choice.model):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
+        model, found = kind.from_pretrained(choice.model, **options, output_loading_info=True)
+    packed = sorted(name for name in found["unexpected_keys"] if name.endswith(".weight_packed"))
+    if choice.cpu_weights is not None and packed and found["missing_keys"]:
+        raise UnsupportedError(
+            f"{choice.model}: is quantized beyond its routed experts ({packed[0]}), and only these can be combined with "
+            "others; give a model that `ktconvert gpu` made, or a BF16 copy"
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(
+            f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; download it again"
+        )
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # what transformers gives where its files are missing
+        raise InputError(f"{choice.model}: has no tokenizer; put its files (tokenizer.json) beside config.json")
+    return model, tokenizer
+
+
+def write(
+    model: Any,
+    tokenizer: Any,
+    inputs: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    say: Callable[[str], None],
+) -> tuple[str, Speed]:
+    """Let the model go on after `inputs` (input_ids [1, T], ...), saying each piece as soon as it is a whole word.
+
+    temperature  0: always the likeliest token. Returns all that was said, and the speed.
+    """
+    import torch
+    from transformers import TextStreamer
+
+    class Spoken(TextStreamer):
+        """Passes the text on and notes when the first and the last token came."""
+
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+            self.text = ""
+
+        def put(self, value: Any) -> None:
+            if not self.next_tokens_are_prompt:
+                self.times.append(time.perf_counter())
+            super().put(value)  # type: ignore[no-untyped-call]
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+            say(text)
+
+    config = copy.deepcopy(model.generation_config)
+    config.max_new_tokens, config.do_sample = max_new_tokens, temperature > 0
+    config.temperature = temperature if temperature > 0 else None
+    if temperature <= 0:
+        config.top_p = config.top_k = None
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    spoken = Spoken()
+    inputs = inputs.to(model.device)
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(**inputs, generation_config=config, streamer=spoken)
+    first, last = spoken.times[0], spoken.times[-1]
+    return spoken.text, Speed(inputs["input_ids"].shape[1], len(spoken.times), first - begin, last - first)
+
+
+def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
+    """A text that is to be continued. Raises InputError for one without a token."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if inputs["input_ids"].shape[1] == 0:
+        raise InputError("the prompt holds no token; give some text")
+    return inputs
+
+
+def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
+    """A conversation that is to be answered, in the tokenizer's own form or the plainest one."""
+    return tokenizer.apply_chat_template(
+        list(messages),
+        chat_template=None if tokenizer.chat_template else PLAIN_TEMPLATE,
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )

@@ -1,0 +1,125 @@
+"""What every plan that starts from a checkpoint needs: its files, their identity, their companions, numbered shards."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.files.shards import shard_name
+from ktconvert.pipeline.engine.assemble import CARD, CONFIG, SOURCE_CARD
+from ktconvert.pipeline.engine.execute import hash_inputs
+from ktconvert.pipeline.engine.plan import Request, SourceFile
+from ktconvert.pipeline.engine.units import Stage, Unit
+
+BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
+OWN_NAMES = {CARD: SOURCE_CARD, "manifest.json": "manifest.source.json"}
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Headers become hundreds of thousands of objects that all stay; walking them again and again is a quarter of a large plan's time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
+    """The table of architectures, headed by the row that --arch-file gave; its text is kept in the plan, so that resume needs no file."""
+    if not arch_file:
+        return ARCHS
+    from ktconvert.layouts.checkpoints.arch_file import parse_arch
+
+    return (parse_arch(arch_file), *ARCHS)
+
+
+def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
+    """What these layers' experts are, for the manifest: one number where all layers have the same, else all there are."""
+    shapes = [model.shape(layer) for layer in layers]
+
+    def only(position: int) -> int | list[int]:
+        values = sorted({shape[position] for shape in shapes})
+        return values[0] if len(values) == 1 else values
+
+    return {
+        "layers": list(layers),
+        "experts": only(0),
+        "hidden": only(1),
+        "intermediate": only(2),
+        "activation": model.activation,
+        "weights_on": model.weights_on,
+        "dtypes": sorted(model.dtypes),
+    }
+
+
+def source_identity(source: TensorSource) -> str:
+    """One hash for all weight files of a checkpoint, wherever they lie."""
+    return hashlib.sha256("".join(f"{s.header_sha256}{s.size}" for s in source.shards).encode()).hexdigest()
+
+
+def source_files(
+    source: TensorSource, request: Request, hashed: Callable[[int], None] | None
+) -> tuple[SourceFile, ...]:
+    """Every file that is read, weights first; with --verify-inputs their sha256 too."""
+    digests: list[str | None] = [None] * len(source.shards)
+    if request.tuning.get("verify_inputs") and hashed is not None:
+        digests = list(hash_inputs([s.path for s in source.shards], int(request.tuning["cpuinfer_threads"]), hashed))
+    files = [
+        SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
+        for s, digest in zip(source.shards, digests, strict=True)
+    ]
+    for name in source.companions():
+        status = (source.root / name).stat()
+        files.append(SourceFile(name, status.st_size, None, status.st_mtime_ns))
+    return tuple(files)
+
+
+def companions(source: TensorSource) -> tuple[tuple[str, Path], ...]:
+    """(name in the output, file) of everything that is copied as it is: all but weights, their index and config.json."""
+    return tuple((OWN_NAMES.get(name, name), source.root / name) for name in source.companions() if name != CONFIG)
+
+
+def read_files(source: TensorSource, unit: Unit) -> set[str]:
+    """The names of the source files that a unit reads."""
+    by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
+    return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
+
+
+def number_shards(stages: list[Stage]) -> list[Stage]:
+    """Final names for all shards, in order over all stages."""
+    total = sum(unit.kept for stage in stages for unit in stage.units)
+    number, named = 0, []
+    for stage in stages:
+        units = []
+        for unit in stage.units:
+            number += unit.kept
+            units.append(replace(unit, final=shard_name(number, total)) if unit.kept else unit)
+        named.append(replace(stage, units=tuple(units)))
+    return named
+
+
+def base_model(source: TensorSource) -> str | None:
+    """org/name, where the checkpoint says so: the hub cache's folder, else config.json."""
+    for folder in (source.root, *source.root.parents):
+        if folder.name.startswith("models--"):
+            return "/".join(folder.name.split("--")[1:])
+    told = source.config.get("_name_or_path")
+    return told if isinstance(told, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", told) else None
+
+
+def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
+    """What every shard says of itself: the format, these facts, and what it was made from."""
+    told = {"format": "pt", "ktconvert_format": "1"}
+    return told | {name: str(facts[name]) for name in names} | {"source": source_identity(source)}

@@ -1,0 +1,227 @@
+"""The plan of `ktconvert cpu`: from options and a checkpoint's headers to stages, sizes, notes and refusals."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.outputs import LAYOUTS, Layout, card, loose, numa
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine.assemble import Assembly, assemble
+from ktconvert.pipeline.engine.execute import begun_with
+from ktconvert.pipeline.engine.loop import LANES, WAITING
+from ktconvert.pipeline.engine.plan import Plan, Request, changed_since, tool_version
+from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.plans.checkpoint import (
+    BASE_MEMORY,
+    base_model,
+    collector_at_rest,
+    companions,
+    number_shards,
+    read_files,
+    rows_for,
+    shape_facts,
+    shard_metadata,
+    source_files,
+)
+from ktconvert.pipeline.stages import carry_over, cpu_experts
+
+STATED_DTYPES = {"fp8": "F8_E4M3", "fp16": "F16", "bf16": "BF16"}
+
+
+@collector_at_rest()
+def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Read headers only, and say everything that will happen. hashed is told of bytes as --verify-inputs reads them.
+
+    Raises UnsupportedError, InputError or UsageError before any weight is read.
+    """
+    settings = dict(request.settings)
+    source = open_checkpoint(request.input, request.tuning.get("revision"))
+    model = recognise(source, rows_for(settings.get("arch_file")))
+    _require_stated_dtype(request.tuning.get("input_type"), model)
+    layout = LAYOUTS[settings["quant_method"]]
+    parts = int(settings["threadpool_count"])
+    settings |= _choose_layers(request, settings, model, layout, parts)
+    layers = parse_layers(settings["layers"], model.layers)
+    kept = parse_layers(settings["kept_layers"], model.layers) if settings["kept_layers"] not in (None, "none") else ()
+    for layer in layers:
+        _, hidden, intermediate = model.shape(layer)
+        numa.require_legal(layout, hidden, intermediate, parts, tuple(LAYOUTS.values()))
+
+    merge = not settings["no_merge_safetensor"]
+    facts = _facts(model, layout, parts, layers, settings)
+    about = ("method", "layout_version", "numa", "activation", "weights_on")
+    metadata = shard_metadata(facts, source, about)
+    stages: list[Stage] = [
+        cpu_experts.stage(
+            model,
+            layout,
+            layers,
+            numa=parts,
+            backward=settings["save_backward_weights"],
+            merge=merge,
+            max_shard_size=settings["max_shard_size"],
+            metadata=metadata,
+        )
+    ]
+    if settings["non_experts"] == "copy":
+        stages.append(carry_over.stage(source, carry_over.renamed(model), settings["max_shard_size"], metadata))
+    beside = companions(source)
+    notes = tuple(_notes(model, layout, layers, settings))
+    assembly = Assembly(
+        companions=beside,
+        config=card.config_json(source.config, facts, tool_version()) if source.config else None,
+        card=functools.partial(
+            card.model_card,
+            base_model=base_model(source),
+            facts=facts,
+            notes=notes,
+            loose=not merge,
+            non_experts=settings["non_experts"] == "copy",
+            tool_version=tool_version(),
+        ),
+        loose=not merge,
+        kept_layers=kept,
+    )
+    files = source_files(source, request, hashed)
+    companion_files = [file for file in files if file.header_sha256 is None]
+    plan = Plan(
+        request=replace(request, settings=settings),
+        source=files,
+        stages=tuple(number_shards(stages)) if merge else tuple(stages),
+        facts=facts | ({"kept_layers": list(kept)} if kept else {}),
+        notes=notes,
+        peak_memory=lambda threads: _peak_memory(layout, model, layers, parts, settings, threads),
+        assemble=lambda work: assemble(plan, assembly, work),
+        source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
+        reads=lambda unit: read_files(source, unit),
+        extra_bytes=sum(path.stat().st_size for _, path in beside),
+    )
+    return plan
+
+
+def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
+    """ "3-60,62" as layer numbers; "all" is every MoE layer. Raises UsageError for anything else or a layer that is not there."""
+    if text == "all":
+        return present
+    wanted: set[int] = set()
+    for piece in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
+        if match is None:
+            raise UsageError(f"--layers {text}: give layer numbers and ranges like 3-60,62.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
+        if absent or last < first:
+            raise UsageError(
+                f"--layers {text}: layer {absent[0] if absent else piece} is no MoE layer here; there are {ranges(present)}."
+            )
+        wanted.update(range(first, last + 1))
+    return tuple(sorted(wanted))
+
+
+def _choose_layers(
+    request: Request, settings: Mapping[str, Any], model: MoeModel, layout: Layout, parts: int
+) -> dict[str, Any]:
+    """Which layers to convert and which loose ones to keep; --resume-layer has a say only where no journal of ours does."""
+    first = int(request.tuning.get("resume_layer") or 0)
+    begun = begun_with(request.output) if first else None
+    if settings.get("kept_layers") is not None or not first:
+        return {"layers": settings["layers"], "kept_layers": settings.get("kept_layers")}
+    if begun is not None:
+        return {"layers": begun.get("layers", settings["layers"]), "kept_layers": begun.get("kept_layers")}
+    wanted = parse_layers(settings["layers"], model.layers)
+    found = loose.layers_in(request.output) if settings["no_merge_safetensor"] and request.output.is_dir() else {}
+    if not found:
+        remaining = [n for n in wanted if n >= first]
+        if not remaining:
+            raise UsageError(f"--resume-layer {first}: no MoE layer is left; there are {ranges(model.layers)}.")
+        return {"layers": ranges(remaining).replace(" ", ""), "kept_layers": None}
+    kept = []
+    for layer in (n for n in wanted if n < first and n in found):
+        experts, hidden, intermediate = model.shape(layer)
+        grid = ExpertGrid(layer, hidden, intermediate, parts, bool(settings["save_backward_weights"]))
+        if loose.is_complete(found[layer], grid, experts, layout):
+            kept.append(layer)
+    rest = [n for n in wanted if n not in kept]
+    if not rest:
+        raise UsageError(
+            f"--resume-layer {first}: every layer below it lies in {request.output} already and none is left to convert."
+        )
+    return {"layers": ranges(rest).replace(" ", ""), "kept_layers": ranges(kept).replace(" ", "") or "none"}
+
+
+def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
+    if stated is None:
+        return
+    found = sorted(model.dtypes)
+    if STATED_DTYPES[stated] not in found:
+        raise InputError(
+            f"{model.source.root}: --input-type {stated} was given, but the experts are {', '.join(found)}; "
+            "leave the option out or correct it."
+        )
+
+
+def _facts(
+    model: MoeModel, layout: Layout, parts: int, layers: tuple[int, ...], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "architecture": model.arch.name,
+        "method": layout.name,
+        "layout_version": layout.version,
+        "bits": layout.quantizer.bits,
+        "numa": parts,
+        **shape_facts(model, layers),
+        "backward": settings["save_backward_weights"],
+    }
+
+
+def _notes(model: MoeModel, layout: Layout, layers: tuple[int, ...], settings: Mapping[str, Any]) -> list[str]:
+    notes = list(model.notes)
+    left = [n for n in model.layers if n not in layers]
+    if left and not settings["kept_layers"]:
+        notes.append(f"layers {ranges(left)} are left out, as asked")
+    if settings["kept_layers"] not in (None, "none"):
+        notes.append(f"layers {settings['kept_layers']} lay in the output already and are kept as they are")
+    fp8 = any(d.startswith("F8") for d in model.dtypes)
+    if fp8:
+        notes.append(
+            f"FP8 to {layout.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
+        )
+    if layout.quantizer.bits == 4:
+        notes.append(
+            f"{layout.name} has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
+        )
+    return notes
+
+
+def machine_note(plan: Plan) -> str | None:
+    """What to say first where this machine's NUMA nodes are not those of the plan."""
+    nodes, parts = len(machine.numa_nodes()), plan.facts["numa"]
+    if nodes == parts:
+        return None
+    return (
+        f"the output is for {parts} NUMA part{'s' if parts != 1 else ''}; this machine has {nodes} "
+        f"node{'s' if nodes != 1 else ''}: to run it here, pass --threadpool-count {nodes}"
+    )
+
+
+def _peak_memory(
+    layout: Layout, model: MoeModel, layers: tuple[int, ...], parts: int, settings: Mapping[str, Any], threads: int
+) -> int:
+    shapes = {model.shape(layer) for layer in layers}
+    grids = [
+        ExpertGrid(0, hidden, intermediate, parts, settings["save_backward_weights"])
+        for _, hidden, intermediate in shapes
+    ]
+    buffers = max(cpu_experts.buffer_bytes(layout, grid) for grid in grids)
+    scratch = max(cpu_experts.scratch_bytes(grid) for grid in grids)
+    packing = threads + WAITING
+    return BASE_MEMORY + (packing + 2 * LANES) * buffers + packing * scratch

@@ -1,0 +1,230 @@
+"""The plan of `ktconvert gpu`: from options and a checkpoint's headers to stages, sizes, notes and refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.beside import Beside, beside
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.outputs import PROJECTIONS, gpu_card
+from ktconvert.layouts.outputs.compressed import COMPRESSED, Compressed, check_shapes, linear_name
+from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
+from ktconvert.pipeline.engine.assemble import CONFIG, Assembly, assemble
+from ktconvert.pipeline.engine.loop import WAITING
+from ktconvert.pipeline.engine.plan import Plan, Request, changed_since, tool_version
+from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.plans.checkpoint import (
+    BASE_MEMORY,
+    base_model,
+    collector_at_rest,
+    companions,
+    number_shards,
+    read_files,
+    rows_for,
+    shape_facts,
+    shard_metadata,
+    source_files,
+)
+from ktconvert.pipeline.stages import carry_over, gptq_layers, gpu_linears
+from ktconvert.pipeline.walk import environment as machine
+from ktconvert.pipeline.walk import needs
+from ktconvert.pipeline.walk import settings as of_gptq
+
+ONESHOT = (
+    "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, which is not causal "
+    "for some models; it is for comparison"
+)
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """The stage that makes the experts, and what it takes.
+
+    peak_memory    threads -> bytes
+    scratch_bytes  of disk, while it runs
+    ready          raises where this machine must not go on with it
+    """
+
+    stage: Stage
+    peak_memory: Callable[[int], int]
+    scratch_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    remedies: str = "Give it more memory."
+    ready: Callable[[], None] = lambda: None
+
+
+def require_available(quant_method: str, torch_dtype: str) -> None:
+    """Raise KtconvertError where something is not installed, UnsupportedError where this version makes something else."""
+    if quant_method == "GPTQ":
+        machine.require()
+    if torch_dtype != "bfloat16":
+        raise UnsupportedError(
+            f"--torch-dtype {torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the option out."
+        )
+
+
+@collector_at_rest()
+def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Read headers only, and say everything that will happen. hashed is told of bytes as --verify-inputs reads them.
+
+    Raises UnsupportedError, InputError or UsageError before any weight is read.
+    """
+    settings = dict(request.settings)
+    require_available(settings["quant_method"], settings["torch_dtype"])
+    source = open_checkpoint(request.input, request.tuning.get("revision"))
+    if not (source.root / CONFIG).is_file():
+        raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
+    model = recognise(source, rows_for(settings.get("arch_file")))
+    form = COMPRESSED[settings["quant_type"]]
+    loading = check_shapes(model, form, request.tuning.get("tp_size") or (1,))
+    ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
+    rest = beside(source, model.expert_tensor_names(), model.blocks)
+
+    facts = _facts(model, form, settings)
+    about = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
+    metadata = shard_metadata(facts, source, about)
+    quantizing = QUANTIZING[settings["quant_method"]](request, model, form, rest, metadata)
+    stages = number_shards([quantizing.stage, *_carried(rest, model, settings["max_shard_size"], metadata)])
+    dropped_files = [name for name, _ in companions(source) if name in gpu_card.CONFIG_FILES]
+    copied = tuple((name, path) for name, path in companions(source) if name not in dropped_files)
+    notes = tuple(_notes(model, rest, dropped_files, loading))
+    assembly = Assembly(
+        companions=copied,
+        config=gpu_card.config_json(source.config, form, ignore),
+        card=functools.partial(
+            gpu_card.model_card,
+            base_model=base_model(source),
+            facts=facts,
+            notes=notes,
+            tool_version=tool_version(),
+        ),
+        loose=False,
+        guard=functools.partial(_guard, settings["quant_method"]),
+    )
+    files = source_files(source, request, hashed)
+    companion_files = [file for file in files if file.header_sha256 is None]
+    plan = Plan(
+        request=replace(request, settings=settings),
+        source=files,
+        stages=tuple(stages),
+        facts=facts,
+        notes=(*notes, *quantizing.notes),
+        advice=quantizing.advice,
+        peak_memory=quantizing.peak_memory,
+        scratch_bytes=quantizing.scratch_bytes,
+        remedies=quantizing.remedies,
+        ready=quantizing.ready,
+        assemble=lambda work: assemble(plan, assembly, work),
+        source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
+        reads=lambda unit: read_files(source, unit),
+        extra_bytes=sum(path.stat().st_size for _, path in copied),
+    )
+    return plan
+
+
+def _guard(quant_method: str, output: Path) -> None:
+    """Raise VerificationError for an output that is not what its manifest and loaders expect.
+
+    Whether transformers finds a name for every expert is asked only where it is in memory already.
+    """
+    from ktconvert.pipeline.verify.output import require_sound
+
+    require_sound(output, load=quant_method == "GPTQ")
+
+
+def _rtn(request: Request, model: MoeModel, form: Compressed, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+    given = request.settings
+    stage = gpu_linears.stage(
+        model, form, rounding=given["rounding"], max_shard_size=given["max_shard_size"], metadata=metadata
+    )
+    return Quantizing(
+        stage,
+        lambda threads: BASE_MEMORY + gpu_linears.peak_memory(model, form, stage.units, threads + WAITING),
+    )
+
+
+def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+    given, tuning = request.settings, request.tuning
+    of_gptq.check_model(model)
+    settings = of_gptq.settings_of(model, given)
+    shape = of_gptq.shape_of(model, settings, given)
+    beside_experts = {carried.key: carried for carried in carry_over.carried(rest, model.source)}
+
+    def ready() -> None:
+        now = machine.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
+        machine.require_same(given["machine"], now, request.output, tuning["allow_machine_change"])
+
+    return Quantizing(
+        gptq_layers.stage(model, form, settings, beside_experts, metadata),
+        lambda _: _peak(model, settings, shape),
+        scratch_bytes=needs.needs(shape).disk if settings.engine == "stream" else 0,
+        notes=() if settings.engine == "stream" else (ONESHOT,),
+        advice=tuple(needs.advice(shape)) if settings.engine == "stream" else (),
+        remedies=needs.REMEDIES,
+        ready=ready,
+    )
+
+
+def _peak(model: MoeModel, settings: of_gptq.Settings, shape: needs.Shape) -> int:
+    whole = sum(info.nbytes for info in model.source.tensors.values()) if settings.engine == "oneshot" else 0
+    return needs.needs(shape).host + whole
+
+
+# --quant-method -> the stage that makes the experts.
+QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Compressed, Beside, Mapping[str, str]], Quantizing]] = {
+    "GPTQ": _gptq,
+    "RTN": _rtn,
+}
+
+
+def _carried(rest: Beside, model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]) -> list[Stage]:
+    stage = carry_over.stage(model.source, carry_over.carried(rest, model.source), max_shard_size, metadata)
+    return [stage] if stage.units else []
+
+
+def _facts(model: MoeModel, form: Compressed, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "architecture": model.arch.name,
+        "method": form.name,
+        "layout_version": form.version,
+        "quant_method": settings["quant_method"],
+        "rounding": settings["rounding"],
+        "bits": form.quantizer.bits,
+        "group_size": form.quantizer.group,
+        **shape_facts(model, model.layers),
+        **(of_gptq.facts(settings) if settings["quant_method"] == "GPTQ" else {}),
+        "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
+        "linear_names": {projection: name_template(model, projection) for projection in PROJECTIONS},
+    }
+
+
+def name_template(model: MoeModel, projection: str) -> str:
+    """What linears are called, with {layer} and {expert} for the numbers: the layer's is the first such number, the expert's the last."""
+    layer = model.layers[-1]
+    expert = model.shape(layer)[0] - 1
+    name = linear_name(model, layer, expert, projection)
+    before, _, after = name.rpartition(f".{expert}.")
+    head, _, tail = f".{before}.".partition(f".{layer}.")
+    return f"{head}.{{layer}}.{tail}{{expert}}.{after}".removeprefix(".")
+
+
+def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
+    notes = list(model.common_notes)
+    decoded = sum(scaled is not None for scaled in rest.tensors.values())
+    if any(dtype.startswith("F8") for dtype in model.dtypes):
+        notes.append("FP8 to integers rounds twice: where there is a BF16 release, convert that for better accuracy")
+    if decoded:
+        notes.append(f"{decoded} FP8 tensors outside the routed experts are written as BF16, without their scales")
+    if model.mtp_tensors:
+        which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
+        notes.append(f"the experts of the MTP part ({which}) are not quantized, and named in the ignore list")
+    if dropped_files:
+        notes.append(f"{', '.join(dropped_files)} is left out: it tells how the source was quantized")
+    return [*notes, *loading]

@@ -1,0 +1,194 @@
+"""The plan of `ktconvert merge`: loose layer folders, ours or kt-kernel's, into safetensors that kt-kernel loads."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.source import companion_files
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import LAYOUTS, PROJECTIONS, Layout, card, loose
+from ktconvert.layouts.outputs.parts import Part
+from ktconvert.pipeline.engine.assemble import CONFIG, Assembly, assemble
+from ktconvert.pipeline.engine.plan import Plan, Request, SourceFile, changed_since, tool_version
+from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, OWN_NAMES, number_shards
+from ktconvert.pipeline.stages import merge_parts
+from ktconvert.pipeline.stages.merge_parts import LooseFile
+
+METHODS = {layout.file_prefix: layout.name for layout in LAYOUTS.values()} | {
+    "MOE_INT4": "MOE_INT4",
+    "MOE_INT8": "MOE_INT8",
+}
+
+
+def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Read names and sizes only, and say everything that will happen.
+
+    Raises InputError for a missing, extra or cut-off file, UnsupportedError where there is nothing to merge.
+    """
+    root = Path(request.input)
+    layers = loose.layers_in(root) if root.is_dir() else {}
+    if not layers:
+        raise InputError(f"{root}: holds no _layer_N folders; give the output of --no-merge-safetensor.")
+    files = [f for layer, folder in layers.items() for f in _files_of(layer, folder)]
+    prefixes = {loose.FILE.fullmatch(f.path.name)["prefix"] for f in files}  # type: ignore[index]
+    if len(prefixes) != 1:
+        raise InputError(
+            f"{root}: holds {' and '.join(sorted(prefixes)) or 'no .kt'} files; merge one method at a time."
+        )
+    prefix = prefixes.pop()
+    if prefix not in METHODS:
+        raise UnsupportedError(
+            f"{root}: {prefix} files are no expert weights that can be merged; {', '.join(METHODS)} can."
+        )
+    facts = _facts(files, METHODS[prefix], list(layers), root)
+    original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
+    companions = _companions(original)
+    config = _config(original)
+    metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
+    identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
+    originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in companions)
+    stages = number_shards([merge_parts.stage(files, request.settings["max_tensors"], metadata, root)])
+    assembly = Assembly(
+        companions=tuple((OWN_NAMES.get(name, name), path) for name, path in companions if name != CONFIG),
+        config=None if config is None else card.config_json(config, facts, tool_version()),
+        card=functools.partial(
+            card.model_card,
+            base_model=None,
+            facts=facts,
+            notes=(),
+            loose=False,
+            non_experts=False,
+            tool_version=tool_version(),
+        ),
+        loose=False,
+    )
+
+    def changed() -> list[str]:
+        return changed_since(identity, root) + (changed_since(originals, original) if original else [])
+
+    plan = Plan(
+        request=request,
+        source=identity + originals,
+        stages=tuple(stages),
+        facts=facts,
+        notes=(),
+        peak_memory=lambda threads: BASE_MEMORY + 4 * merge_parts.PIECE,
+        assemble=lambda work: assemble(plan, assembly, work),
+        source_changed=changed,
+        reads=_reads,
+        extra_bytes=sum(p.stat().st_size for _, p in companions),
+    )
+    return plan
+
+
+def _files_of(layer: int, folder: Path) -> list[LooseFile]:
+    """One layer's files in the order of the merged keys. Raises InputError unless every matrix is there on every node."""
+    found: dict[tuple[int, str, bool, int, str], LooseFile] = {}
+    for node, name, path in loose.files_in(folder):
+        what = "weight" if name["what"] == "quant" else "scale"
+        part = Part(layer, int(name["expert"]), name["projection"], node, 0, 0, bool(name["backward"]))
+        key = (part.expert, part.projection, part.backward, node, what)
+        if key in found:
+            raise InputError(
+                f"{path}: a second file for the same matrix as {found[key].path.name}; remove the wrong one."
+            )
+        status = path.stat()
+        found[key] = LooseFile(part, what, path, status.st_size, status.st_mtime_ns)
+    if not found:
+        raise InputError(f"{folder}: holds no .kt files below _numa_N; convert this layer again.")
+    experts = max(e for e, *_ in found) + 1
+    nodes = max(n for *_, n, _ in found) + 1
+    wanted = [
+        (e, p, backward, n, what)
+        for e in range(experts)
+        for p in PROJECTIONS
+        for backward in ((False, True) if any(b for _, _, b, _, _ in found) else (False,))
+        for n in range(nodes)
+        for what in ("weight", "scale")
+    ]
+    for e, p, backward, n, what in wanted:
+        if (e, p, backward, n, what) not in found:
+            raise InputError(
+                f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is missing; "
+                "convert this layer again."
+            )
+    return [found[key] for key in wanted]
+
+
+def _facts(files: list[LooseFile], method: str, layers: list[int], root: Path) -> dict[str, Any]:
+    """What can be known from names and sizes; H and I follow from the scales of an AMX method."""
+    nodes, experts = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
+    for file in files:
+        nodes[file.part.layer] = max(nodes[file.part.layer], file.part.numa + 1)
+        experts[file.part.layer] = max(experts[file.part.layer], file.part.expert + 1)
+    numa = max(nodes.values())
+    for layer, count in nodes.items():
+        if count != numa:
+            raise InputError(
+                f"{root / loose.layer_folder(layer)}: has {count} NUMA nodes where other layers have {numa}; convert this layer again."
+            )
+    facts: dict[str, Any] = {
+        "architecture": "unknown",
+        "method": method,
+        "layout_version": 1,
+        "numa": numa,
+        "layers": layers,
+    }
+    facts |= {"experts": max(experts.values()), "activation": "not recorded", "dtypes": ["not recorded"]}
+    layout = next((x for x in LAYOUTS.values() if x.name == method), None)
+    facts["bits"] = layout.quantizer.bits if layout else int(method[-1])
+    facts |= _sizes(files, layout, numa)
+    before = manifest.read(root)
+    if before:
+        facts |= {
+            key: before["model"][key]
+            for key in ("architecture", "activation", "dtypes", "weights_on")
+            if key in before["model"]
+        }
+    facts["backward"] = any(f.part.backward for f in files)
+    return facts
+
+
+def _sizes(files: list[LooseFile], layout: Layout | None, numa: int) -> dict[str, Any]:
+    """H and I, from the byte counts of one expert; every other file must agree."""
+    rows = {(f.part.projection, f.part.backward): f.nbytes // 4 for f in files if f.what == "scale"}
+    hidden, width = rows.get(("down", False), 0), rows.get(("gate", False), 0)
+    if layout is None:
+        return {"hidden": "not recorded", "intermediate": "not recorded"}
+    for file in files:
+        n, k = (hidden, width) if (file.part.projection == "down") != file.part.backward else (width, hidden)
+        wanted = layout.weight_bytes(n, k) if file.what == "weight" else layout.scale_bytes(n)
+        if file.nbytes != wanted:
+            raise InputError(
+                f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} "
+                f"in {numa} parts ({wanted} would)."
+            )
+    return {"hidden": hidden, "intermediate": width * numa}
+
+
+def _companions(original: Path | None) -> list[tuple[str, Path]]:
+    if original is None:
+        return []
+    if not original.is_dir():
+        raise InputError(f"{original}: no such directory; give the original checkpoint with --original-path.")
+    return [(name, original / name) for name in companion_files(original)]
+
+
+def _config(original: Path | None) -> dict[str, Any] | None:
+    if original is None or not (original / CONFIG).exists():
+        return None
+    try:
+        config = json.loads((original / CONFIG).read_bytes())
+    except ValueError as error:
+        raise InputError(f"{original / CONFIG}: not JSON ({error}); download it again.") from error
+    return dict(config)
+
+
+def _reads(unit: Unit) -> set[str]:
+    return {name for name, *_ in unit.inputs}

@@ -1,0 +1,274 @@
+"""`ktconvert inspect`: what lies at a path (a checkpoint, an output, an unfinished conversion), and what can be made of it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.errors import KtconvertError, UnsupportedError
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.output import is_output, measure, open_output
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.workdir import Places, locate
+from ktconvert.pipeline.plans.makeable import commands, gpu_commands, gpu_types, methods
+from ktconvert.pipeline.tell.report import size
+from ktconvert.pipeline.verify.report import facts, facts_rows
+from ktconvert.pipeline.verify.structure import check_structure
+
+
+def look(where: str, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
+    """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished".
+
+    A model that cannot be converted has "refused" with the reason. Raises InputError for what is damaged or not there.
+    """
+    path = Path(where).expanduser()
+    unfinished = _unfinished(path)
+    if unfinished is not None:
+        return look_unfinished(unfinished)
+    if is_output(path):
+        return look_output(path)
+    return look_checkpoint(where, revision, arch_file)
+
+
+# ---- a checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def look_checkpoint(where: str, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
+    """What a checkpoint is, by its headers, and which outputs can be made of it."""
+    rows: Sequence[Arch] = ARCHS
+    if arch_file is not None:
+        from ktconvert.layouts.checkpoints.arch_file import parse_arch
+
+        rows = (parse_arch(arch_file), *ARCHS)
+    with open_checkpoint(where, revision) as source:
+        found: dict[str, Any] = {"kind": "checkpoint", "path": where, **_files(source)}
+        try:
+            model = recognise(source, rows)
+        except UnsupportedError as error:
+            return found | {"refused": str(error)}
+        return (
+            found
+            | _experts(model, source)
+            | {
+                "methods": methods(model),
+                "convert": commands(model, where),
+                "gpu": (gpu := gpu_types(model)),
+                "convert_gpu": gpu_commands(gpu, where),
+            }
+        )
+
+
+def _files(source: TensorSource) -> dict[str, Any]:
+    dtypes: Counter[str] = Counter()
+    for info in source.tensors.values():
+        dtypes[info.dtype] += info.nbytes
+    return {
+        "model_type": cfg.families(source.config),
+        "shards": len(source.shards),
+        "tensors": len(source.tensors),
+        "total_bytes": sum(info.nbytes for info in source.tensors.values()),
+        "dtypes": dict(dtypes.most_common()),
+        "ignored_files": list(source.ignored),
+    }
+
+
+def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
+    routed = sum(info.nbytes for layer in model.layers for info in model.layer_tensors(layer))
+    mtp = sum(source.tensors[name].nbytes for name in model.mtp_tensors if name in source.tensors)
+    limit = cfg.number(source.config, model.arch.layers)
+    every = range(limit[1]) if limit is not None and limit[1] < 100_000 else range(max(model.layers) + 1)
+    moe = set(model.layers)
+    shapes = [model.shape(layer) for layer in model.layers]
+    return {
+        "architecture": model.arch.name,
+        "moe_layers": list(model.layers),
+        "dense_layers": [n for n in every if n not in moe],
+        "mtp_layers": list(model.mtp_layers),
+        "mtp_left_out_tensors": len(model.mtp_tensors),
+        "experts": sorted({e for e, _, _ in shapes}),
+        "hidden": sorted({h for _, h, _ in shapes}),
+        "intermediate": sorted({i for _, _, i in shapes}),
+        "expert_dtypes": list(model.dtypes),
+        "shared_experts": model.has_shared_experts,
+        "activation": model.activation,
+        "activation_formula": ACTIVATIONS.get(model.activation, model.activation),
+        "weights_on": model.weights_on,
+        "plain": model.plain,
+        "routed_bytes": routed,
+        "mtp_bytes": mtp,
+        "rest_bytes": sum(info.nbytes for info in source.tensors.values()) - routed - mtp,
+        "notes": list(model.notes),
+    }
+
+
+# ---- an output ------------------------------------------------------------------------------------------------------
+
+
+def look_output(path: Path) -> dict[str, Any]:
+    """What an output is and whether it is complete, by names, sizes and headers."""
+    output = open_output(path)
+    found = measure(output)
+    checks = check_structure(output, found)
+    told = output.manifest or {"model": {}, "settings": {}}
+    problems = [problem for check in checks for problem in check.problems]
+    return {
+        "kind": "output",
+        "path": str(path),
+        **facts(output, found),
+        "architecture": told["model"].get("architecture"),
+        "activation": told["model"].get("activation"),
+        "expert_dtypes": told["model"].get("dtypes"),
+        "settings": told["settings"],
+        "complete": not problems,
+        "problems": problems,
+        "notes": [note for check in checks for note in check.notes],
+    }
+
+
+# ---- an unfinished conversion ---------------------------------------------------------------------------------------
+
+
+def _unfinished(path: Path) -> Places | None:
+    """The work directory that belongs to this path, or that it is."""
+    if path.name.endswith(".work") and (path / "plan.json").exists():
+        return locate(path.with_name(path.name.removesuffix(".work")))
+    places = locate(path)
+    return places if places.plan.exists() and (places.inside or not path.exists()) else None
+
+
+def look_unfinished(places: Places) -> dict[str, Any]:
+    """Where a conversion stands. With its source at hand, every unit; without, what the journal says."""
+    from ktconvert.pipeline.engine.execute import saved_plan, unit_states
+    from ktconvert.pipeline.engine.plan import Request
+    from ktconvert.pipeline.plans.commands import plan_request
+
+    old = saved_plan(places)
+    assert old is not None
+    records = journal.read(places.journal)
+    last = journal.death(records)
+    found: dict[str, Any] = {
+        "kind": "unfinished",
+        "path": str(places.output),
+        "work_directory": str(places.root),
+        "command": old["command"],
+        "input": old["input"],
+        "settings": old["settings"],
+        "units_done": len(journal.finished(records)),
+        "died_in": last["units"] if last else [],
+        "resume": shlex.join(["ktconvert", "resume", str(places.output)]),
+    }
+    try:
+        tuning = old["tuning"] | {"verify_inputs": False}
+        request = Request(old["command"], old["input"], places.output, old["settings"], tuning)
+        states = unit_states(plan_request(request), places)
+    except KtconvertError as error:
+        return found | {"units": None, "source_problem": str(error)}
+    todo = [state.unit for state in states if not state.done]
+    return found | {
+        "units": len(states),
+        "units_done": len(states) - len(todo),
+        "bytes_left": sum(unit.bytes_in for unit in todo),
+        "units_left": [f"{unit.stage}.{unit.key}" for unit in todo],
+    }
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was found as (label, text)."""
+    return {"checkpoint": _checkpoint_rows, "output": _output_rows, "unfinished": _unfinished_rows}[found["kind"]](
+        found
+    )
+
+
+def _checkpoint_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    told = [
+        ("checkpoint", found["path"]),
+        ("model type", ", ".join(found["model_type"]) or "not said (no config.json)"),
+        ("files", f"{found['shards']} safetensors, {found['tensors']} tensors, {size(found['total_bytes'])}"),
+        ("dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found["dtypes"].items())),
+    ]
+    if found["ignored_files"]:
+        told.append(("left aside", ", ".join(found["ignored_files"][:5])))
+    if "refused" in found:
+        return told
+    told += [
+        ("architecture", found["architecture"]),
+        ("MoE layers", f"{len(found['moe_layers'])} ({ranges(found['moe_layers'])})"),
+        ("dense layers", _layers(found["dense_layers"])),
+        ("MTP", _mtp(found)),
+        ("experts", f"{_numbers(found['experts'])} per layer; shared experts: {'yes' if found['shared_experts'] else 'no'}"),
+        ("hidden size", _numbers(found["hidden"])),
+        ("expert width", _numbers(found["intermediate"])),
+        ("expert dtypes", ", ".join(found["expert_dtypes"])),
+        ("activation", f"{found['activation']}: {found['activation_formula']}"),
+        ("routing weights", f"on the {found['weights_on']} of an expert"),
+        ("routed experts", size(found["routed_bytes"])),
+        *([("MTP experts", size(found["mtp_bytes"]))] if found["mtp_bytes"] else []),
+        ("all the rest", size(found["rest_bytes"])),
+    ]  # fmt: skip
+    for method in found["methods"]:
+        legal = ", ".join(f"{t}" for t in method["legal"])
+        sizes = [size(nbytes) for nbytes in method["bytes"].values()]
+        what = f"NUMA parts {legal}; {sizes[0]} of output" if legal else "not possible"
+        told.append((f"{method['quant_method']} ({method['method']})", what))
+        told += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
+    for made in found["gpu"]:
+        what = (
+            f"the whole model, {size(made['bytes'])}" if made["refused"] is None else f"not possible: {made['refused']}"
+        )
+        told.append((f"{made['quant_type']} (GPU)", what))
+    return told
+
+
+def _mtp(found: dict[str, Any]) -> str:
+    if not found["mtp_left_out_tensors"]:
+        return "none"
+    layers = f"layers {ranges(found['mtp_layers'])}: " if found["mtp_layers"] else ""
+    return f"{layers}{found['mtp_left_out_tensors']} expert tensors, left out"
+
+
+def _output_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    told = facts_rows(found)
+    told += [
+        (label, found[name]) for label, name in (("architecture", "architecture"), ("activation", "activation")) if found[name]
+    ]  # fmt: skip
+    if found["expert_dtypes"]:
+        told.append(("made from", ", ".join(found["expert_dtypes"])))
+    if found["complete"]:
+        how = "checks every byte" if found["made_by"] else "--against SOURCE checks the bytes"
+        return [*told, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
+    more = f" (and {len(found['problems']) - 1} more)" if len(found["problems"]) > 1 else ""
+    return [*told, ("complete", f"no: {found['problems'][0]}{more}")]
+
+
+def _unfinished_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    done = f"{found['units_done']} of {found['units']}" if found["units"] is not None else f"{found['units_done']}"
+    told = [
+        ("unfinished", found["path"]),
+        ("work directory", found["work_directory"]),
+        ("command", f"ktconvert {found['command']} -i {found['input']}"),
+        ("options", ", ".join(f"{k} {v}" for k, v in found["settings"].items() if v not in (None, False))),
+        ("units", f"{done} finished" + (f", {size(found['bytes_left'])} left to read" if found["units"] else "")),
+    ]
+    if found["died_in"]:
+        told.append(("last run", f"died in {', '.join(found['died_in'])}"))
+    if found["units"] is None:
+        told.append(("source", found["source_problem"]))
+    return [*told, ("go on with", found["resume"])]
+
+
+def _layers(layers: list[int]) -> str:
+    return f"{len(layers)} ({ranges(layers)})" if layers else "none"
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,144 @@
+"""A plan for people and for programs: the stage graph, every unit with the reason why it will or will not run, and what it takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine.execute import (
+    adopts,
+    agree,
+    already_finished,
+    disk_needed,
+    fit_threads,
+    saved_plan,
+    unit_states,
+)
+from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.workdir import locate
+from ktconvert.pipeline.tell.report import size
+
+LISTED = 12  # units shown one by one at either end of a long run of equals
+
+
+def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
+    """Print the plan; refuses what running it would refuse."""
+    finished = already_finished(plan, overwrite)
+    document = describe(plan, finished, overwrite)
+    if as_json:
+        click.echo(json.dumps({"event": "plan", **document}))
+        return
+    facts = plan.facts
+    out = [
+        f"plan     {plan.request.command}: {plan.request.input}",
+        f"      -> {plan.request.output}",
+        *(
+            f"{key:<13} {_told(facts[key])}"
+            for key in ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
+            if key in facts
+        ),
+        f"{'layers':<13} {len(facts['layers'])}",
+        "",
+        "stages",
+    ]
+    for stage in document["stages"]:
+        needs = " + ".join(stage["needs"])
+        out.append(f"  {needs} -> {stage['name']}: {stage['title']}; {stage['units']} units, {stage['to_run']} to run, "
+                   f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out")  # fmt: skip
+        units = [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")]
+        shown = units if len(units) <= 2 * LISTED else [*units[:LISTED], None, *units[-LISTED:]]
+        for unit in shown:
+            if unit is None:
+                out.append(f"      ... {len(units) - 2 * LISTED} more")
+                continue
+            verb = "skip" if unit["done"] else "run "
+            out.append(
+                f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}  "
+                f"{size(unit['bytes_in'])} -> {size(unit['bytes_out'])}  ({unit['reason']})"
+            )
+    out += [
+        "",
+        f"read          {size(document['bytes_in'])}",
+        f"write         {size(document['bytes_out'])} in {document['shards']} {'folders' if document['loose'] else 'shards'}, "
+        f"and {size(plan.extra_bytes)} of companion files",
+        f"disk          {size(document['disk_needed'])} needed, {size(document['disk_free'])} free",
+        f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
+    ]
+    out += ["", *(f"advice        {sentence}" for sentence in plan.advice)] if plan.advice else []
+    if finished:
+        out.append("the output is finished: nothing to do")
+    click.echo("\n".join(out))
+
+
+def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, Any]:
+    """The plan as one JSON object."""
+    places = locate(plan.request.output, adopt=adopts(plan))
+    states = unit_states(plan, places)
+    old = None if finished else saved_plan(places)
+    if old is not None:
+        dropped, touched = agree(plan, old, overwrite)
+        again = plan.reading(touched)
+        states = [
+            replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
+            if state.done and (dropped or state.unit in again)
+            else state
+            for state in states
+        ]
+    done = {state.unit: finished or state.done for state in states}
+    threads = fit_threads(plan)
+    todo = [unit for unit in plan.units if not done[unit]]
+    stages: list[dict[str, Any]] = []
+    for stage in plan.stages:
+        stages.append(
+            {
+                "name": stage.name,
+                "title": stage.title,
+                "needs": list(stage.needs),
+                "units": len(stage.units),
+                "to_run": sum(not done[u] for u in stage.units),
+                "bytes_in": sum(u.bytes_in for u in stage.units),
+                "bytes_out": sum(u.bytes_out for u in stage.units),
+            }
+        )
+    made = [stage.name for stage in plan.stages]
+    stages.append({"name": "assemble", "title": "companions, config, card, manifest, index; then the output appears", "needs": made,
+                   "units": 1, "to_run": int(not finished), "bytes_in": plan.extra_bytes, "bytes_out": plan.extra_bytes})  # fmt: skip
+    return {
+        "command": plan.request.command,
+        "input": plan.request.input,
+        "output": str(plan.request.output),
+        "settings": dict(plan.request.settings),
+        "model": plan.facts,
+        "notes": list(plan.notes),
+        "advice": list(plan.advice),
+        "stages": stages,
+        "units": [
+            {
+                "unit": f"{s.unit.stage}.{s.unit.key}",
+                "final": s.unit.final,
+                "fingerprint": s.unit.fingerprint,
+                "done": done[s.unit],
+                "reason": "the output is finished" if finished else s.reason,
+                "bytes_in": s.unit.bytes_in,
+                "bytes_out": s.unit.bytes_out,
+            }
+            for s in states
+        ],
+        "loose": any(unit.folder for unit in plan.units),
+        "shards": sum(unit.kept for unit in plan.units),
+        "bytes_in": sum(u.bytes_in for u in todo),
+        "bytes_out": sum(u.bytes_out for u in todo),
+        "disk_needed": 0 if finished else disk_needed(plan, todo),
+        "disk_free": machine.disk_free(places.root),
+        "threads": threads,
+        "peak_memory": plan.peak_memory(threads),
+        "finished": finished,
+    }
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

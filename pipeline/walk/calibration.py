@@ -1,0 +1,171 @@
+"""Calibration data of GPTQ: from a data set to token ids, one array per sample, in the order in which the library visits them.
+
+Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat template applied,
+cut at max_length tokens, no special tokens added.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.models.generate import PLAIN_TEMPLATE
+from ktconvert.pipeline.walk.dataset import Row, kind_of, local_files, of_split, quiet, rows_of_file, rows_of_hub, said
+
+__all__ = ["Calibration", "local_files", "samples", "token_ids", "visiting_order"]
+
+Ids = npt.NDArray[np.int64]  # [tokens]
+
+INSTRUCTION = ("instruction", "input", "output")
+STRETCH = 1 << 20  # characters of a text file that are tokenized at a time
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which samples: the first `samples` rows of a data set's split, shuffled by the seed (>= 0), each cut at max_length tokens.
+
+    dataset  a file (.txt, .jsonl, .json, .parquet), a folder of such files of one kind, or a hub id
+    split    of a hub's data set; of a folder, the files named after it, or all
+    """
+
+    dataset: str
+    split: str
+    samples: int
+    max_length: int
+    seed: int
+
+
+def token_ids(wanted: Calibration, tokenizer: Any, tell: Callable[[str], None] | None = None) -> list[Ids]:
+    """The samples in the order in which llmcompressor's oneshot would visit what samples() gives; fewer where there are fewer rows.
+
+    Each int64 [1..max_length]. The same file gives the same ids in every process of a machine. Raises as samples() does.
+    """
+    found = samples(wanted, tokenizer, tell)
+    return [found[index] for index in visiting_order([ids.size for ids in found])]
+
+
+def visiting_order(lengths: Sequence[int]) -> list[int]:
+    """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them.
+
+    Its sort is not stable: how equal lengths are ordered is torch's choice, which may differ between CPUs and versions of torch, and
+    sorting twice is not sorting once. Whoever compares with oneshot gives it what samples() gives, or a DataLoader of its own.
+    """
+    import torch
+
+    return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
+
+
+def samples(wanted: Calibration, tokenizer: Any, tell: Callable[[str], None] | None = None) -> list[Ids]:
+    """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out, and told.
+
+    A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template (without one: the contents,
+    one per line), or its text, or instruction, input and output on lines of their own. A text file has no rows: it is cut into
+    consecutive pieces of max_length tokens, of which the first N are shuffled; the last piece of a file is what is left.
+
+    Raises InputError where the data set is not there, cannot be read, lacks the split, has no such column or no token at all.
+    """
+    files = of_split(local_files(wanted.dataset), wanted.split)
+    found: list[Ids] = []
+    with _untouched(tokenizer), quiet(), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
+        for file in files:
+            most = wanted.samples - len(found)
+            if kind_of(file) == "text":
+                found += _pieces((row["text"] for row in rows_of_file(file, cache)), tokenizer, wanted.max_length, most)
+            else:
+                found += _encoded(rows_of_file(file, cache, most), tokenizer, wanted.max_length, str(file))
+            if len(found) >= wanted.samples:
+                break
+        if not files:
+            rows = rows_of_hub(wanted.dataset, wanted.split, wanted.samples, cache, tell)
+            found = _encoded(rows, tokenizer, wanted.max_length, wanted.dataset)
+    order = np.random.default_rng(wanted.seed).permutation(len(found))  # what Dataset.shuffle(seed) does
+    kept = [found[index] for index in order if found[index].size]
+    if not kept:
+        raise InputError(f"{wanted.dataset}: holds no token; give --dataset a data set with text")
+    if tell and len(kept) < len(found):
+        tell(f"{wanted.dataset}: {len(found) - len(kept)} of {len(found)} samples hold no token and are left out")
+    return kept
+
+
+def _pieces(lines: Iterable[str], tokenizer: Any, max_length: int, most: int) -> list[Ids]:
+    """A text in consecutive pieces of max_length tokens, at most so many; it is read as far as they need it."""
+    ids: list[int] = []
+    for stretch in _stretches(lines):
+        ids += tokenizer(stretch, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= most * max_length:
+            break
+    starts = range(0, len(ids), max_length)[:most]
+    return [np.array(ids[start : start + max_length], dtype=np.int64) for start in starts]
+
+
+def _stretches(lines: Iterable[str]) -> Iterator[str]:
+    """The text in parts of some STRETCH characters, cut at line ends, so that a long one is never tokenized at once."""
+    gathered: list[str] = []
+    characters = 0
+    for line in lines:
+        gathered.append(line)
+        characters += len(line)
+        if characters >= STRETCH:
+            yield "".join(gathered)
+            gathered, characters = [], 0
+    if gathered:
+        yield "".join(gathered)
+
+
+def _encoded(rows: Iterable[Row], tokenizer: Any, max_length: int, where: str) -> list[Ids]:
+    """Each row's text as ids, cut at max_length. Raises InputError, which names the row."""
+    found = []
+    for number, row in enumerate(rows, 1):
+        text = _text(row, tokenizer, f"{where}: row {number}")
+        ids = tokenizer(text, padding=False, max_length=max_length, truncation=True, add_special_tokens=False)
+        found.append(np.array(ids["input_ids"], dtype=np.int64))
+    return found
+
+
+def _text(row: Row, tokenizer: Any, where: str) -> str:
+    """What a row says; "" where it says nothing. All rows of a file have the same columns."""
+    if "messages" in row:
+        return _chat(row["messages"], tokenizer, where)
+    columns = ["text"] if "text" in row else [name for name in INSTRUCTION if name in row]
+    if not columns:
+        raise InputError(
+            f"{where}: has none of the columns messages, text, {', '.join(INSTRUCTION)}, only {', '.join(row)}; rename the one to be used"
+        )
+    for name in columns:
+        if not isinstance(row[name] or "", str):
+            raise InputError(f"{where}: its column {name} holds no text but {type(row[name]).__name__}; give text")
+    return "\n".join(row[name] for name in columns if row[name])
+
+
+def _chat(messages: Any, tokenizer: Any, where: str) -> str:
+    if not messages:
+        return ""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise InputError(f"{where}: its column messages holds no list of messages; give each a role and content")
+    template = None if tokenizer.chat_template else PLAIN_TEMPLATE
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+    except Exception as error:  # a template may raise anything
+        raise InputError(
+            f"{where}: the chat template refuses its messages ({said(error)}); give messages with role and content, or a column text"
+        ) from error
+
+
+@contextmanager
+def _untouched(tokenizer: Any) -> Iterator[None]:
+    """Truncation and padding, which a fast tokenizer keeps from its last call and saves with itself, are put back."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    truncation, padding = (backend.truncation, backend.padding) if backend else (None, None)
+    try:
+        yield
+    finally:
+        if backend:
+            backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
+            backend.enable_padding(**padding) if padding else backend.no_padding()

@@ -1,0 +1,228 @@
+"""What GPTQ takes in memory and on disk, by arithmetic from a model's numbers: for the plan, before anything is loaded.
+
+H hidden size, I expert width, E experts of a layer, N samples of T tokens. Sizes are bytes. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.pipeline.tell.report import size
+
+GIB = 1 << 30
+HALF, FLOAT, ID = 2, 4, 4  # bytes of BF16, float32 and an expert's number
+LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
+# Beside tensors, on the card: CUDA itself, its kernels and what its allocator cannot use. Not measured: there was no GPU.
+CUDA = 3 * GIB // 2
+# Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.
+SCORE = HALF + 2 * FLOAT
+BLOCK, MATRICES = (
+    128,
+    16,
+)  # columns that llmcompressor quantizes before it corrects the rest, and matrices of that width
+ROWS = 8  # rows of H and of all heads together that a sequence holds at a time, in BF16: q, k, v, rotations, residual
+
+CARDS = (24, 48, 80)  # GiB
+# kt-kernel's own advice for GPTQ: no more than this part of a card for weights, by the card's size from which it holds.
+SHARES = ((48, 0.625), (0, 0.5))
+
+REMEDIES = (
+    "To need less memory, in this order: --quant-method RTN, which needs no calibration; fewer samples (--num-calibration-samples 256); "
+    "shorter sequences (--max-sequence-length 1024); --force-cpu, where it is the GPU that is too small."
+)
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the needs follow from.
+
+    width      I
+    head       values of a head, the widest of q, k and v
+    rest       BF16 bytes of the largest decoder layer without its routed experts: attention, router, shared or dense MLP
+    dense      whether layers without experts lie before one with, and are run with it
+    top_k      experts that a token is routed to
+    calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own
+    group      experts that are in memory together
+    on_gpu     computed on a GPU
+    """
+
+    hidden: int
+    width: int
+    experts: int
+    heads: int
+    samples: int = 512
+    length: int = 2048
+    bits: int = 4
+    method: str = "GPTQ"
+    calibrate: str = "all"
+    group: int = 1
+    head: int = 128
+    rest: int = 0
+    dense: bool = False
+    top_k: int = 8
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes. All are 0 for RTN, which streams: what its plan says is all it takes.
+
+    host      main memory at most, libraries included
+    gpu       memory of the card at most; 0 without one
+    disk      files of activations that exist together, beside the output: what enters a layer and its experts, what leaves them,
+              and what leaves layers without experts before it
+    layer     the routed experts of one layer in BF16
+    weights   what is computed with at a time: the layer without its experts, and one group of experts, in BF16
+    hessians  of one group: gate and up's, shared or one per expert, and down's, one per expert
+    working   what quantizing a linear takes beside itself and its Hessian
+    scores    of eager attention, one sequence
+    boundary  the activations that enter a layer, a file
+    """
+
+    host: int = 0
+    gpu: int = 0
+    disk: int = 0
+    layer: int = 0
+    weights: int = 0
+    hessians: int = 0
+    working: int = 0
+    scores: int = 0
+    boundary: int = 0
+
+
+def working_bytes(rows: int, width: int) -> int:
+    """Bytes that quantizing a linear [rows, width] takes beside itself and its Hessian; measured on a CPU, 66 to 96 % of this.
+
+    Three float32 copies of the linear, its BF16 and codes; three float32 copies of the Hessian; the matrices of a block of columns.
+    """
+    return rows * width * (3 * FLOAT + 2 * HALF) + 3 * FLOAT * width * width + MATRICES * rows * BLOCK * FLOAT
+
+
+def needs(shape: Shape) -> Needs:
+    """The arithmetic. Two steps of a layer are counted, of which the larger is the peak: attention, and a group of experts."""
+    if shape.method != "GPTQ":
+        return Needs()
+    h, i, group = shape.hidden, shape.width, min(shape.group, shape.experts)
+    expert = 3 * h * i * HALF
+    tokens = shape.samples * shape.length
+    shared = h * h * FLOAT
+    hessians = (shared if shape.calibrate == "all" else group * shared) + group * i * i * FLOAT
+    # Gate and up of a group, or of an expert, share a Hessian and are quantized as one tall matrix; down expert by expert.
+    tall = 2 * i * (group if shape.calibrate == "all" else 1)
+    working = max(working_bytes(tall, h), working_bytes(h, i))
+    scores = shape.heads * shape.length**2 * SCORE
+    sequence = ROWS * shape.length * (h + shape.heads * shape.head) * HALF
+    added = (
+        shared + 2 * shape.length * h * FLOAT
+    )  # one sequence that goes into a Hessian: its product, its float32 copies
+    attention = shape.rest + scores + sequence + shared + added
+    codes = group * 3 * h * i * shape.bits // 8
+    # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes by both ways.
+    held = (2 if shape.on_gpu else 3) * group * expert + tall * h * HALF + 2 * codes
+    quantizing = held + hessians + max(working, sequence + added)
+    peak = max(attention, quantizing)
+    boundary = tokens * h * HALF
+    routing = tokens * shape.top_k * (ID + FLOAT)  # of all tokens, in main memory
+    moved = shape.rest + group * expert + sequence  # what passes through main memory on its way to a card
+    return Needs(
+        host=LIBRARIES + routing + (moved if shape.on_gpu else peak),
+        gpu=CUDA + peak if shape.on_gpu else 0,
+        disk=(5 if shape.dense else 4) * boundary,
+        layer=shape.experts * expert,
+        weights=shape.rest + group * expert,
+        hessians=hessians,
+        working=working,
+        scores=scores,
+        boundary=boundary,
+    )
+
+
+def shape_of(model: MoeModel, settings: Mapping[str, Any], *, group: int, on_gpu: bool) -> Shape:
+    """The shape of a checkpoint's widest layer, from headers and config, and of the calibration that `settings` ask for."""
+    shapes = [model.shape(layer) for layer in model.layers]
+    config = model.source.config
+    hidden = max(s[1] for s in shapes)
+    heads = _number(config, 1, "num_attention_heads", "n_head", "n_heads")
+    widths = [_number(config, 0, key) for key in ("head_dim", "v_head_dim")]
+    widths.append(_number(config, 0, "qk_nope_head_dim") + _number(config, 0, "qk_rope_head_dim"))
+    return Shape(
+        hidden=hidden,
+        width=max(s[2] for s in shapes),
+        experts=max(s[0] for s in shapes),
+        heads=heads,
+        samples=settings["num_calibration_samples"],
+        length=settings["max_sequence_length"],
+        bits=4 if settings["quant_type"] == "W4A16" else 8,
+        method=settings["quant_method"],
+        calibrate=settings["calibrate"],
+        group=group,
+        head=max(widths) or hidden // heads,
+        rest=_rest(model),
+        dense=model.layers != tuple(range(len(model.layers))),
+        top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
+        on_gpu=on_gpu,
+    )
+
+
+def _number(config: Mapping[str, Any], default: int, *keys: str) -> int:
+    found = cfg.number(dict(config), keys)
+    return found[1] if found else default
+
+
+def _rest(model: MoeModel) -> int:
+    """BF16 bytes of the largest decoder layer without routed experts."""
+    routed = model.expert_tensor_names() | model.mtp_tensors
+    layers: dict[str, int] = {}
+    for name, info in model.source.tensors.items():
+        if name not in routed and (found := LAYER.search(name)):
+            layers[found[1]] = layers.get(found[1], 0) + HALF * prod(info.shape)
+    return max(layers.values(), default=0)
+
+
+def max_gpu_memory(card_gib: int, needed: Needs) -> str | None:
+    """What to give as --max-gpu-memory on a card of so many GiB; None where it cannot hold the work, and where no GPU is used.
+
+    The rest of the card is for activations and Hessians; never more than the part that kt-kernel's README advises.
+    """
+    if not needed.gpu:
+        return None
+    left = card_gib * GIB - (needed.gpu - needed.weights)
+    share = next(part for least, part in SHARES if card_gib >= least)
+    limit = min(int(card_gib * share), left // GIB)
+    return f"{limit}GiB" if limit * GIB >= needed.weights else None
+
+
+def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
+    """Sentences for the plan: what it takes, and which --max-gpu-memory to give on which card."""
+    needed = needs(shape)
+    if not needed.host:
+        return []
+    shared = "shared by all its experts" if shape.calibrate == "all" else "for each expert"
+    told = [
+        f"GPTQ keeps {size(needed.disk)} of activations on disk while it runs: {shape.samples} samples of {shape.length} tokens are "
+        f"{size(needed.boundary)} at each layer's entrance",
+        f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; the Hessian of gate and up is "
+        f"{size(shape.hidden**2 * FLOAT)}, {shared}, that of down {size(shape.width**2 * FLOAT)} for each expert",
+    ]
+    on_gpu = needed if shape.on_gpu else needs(replace(shape, on_gpu=True))
+    limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
+    fitting = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
+    small = [f"{card} GiB" for card, limit in limits.items() if not limit]
+    told.append(f"{'it takes' if shape.on_gpu else 'on a GPU it would take'} {size(on_gpu.gpu)} of the card's memory")
+    if fitting:
+        told.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for activations and Hessians")
+    if small:
+        told.append(f"too small are cards of {', '.join(small)}. {REMEDIES}")
+    return told
+
+
+def _count(shape: Shape) -> str:
+    group = min(shape.group, shape.experts)
+    return "one by one" if group == 1 else f"{group} at a time"

@@ -1,0 +1,73 @@
+"""`--engine oneshot`: llmcompressor's own oneshot on the whole model in memory, as it is; for comparison with the layer-by-layer engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.outputs.compressed import Compressed
+
+Made = Callable[[int, int, str], tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
+EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
+
+
+def quantize_model(
+    root: Path,
+    samples: Sequence[npt.NDArray[np.int64]],
+    form: Compressed,
+    *,
+    dampening: float,
+    every_expert: bool,
+    trust_remote_code: bool,
+) -> Made:
+    """Run oneshot with GPTQModifier on the checkpoint's routed experts.
+
+    Returns (layer, expert, projection) -> weight_packed int32 [n, k * bits / 32] and weight_scale, BF16 bits [n, k / group].
+    Raises UnsupportedError for a checkpoint that the library cannot load, and for experts that it left as they were.
+    """
+    import torch
+    import transformers
+    from llmcompressor.entrypoints.oneshot import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    from ktconvert.native_quant.runtime.hf_modules import find_experts
+    from ktconvert.quantizers import gptq
+
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            root, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+        )
+        places = {place.layer: place.name for place in find_experts(model)}
+        rows = [
+            {"input_ids": torch.from_numpy(ids)[None], "attention_mask": torch.ones((1, len(ids)))} for ids in samples
+        ]
+        oneshot(
+            model=model,
+            dataset=torch.utils.data.DataLoader(rows, batch_size=None),  # type: ignore[arg-type]
+            recipe=GPTQModifier(targets=[EXPERTS], scheme=form.name, dampening_frac=dampening),
+            max_seq_length=max(map(len, samples)),
+            num_calibration_samples=len(samples),
+            moe_calibrate_all_experts=every_expert,
+        )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnsupportedError(
+            f"{root}: llmcompressor's oneshot cannot do it ({said[0]}); use --engine stream."
+        ) from error
+
+    def made(layer: int, expert: int, projection: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+        name = f"{places[layer]}.{expert}.{projection}_proj"
+        linear = model.get_submodule(name)
+        if not hasattr(linear, "weight_scale"):
+            raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")
+        scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
+        quantizer = form.quantizer
+        words = gptq.pack(quantizer.bits, quantizer.group, linear.weight.detach().cpu(), scale)
+        return words.numpy(), scale.view(torch.uint16).numpy()
+
+    return made

@@ -1,0 +1,109 @@
+"""What the user chose for GPTQ, in the form that its stage takes, and what follows from it before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.pipeline.walk import needs
+from ktconvert.pipeline.walk.calibration import Calibration
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose.
+
+    engine    "stream", or "oneshot": llmcompressor's own, for comparison
+    machine   what of the machine decides about bytes, as where the conversion was begun: "threads" and "device" among it
+    group     experts in memory at a time
+    Others as in layerwise.Work.
+    """
+
+    calibration: Calibration
+    dampening: float
+    rounding: str
+    routed: bool
+    floor: int
+    group: int
+    engine: str
+    trust_remote_code: bool
+    machine: Mapping[str, Any]
+
+    def params(self) -> tuple[tuple[str, Any], ...]:
+        """All that can change a byte."""
+        return (
+            ("calibration", tuple(sorted(vars(self.calibration).items()))),
+            ("dampening", self.dampening),
+            ("rounding", self.rounding),
+            ("engine", self.engine),
+            ("calibrate", ("routed", self.floor) if self.routed else "all"),
+            ("machine", json.dumps(dict(self.machine), sort_keys=True)),
+        )
+
+
+def settings_of(model: MoeModel, given: Mapping[str, Any]) -> Settings:
+    """What the stage takes, from the settings of a request."""
+    machine = given["machine"]
+    routed = given["calibrate"] == "routed"
+    return Settings(
+        calibration=Calibration(
+            dataset=given["dataset"],
+            split=given["dataset_split"],
+            samples=given["num_calibration_samples"],
+            max_length=given["max_sequence_length"],
+            seed=given["random_seed"],
+        ),
+        dampening=given["dampening_frac"],
+        rounding=given["rounding"],
+        routed=routed,
+        floor=given["min_expert_tokens"],
+        group=group_size(model, int(machine["group_bytes"]), routed),
+        engine=given["engine"],
+        trust_remote_code=given["trust_remote_code"],
+        machine=machine,
+    )
+
+
+def group_size(model: MoeModel, budget: int, routed: bool) -> int:
+    """How many experts of the widest layer, with Hessians and working copies, fit into so many bytes; at least one."""
+    experts, hidden, width = max((model.shape(layer) for layer in model.layers), key=lambda shape: shape[1] * shape[2])
+    weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
+    hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
+    working = 0 if routed else needs.working_bytes(2 * width, hidden) - needs.working_bytes(0, hidden)
+    return max(1, min(experts, budget // (weights + hessians + working)))
+
+
+def facts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest and the model card say of the calibration."""
+    local = Path(given["dataset"]).is_absolute()  # as the command line stores a local one
+    return {
+        "calibration": {
+            "dataset": Path(given["dataset"]).name if local else given["dataset"],
+            "split": given["dataset_split"],
+            "samples": given["num_calibration_samples"],
+            "max_length": given["max_sequence_length"],
+            "seed": given["random_seed"],
+            "dampening": given["dampening_frac"],
+            "calibrate": given["calibrate"],
+            "engine": given["engine"],
+        }
+    }
+
+
+def check_model(model: MoeModel) -> None:
+    """Raise UnsupportedError for experts that GPTQ would calibrate wrongly."""
+    if model.activation != "silu" or model.weights_on != "output":
+        raise UnsupportedError(
+            f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the output, "
+            "which GPTQ cannot calibrate yet; use --quant-method RTN."
+        )
+
+
+def shape_of(model: MoeModel, settings: Settings, given: Mapping[str, Any]) -> needs.Shape:
+    """The shape from which memory and disk follow."""
+    return needs.shape_of(model, given, group=settings.group, on_gpu=settings.machine["device_type"] != "cpu")
