@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
-CSRC   := $(wildcard native_quant/csrc/*)
+CSRC   := $(shell find native_quant/csrc -type f)
 
 .PHONY: setup demo test test-fast test-long lint types asan emulated golden bench peer clean
 .DEFAULT_GOAL := setup

@@ -1,7 +1,7 @@
-"""Builds ktconvert.native_quant._ktq: csrc/*.c and what cffi makes of the marked part of csrc/ktq.h.
+"""Builds ktconvert.native_quant._ktq: the C files of csrc/ and what cffi makes of the marked part of csrc/ktq.h.
 
 One file for every CPython from 3.11 on (abi3) and for every x86-64 CPU: no -march; each function that needs an
-instruction set says so itself (csrc/isa.h). setup.py names `ffibuilder`; it runs in the repository's root.
+instruction set says so itself (csrc/arch/x86/isa.h). setup.py names `ffibuilder`; it runs in the repository's root.
 KTCONVERT_CFLAGS adds flags (`make asan`).
 """
 
@@ -41,8 +41,8 @@ def declarations() -> str:
 
 
 def paths(*patterns: str) -> list[str]:
-    """Files of csrc/, sorted, so that builds do not depend on the file system."""
-    return sorted(str(path) for pattern in patterns for path in CSRC.glob(pattern))
+    """Files of csrc/ and its folders, sorted, so that builds do not depend on the file system."""
+    return sorted(str(path) for pattern in patterns for path in CSRC.rglob(pattern))
 
 
 ffibuilder = FFI()
@@ -52,7 +52,7 @@ ffibuilder.set_source(
     '#include "ktq.h"',
     sources=paths("*.c"),
     depends=paths("*.h", "*.def"),
-    include_dirs=[str(CSRC)],
+    include_dirs=[str(CSRC), str(CSRC / "arch/x86")],
     extra_compile_args=COMPILE + os.environ.get("KTCONVERT_CFLAGS", "").split(),
     extra_link_args=os.environ.get("KTCONVERT_CFLAGS", "").split(),
     define_macros=[("Py_LIMITED_API", "0x030b0000")],

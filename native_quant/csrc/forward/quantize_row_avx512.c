@@ -1,7 +1,7 @@
 /* Activations to int8, AVX-512: 64 columns at a time. The second reading of the row comes from L1 or L2. */
 #include <immintrin.h>
 
-#include "pack_avx512.h"
+#include "convert/pack_avx512.h"
 #include "quantize_row.h"
 
 KT_TARGET_AVX512 static inline __m512i magnitude(const float *x) {

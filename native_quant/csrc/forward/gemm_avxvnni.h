@@ -2,7 +2,7 @@
 #ifndef KT_GEMM_AVXVNNI_H
 #define KT_GEMM_AVXVNNI_H
 
-#include "dpbusd256.h"
+#include "arch/x86/dpbusd256.h"
 #include "gemm_avx2.h"
 
 KT_INLINE KT_TARGET_AVXVNNI void block(int tokens, const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,

@@ -24,7 +24,7 @@
 #define KT_GEMM_AMX_H
 
 #include "gemm_avx512.h"
-#include "tiles.h"
+#include "arch/x86/tiles.h"
 
 /* A strip's columns first .. first + columns - 1, all in one column block. */
 typedef struct {

@@ -1,7 +1,7 @@
 /* Activations to int8, AVX2: 32 columns at a time. The second reading of the row comes from L1 or L2. */
 #include <immintrin.h>
 
-#include "pack_avx2.h"
+#include "convert/pack_avx2.h"
 #include "quantize_row.h"
 
 KT_TARGET_AVX2 static inline __m256i magnitude(const float *x) {

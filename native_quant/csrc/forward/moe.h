@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 
 #include "kernels.h"
-#include "pool.h"
+#include "system/pool.h"
 
 enum {
     KT_TOKEN_BLOCK = 256, /* tokens of an expert that go through a kernel at a time: their activations stay in L2 */
