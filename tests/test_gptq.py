@@ -85,8 +85,9 @@ def assert_equal(name: str, made: Any) -> None:
 def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
     """One expert in memory at a time, as with a model that is much larger: the same bytes. In a process that was not forked."""
     words = rig.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
-    program = "import sys; from ktconvert.pipeline.walk import environment; environment.GROUP_BYTES = 1; from ktconvert.pipeline.cli import main;"
-    done = rig.python(program + "sys.argv[0] = 'ktconvert'; main()", *words, "--json")
+    program = "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.walk import environment; "
+    program += "environment.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
+    done = rig.python(program, *words, "--json")
     events = [json.loads(line) for line in done.stdout.splitlines()]  # not a word of the libraries between them
     assert events[-1]["event"] == "finished"
     assert oneshot.differing(oneshot.tensors(tmp_path / "out"), oneshot.tensors(converted.ours("qwen3_moe"))) == []
