@@ -1,0 +1,127 @@
+"""What conversions gave before stays: the fingerprints of units, and every byte of every file, of each form and each way to write it.
+
+A golden file of hashes (tests/golden/outputs.json). `KTCONVERT_WRITE_GOLDEN=1 pytest tests/test_outputs_golden.py` writes it anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.cli.gpu import gpu
+from ktconvert.pipeline.cli.merge import merge
+from ktconvert.pipeline.engine.plan import Request
+from ktconvert.pipeline.plans.commands import plan_request
+
+GOLDEN = Path(__file__).parent / "golden" / "outputs.json"
+COMMANDS = {"cpu": cpu, "gpu": gpu, "merge": merge}
+CUT = "600KB"  # three of the example's experts in 8 bits, five in 4
+CASES: dict[str, tuple[str, ...]] = {
+    "int4_t1": ("cpu", "--quant-method", "int4", "--threadpool-count", "1"),
+    "int4_t2_cut_copied": ("cpu", "--max-shard-size", CUT, "--non-experts", "copy"),
+    "int4_t2_loose": ("cpu", "--no-merge-safetensor", "--layers", "1"),
+    "int8_t1_loose_backward": (
+        *("cpu", "--quant-method", "int8", "--threadpool-count", "1"),
+        *("--no-merge-safetensor", "--save-backward-weights"),
+    ),
+    "int8_t2_backward": ("cpu", "--quant-method", "int8", "--save-backward-weights", "--layers", "0"),
+    "w4a16": ("gpu", "--quant-method", "RTN", "--quant-type", "W4A16"),
+    "w8a16_cut_float32": (
+        *("gpu", "--quant-method", "RTN", "--quant-type", "W8A16"),
+        *("--rounding", "float32", "--max-shard-size", CUT),
+    ),
+}
+# The plan alone: its bytes depend on the machine, its fingerprints on what is said of it here.
+CALIBRATED: dict[str, Any] = {
+    "quant_method": "GPTQ",
+    "rounding": "library",
+    "ignore_patterns": [],
+    "torch_dtype": "bfloat16",
+    "max_shard_size": None,
+    "arch_file": None,
+    "dataset": "org/texts",
+    "dataset_split": "train",
+    "num_calibration_samples": 8,
+    "max_sequence_length": 64,
+    "dampening_frac": 0.1,
+    "random_seed": 42,
+    "calibrate": "all",
+    "min_expert_tokens": 128,
+    "engine": "stream",
+    "trust_remote_code": False,
+    "machine": {"device_type": "cpu", "threads": 2, "group_bytes": 1 << 20},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards, configs and manifests name the version; what is compared does not depend on it."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "ktconvert" else real(name))
+
+
+@pytest.fixture
+def golden() -> Iterator[dict[str, Any]]:
+    """The hashes by case; what a test sets is written where the environment asks for it."""
+    hashes = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    yield hashes
+    if os.environ.get("KTCONVERT_WRITE_GOLDEN") == "1":
+        GOLDEN.write_text(json.dumps(hashes, indent=1, sort_keys=True) + "\n")
+
+
+def short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def units(command: str, source: Path, settings: dict[str, Any], **tuning: Any) -> dict[str, str]:
+    """Name in the store -> fingerprint, of every unit of a plan."""
+    plan = plan_request(Request(command, str(source), source.parent / "none", settings, tuning))
+    return {unit.stored_name: unit.fingerprint[16:32] for unit in plan.units}
+
+
+def hashes_of(command: str, source: Path, output: Path, *options: str) -> dict[str, Any]:
+    """What a real conversion gives."""
+    COMMANDS[command].main(["-i", str(source), "-o", str(output), "-q", *options], standalone_mode=False)
+    settings = json.loads((output / "manifest.json").read_bytes())["settings"]
+    files = {p.relative_to(output).as_posix(): short(p.read_bytes()) for p in output.rglob("*") if p.is_file()}
+    if settings.get("no_merge_safetensor"):  # hundreds of files: one hash for each layer
+        weights = {name: files.pop(name) for name in sorted(files) if name.endswith(".kt")}
+        for layer in sorted({name.partition("/")[0] for name in weights}):
+            lines = [f"{name} {value}" for name, value in weights.items() if name.startswith(f"{layer}/")]
+            files[layer] = short("\n".join(lines).encode())
+    return {"units": units(command, source, settings, original_path=None), "files": files}
+
+
+def compare(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
+    if os.environ.get("KTCONVERT_WRITE_GOLDEN") == "1":
+        golden[case] = found
+    assert found == golden[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bytes(case: str, example: Path, tmp_path: Path, golden: dict[str, Any]) -> None:
+    command, *options = CASES[case]
+    compare(golden, case, hashes_of(command, example, tmp_path / "output", *options))
+
+
+def test_the_same_bytes_merged(example: Path, tmp_path: Path, golden: dict[str, Any]) -> None:
+    loose, merged = tmp_path / "loose", tmp_path / "merged"
+    cpu.main(["-i", str(example), "-o", str(loose), "-q", "--no-merge-safetensor"], standalone_mode=False)
+    # the times of files are no part of the fingerprint, their sizes are
+    compare(golden, "merge", hashes_of("merge", loose, merged, "--max-tensors", "100"))
+
+
+@pytest.mark.parametrize("kind", ["W4A16", "W8A16"])
+def test_the_same_chain(kind: str, example: Path, golden: dict[str, Any]) -> None:
+    pytest.importorskip("llmcompressor")
+    asked = {"cpuinfer_threads": 2, "force_cpu": True, "max_gpu_memory": None, "allow_machine_change": False}
+    settings = {**CALIBRATED, "quant_type": kind}
+    compare(golden, f"gptq_{kind}", {"units": units("gpu", example, settings, **asked)})
