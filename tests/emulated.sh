@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs tests with the kernels for AMX and AVX-VNNI on a CPU that has AVX-512 VNNI only: in a build, in build/emulated or $OUT, that
-# says both are there; tile instructions are trapped (tests/rig/amx_trapped.c), AVX-VNNI is compiled to AVX-512's encoding. It says
-# nothing about speed.
+# Runs tests with the kernels for AMX and AVX-VNNI on any CPU that has AVX-512 VNNI, whether it has these two or not: in a build, in
+# build/emulated or $OUT, that says both are there; tile instructions are trapped (tests/rig/amx_trapped.c), AVX-VNNI is compiled to
+# AVX-512's encoding. It says nothing about speed.
 # Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and what has dot products in it)
 set -eu
 cd "$(dirname "$0")/.."

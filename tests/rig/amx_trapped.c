@@ -1,6 +1,8 @@
-/* AMX on a CPU without it: to be preloaded. The CPU refuses a tile instruction with SIGILL; the handler reads the instruction,
- * computes on eight arrays what it means (Intel SDM volume 2), and goes on behind it. So the machine code under test is the one that
- * ships. What would fault, and a kernel that leaves its tiles configured, ends the process with a sentence. */
+/* AMX in software, on a CPU with or without it: to be preloaded. The CPU refuses a tile instruction with SIGILL; the handler reads
+ * the instruction, computes on eight arrays what it means (Intel SDM volume 2), and goes on behind it. So the machine code under test
+ * is the one that ships, but for a ud2 before ldtilecfg and tilerelease (tiles.h): a CPU with AMX would carry these two out. It never
+ * does, so its own tiles stay unconfigured and it refuses all the others (SDM volume 2, class AMX-E1 and the following).
+ * What would fault, and a kernel that leaves its tiles configured, ends the process with a sentence. */
 #define _GNU_SOURCE /* REG_RAX .. */
 #include <signal.h>
 #include <stdint.h>
@@ -100,11 +102,17 @@ static const uint8_t *operand(const uint8_t *at, int modrm, int x, int b, const 
    end, NULL if it is not one of ours. */
 static const uint8_t *carry_out(const uint8_t *at, const greg_t *values) {
     enum { NONE, P66, PF3, PF2 };
+    static const uint8_t ud2[] = {0x0f, 0x0b};
+    int is_marked = !memcmp(at, ud2, sizeof ud2);
+    if (is_marked) at += sizeof ud2;
     if (at[0] != 0xc4 || (at[1] & 31) != 2 || (at[2] & 0x84) != 0) return NULL;
     int x = !(at[1] & 0x40), b = !(at[1] & 0x20), v = ~at[2] >> 3 & 15, prefix = at[2] & 3, opcode = at[3], modrm = at[4];
     int is_memory = modrm < 0xc0, number = modrm >> 3 & 7;
     uint64_t address = 0;
     int64_t stride = 0;
+    int is_configuration = opcode == 0x49 && prefix == NONE;
+    check(is_marked || !is_configuration, "tiles are configured or released without a ud2 before: a CPU with AMX would do it unseen");
+    if (is_marked && !is_configuration) return NULL;
     const uint8_t *end = is_memory ? operand(at + 5, modrm, x, b, values, &address, &stride) : at + 5;
     if (opcode == 0x49 && prefix == NONE && is_memory) configure((const tile_config *)address);
     else if (opcode == 0x49 && prefix == NONE && modrm == 0xc0) memset(&config, 0, sizeof config);

@@ -20,7 +20,7 @@ enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };
 #ifndef KT_EMULATED
 /* cpu.c: the 256-bit dot products of AVX-VNNI on top of AVX2. */
 #define KT_TARGET_AVXVNNI __attribute__((target("avx2,fma,f16c,avxvnni")))
-#else /* for tests on a CPU with AVX-512 VNNI only (tests/emulated.sh): dpbusd256.h as AVX-512 encodes it */
+#else /* for tests on any CPU with AVX-512 VNNI (tests/emulated.sh): dpbusd256.h as AVX-512 encodes it */
 #define KT_TARGET_AVXVNNI KT_TARGET_AVX512VNNI
 #endif
 /* cpu.c: AMX tiles and their int8 dot products on top of AVX-512 VNNI. */

@@ -15,10 +15,16 @@ typedef struct {
 } kt_tile_config;
 _Static_assert(sizeof(kt_tile_config) == 64, "ldtilecfg reads 64 bytes");
 
+#ifndef KT_EMULATED
+#define KT_TRAP
+#else /* A CPU with AMX refuses tile instructions as long as no tiles are configured, but not these two (tests/rig/amx_trapped.c). */
+#define KT_TRAP "ud2\n\t"
+#endif
+
 /* Begins the use of tiles; all are zero then. config: a pointer. */
-#define KT_TILES_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(const kt_tile_config *)(config)))
+#define KT_TILES_CONFIGURE(config) __asm__ volatile(KT_TRAP "ldtilecfg %0" ::"m"(*(const kt_tile_config *)(config)))
 /* Ends it, so that the kernel need not save 8 KiB when it switches threads. */
-#define KT_TILES_RELEASE() __asm__ volatile("tilerelease")
+#define KT_TILES_RELEASE() __asm__ volatile(KT_TRAP "tilerelease")
 #define KT_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 /* stride: bytes from row to row. */
 #define KT_TILE_LOAD(tile, from, stride) \
