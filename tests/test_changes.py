@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from rig import conversion, killpoint
+from rig.bench import LAYERS, SHARD, Bench
 
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = load("bench")
-killpoint, rig, servers, bench = made.killpoint, made.rig, made.servers, made.bench
-LAYERS, SHARD = made.LAYERS, made.SHARD
-Bench = Any
 Done = Any
 
 
 # ---- a changed input -------------------------------------------------------------------------------------------------
 
-SHARD = "model-00002-of-00004.safetensors"  # layer 1
-
 
 @pytest.mark.parametrize("again", ["resume", "the same command"])
 def test_an_edited_weight_is_noticed_and_converted_again(bench: Bench, again: str) -> None:
     bench.stop_after(2)
-    rig.edit(bench.source / SHARD)
+    conversion.edit(bench.source / SHARD)
 
     def go(*options: str) -> Done:
         return bench.run("resume", bench.output, *options) if again == "resume" else bench.cpu(*options)
 
-    store = rig.identity(bench.work / "store")
-    rig.refused(go(), 5, SHARD, "--verify-inputs")
-    assert rig.identity(bench.work / "store") == store
+    store = conversion.identity(bench.work / "store")
+    conversion.refused(go(), 5, SHARD, "--verify-inputs")
+    assert conversion.identity(bench.work / "store") == store
     done = go("--verify-inputs")
     assert done.returncode == 0, done.stderr
     assert bench.units_made() == 2  # the layer that reads it, and the one that was missing
@@ -59,29 +43,29 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
     shutil.rmtree(bench.output)
     assert bench.cpu(kill=last).returncode == killpoint.KILLED  # all made, and assembled under the final names
-    rig.edit(bench.source / SHARD)
+    conversion.edit(bench.source / SHARD)
     wanted["after"] = bench.fresh("--verify-inputs")
-    assert "model-00002-of-00003.safetensors" in rig.differing(wanted["before"], wanted["after"])
+    assert "model-00002-of-00003.safetensors" in conversion.differing(wanted["before"], wanted["after"])
     kept = bench.base / "kept"
     shutil.copytree(bench.work, kept)
     done = bench.run("resume", bench.output, "--verify-inputs")
     assert done.returncode == 0, done.stderr
     points = len(bench.calls())
-    for n in rig.thinned(points, 10):
+    for n in conversion.thinned(points, 10):
         shutil.rmtree(bench.output)
         shutil.copytree(kept, bench.work)
         assert bench.run("resume", bench.output, "--verify-inputs", kill=n).returncode == killpoint.KILLED
         died = killpoint.killed_before(bench.log)
         done = bench.run("resume", bench.output, "--verify-inputs")
         assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert rig.differing(rig.tree(bench.output), wanted["after"]) == [], died
+        assert conversion.differing(conversion.tree(bench.output), wanted["after"]) == [], died
 
 
 def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
     wanted = bench.fresh("--verify-inputs")
     bench.stop_after(2)
     os.utime(bench.source / SHARD)
-    rig.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
+    conversion.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--verify-inputs").returncode == 0
     assert bench.units_made() == 2
     bench.finished_as(wanted)
@@ -98,9 +82,9 @@ def test_with_hashes_a_touched_input_costs_nothing(bench: Bench) -> None:
 
 def test_with_hashes_an_edit_is_seen_whatever_its_time_says(bench: Bench) -> None:
     bench.stop_after(2, "--verify-inputs")
-    rig.edit(bench.source / SHARD, keep_time=True)
+    conversion.edit(bench.source / SHARD, keep_time=True)
     done = bench.run("resume", bench.output)
-    rig.refused(done, 5, SHARD)
+    conversion.refused(done, 5, SHARD)
     assert re.search(r"content of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}", done.stderr)
 
 
@@ -109,7 +93,7 @@ def _resize(path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "header": (lambda source: rig.edit(source / SHARD, 30), r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
+    "header": (lambda source: conversion.edit(source / SHARD, 30), r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
     "companion's size": (lambda source: _resize(source / "tokenizer.json"), r"tokenizer.json had \d+ bytes, has \d+"),
     "companion gone": (lambda source: (source / "tokenizer.json").unlink(), r"tokenizer.json is gone"),
     "companion new": (lambda source: (source / "more.txt").write_text("x"), r"more.txt is new"),
@@ -126,11 +110,11 @@ def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> N
         path.write_bytes(path.read_bytes().replace(b'"format": "pt"', b'"format": "tp"', 1))
     else:
         change(bench.source)
-    store = rig.identity(bench.work / "store")
+    store = conversion.identity(bench.work / "store")
     for done in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--verify-inputs")):
-        rig.refused(done, 5)
+        conversion.refused(done, 5)
         assert re.search(said, done.stderr), done.stderr
-    assert rig.identity(bench.work / "store") == store
+    assert conversion.identity(bench.work / "store") == store
 
 
 @pytest.mark.parametrize("what", ["cut off", "gone", "all gone"])
@@ -144,7 +128,7 @@ def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str)
         victim.write_bytes(data[:-100])
     else:
         victim.rename(away)
-    rig.refused(bench.run("resume", bench.output), 5, str(victim) if what == "all gone" else SHARD)
+    conversion.refused(bench.run("resume", bench.output), 5, str(victim) if what == "all gone" else SHARD)
     if what == "cut off":
         victim.write_bytes(data)
         os.utime(victim, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -156,8 +140,8 @@ def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str)
 
 def test_an_edited_companion_is_noticed_and_copied_anew(bench: Bench) -> None:
     bench.stop_after(2)
-    rig.edit(bench.source / "tokenizer.json", 9)
-    rig.refused(bench.run("resume", bench.output), 5, "tokenizer.json", "--verify-inputs")
+    conversion.edit(bench.source / "tokenizer.json", 9)
+    conversion.refused(bench.run("resume", bench.output), 5, "tokenizer.json", "--verify-inputs")
     assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
     assert bench.units_made() == 1
     bench.finished_as(bench.fresh("--verify-inputs"))
@@ -169,11 +153,11 @@ def test_an_edited_loose_file_is_noticed_by_merge(bench: Bench) -> None:
     shutil.rmtree(bench.output)
     assert bench.begin("merge", kill=points * 2 // 3).returncode == killpoint.KILLED
     file = next((bench.base / "loose").rglob("INT4_up_1_*quant_.kt"))
-    rig.edit(file)
+    conversion.edit(file)
     for again in (bench.begin("merge"), bench.run("resume", bench.output)):
-        rig.refused(again, 5, file.name, "--verify-inputs")
+        conversion.refused(again, 5, file.name, "--verify-inputs")
     assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
-    made = rig.tree(bench.output)
+    made = conversion.tree(bench.output)
     shutil.rmtree(bench.output)
     assert bench.begin("merge", "--verify-inputs").returncode == 0
     bench.finished_as(made)
@@ -184,7 +168,7 @@ def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
     bench.stop_after(2)
     moved = bench.base / "elsewhere"
     bench.source.rename(moved)
-    rig.refused(bench.run("resume", bench.output), 5, str(bench.source))
+    conversion.refused(bench.run("resume", bench.output), 5, str(bench.source))
     assert bench.cpu(source=moved).returncode == 0
     assert bench.units_made() == 1
     bench.finished_as(wanted)
@@ -206,35 +190,35 @@ OTHER_OPTIONS = {
 @pytest.mark.parametrize("said", OTHER_OPTIONS)
 def test_a_changed_option_is_refused_with_both_values(bench: Bench, said: str) -> None:
     bench.stop_after(1)
-    before = rig.identity(bench.work / "store")
-    rig.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
-    assert rig.identity(bench.work / "store") == before
+    before = conversion.identity(bench.work / "store")
+    conversion.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    assert conversion.identity(bench.work / "store") == before
     assert bench.cpu().returncode == 0
     assert bench.units_made() == 2
-    finished = rig.identity(bench.output)
-    rig.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
-    assert rig.identity(bench.output) == finished
+    finished = conversion.identity(bench.output)
+    conversion.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    assert conversion.identity(bench.output) == finished
 
 
 def test_a_dry_run_refuses_what_the_run_would(bench: Bench) -> None:
     bench.stop_after(1)
     other = ("--threadpool-count", "1", "--dry-run")
-    before = rig.identity(bench.work)
-    rig.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1")
+    before = conversion.identity(bench.work)
+    conversion.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1")
     done = bench.cpu(*other, "--overwrite")
     assert done.returncode == 0
     assert f"{LAYERS} to run" in done.stderr
-    rig.edit(bench.source / SHARD)
-    rig.refused(bench.cpu("--dry-run"), 5, SHARD, "--verify-inputs")
+    conversion.edit(bench.source / SHARD)
+    conversion.refused(bench.cpu("--dry-run"), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--dry-run", "--overwrite").returncode == 0
-    assert rig.identity(bench.work) == before
+    assert conversion.identity(bench.work) == before
 
 
 def test_another_command_is_refused(bench: Bench) -> None:
     loose = bench.base / "loose"
     assert bench.cpu("--no-merge-safetensor", output=loose).returncode == 0
     bench.stop_after(1)
-    rig.refused(bench.run("merge", "-i", loose, "-o", bench.output), 7, "command was cpu, is merge")
+    conversion.refused(bench.run("merge", "-i", loose, "-o", bench.output), 7, "command was cpu, is merge")
 
 
 def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:
@@ -255,7 +239,7 @@ def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
     other = ("--layers", "0-1", "--threadpool-count", "1")
     wanted = bench.fresh() if back else bench.fresh(*other)
     bench.stop_after(units)
-    rig.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1", "--overwrite")
+    conversion.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1", "--overwrite")
     if back:
         for n in (12, 30, 45, 60, 75):
             assert bench.cpu(*other, "--overwrite", kill=n).returncode in (0, killpoint.KILLED)
@@ -267,10 +251,10 @@ def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
 @pytest.mark.parametrize("point", [20, 60, 100])
 def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point: int) -> None:
     """Same names, sizes and headers, so the same fingerprints: --overwrite starts over, wherever that is cut off."""
-    other = rig.checkpoint(bench.base / "other", layers=LAYERS, seed=7)
+    other = conversion.checkpoint(bench.base / "other", layers=LAYERS, seed=7)
     wanted = bench.fresh(source=other)
     assert bench.cpu(kill=point).returncode == killpoint.KILLED
-    rig.refused(bench.cpu(source=other), 5, "--overwrite")
+    conversion.refused(bench.cpu(source=other), 5, "--overwrite")
     kept = bench.base / "kept"
     shutil.copytree(bench.work, kept)
     done = bench.cpu("--overwrite", source=other)
@@ -279,11 +263,11 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
     bench.finished_as(wanted)
     calls = bench.calls()
     unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
-    for n in sorted({*rig.thinned(len(calls), 4), *unrecorded}):
+    for n in sorted({*conversion.thinned(len(calls), 4), *unrecorded}):
         shutil.rmtree(bench.output)
         shutil.copytree(kept, bench.work)
         assert bench.cpu("--overwrite", source=other, kill=n).returncode == killpoint.KILLED
         died = killpoint.killed_before(bench.log)
         done = bench.cpu("--overwrite", source=other)
         assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert rig.differing(rig.tree(bench.output), wanted) == [], died
+        assert conversion.differing(conversion.tree(bench.output), wanted) == [], died

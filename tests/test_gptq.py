@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ktconvert.quantizers import groups
+from rig import calibrated, forks, oneshot
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
 
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rig = load("calibrated")
-converted, converted_long = rig.converted, rig.converted_long
-oneshot = rig.oneshot
-
 # Cases of which the library, with its masks repaired, makes the same; where experts are routed, of the experts that got a token.
 EQUAL = [
-    name for name, case in rig.CASES.items() if case.oracle is not None and case.oracle.keys() <= {"calibrate_all"}
+    name
+    for name, case in calibrated.CASES.items()
+    if case.oracle is not None and case.oracle.keys() <= {"calibrate_all"}
 ]
 EQUAL.remove("qwen3_next trained")  # whose norms the library changes
 # KL divergence to the source, as a part of what it is without experts; measured: 0.125 and 0.0003 at most.
@@ -61,7 +48,7 @@ def test_0_tensors_differ(name: str, converted: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", rig.LONG)
+@pytest.mark.parametrize("name", calibrated.LONG)
 def test_0_tensors_differ_in_any_family(name: str, converted_long: Any) -> None:
     """In both kinds, computed with two threads."""
     assert_equal(name, converted_long)
@@ -84,17 +71,17 @@ def assert_equal(name: str, made: Any) -> None:
 
 def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
     """One expert in memory at a time, as with a model that is much larger: the same bytes. In a process that was not forked."""
-    words = rig.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
+    words = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
     program = "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.walk import environment; "
     program += "environment.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
-    done = rig.python(program, *words, "--json")
+    done = calibrated.python(program, *words, "--json")
     events = [json.loads(line) for line in done.stdout.splitlines()]  # not a word of the libraries between them
     assert events[-1]["event"] == "finished"
     assert oneshot.differing(oneshot.tensors(tmp_path / "out"), oneshot.tensors(converted.ours("qwen3_moe"))) == []
 
 
 def test_how_the_source_stores_experts_does_not_matter(converted: Any) -> None:
-    ours = {name: oneshot.tensors(converted.ours(name)) for name in rig.CASES if name.startswith("qwen3_moe")}
+    ours = {name: oneshot.tensors(converted.ours(name)) for name in calibrated.CASES if name.startswith("qwen3_moe")}
     assert oneshot.differing(ours["qwen3_moe fused"], ours["qwen3_moe"]) == []
     assert oneshot.differing(ours["qwen3_moe FP8"], ours["qwen3_moe decoded"]) == []
     assert oneshot.differing(ours["qwen3_moe FP8"], ours["qwen3_moe"]) != []
@@ -110,22 +97,22 @@ def test_the_engine_of_the_library(converted: Any) -> None:
 # ---- what loaders get --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", rig.VERIFIED)
+@pytest.mark.parametrize("name", calibrated.VERIFIED)
 def test_it_verifies_reloads_and_says_the_same(name: str, converted: Any) -> None:
     assert converted.verified(name) == 0, converted.said(f"{name} verified")
     source = converted.model("qwen3_moe decoded" if name.endswith("FP8") else name)
-    original, _ = rig.reloaded(source)
-    model, told = rig.reloaded(converted.ours(name))
+    original, _ = calibrated.reloaded(source)
+    model, told = calibrated.reloaded(converted.ours(name))
     assert not any(told.values()), told
-    text = rig.HELDOUT.read_text()[2000:2300]
-    far = rig.divergence(original, model, text)
-    silent = rig.divergence(original, rig.without_experts(source), text)
+    text = calibrated.HELDOUT.read_text()[2000:2300]
+    far = calibrated.divergence(original, model, text)
+    silent = calibrated.divergence(original, calibrated.without_experts(source), text)
     print(f"{name}: KL {far:.5f}, without experts {silent:.3f}")
-    assert far < NEAR[rig.CASES[name].kind] * silent
+    assert far < NEAR[calibrated.CASES[name].kind] * silent
 
 
 def test_what_lies_beside_the_tensors(converted: Any) -> None:
-    for name, case in rig.CASES.items():
+    for name, case in calibrated.CASES.items():
         out = converted.ours(name)
         quantization = json.loads((out / "config.json").read_text())["quantization_config"]
         (group,) = quantization["config_groups"].values()
@@ -135,16 +122,16 @@ def test_what_lies_beside_the_tensors(converted: Any) -> None:
         manifest = json.loads((out / "manifest.json").read_text())
         assert manifest["model"]["quant_method"] == "GPTQ", name
         assert "GPTQ" in (out / "README.md").read_text()
-        for file in rig.TOKENIZER:
-            assert (out / file).read_bytes() == (rig.EXAMPLE / file).read_bytes()
+        for file in calibrated.TOKENIZER:
+            assert (out / file).read_bytes() == (calibrated.EXAMPLE / file).read_bytes()
 
 
 def test_gptq_is_nearer_than_rounding(converted: Any) -> None:
     """The bundled model, which is trained, on text that it was not calibrated with."""
-    original, _ = rig.reloaded(converted.model("bundled"))
-    text = rig.HELDOUT.read_text()[4000:6000]
+    original, _ = calibrated.reloaded(converted.model("bundled"))
+    text = calibrated.HELDOUT.read_text()[4000:6000]
     gptq, rtn = (
-        rig.divergence(original, rig.reloaded(path)[0], text)
+        calibrated.divergence(original, calibrated.reloaded(path)[0], text)
         for path in (converted.ours("bundled"), converted.rounded("bundled"))
     )
     print(f"W4A16: KL {gptq:.5f} with GPTQ, {rtn:.5f} rounded to nearest")
@@ -210,7 +197,7 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    with rig.forks.Forks([], 1, modules=rig.MODULES) as made:
+    with forks.Forks([], 1, modules=calibrated.MODULES) as made:
         yield made
 
 
@@ -232,7 +219,7 @@ def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_pat
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.post_attention_layernorm.weight"].fill_(torch.finfo(torch.bfloat16).max)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    words = rig.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
+    words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
     line = refused(server, tmp_path, words, 6)
     assert "layer 1" in line and "RTN" in line
     assert not (tmp_path / "out").exists()
@@ -249,7 +236,7 @@ def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_pat
 def test_refused_before_any_work(
     change: tuple[str, ...], code: int, words: str, converted: Any, server: Any, tmp_path: Path
 ) -> None:
-    given = rig.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset(), *change)
+    given = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset(), *change)
     assert words in refused(server, tmp_path, given, code)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["said"]
 
@@ -257,7 +244,7 @@ def test_refused_before_any_work(
 def test_a_model_without_a_tokenizer(converted: Any, server: Any, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(converted.model("qwen3_moe"), model)
-    for name in rig.TOKENIZER:
+    for name in calibrated.TOKENIZER:
         (model / name).unlink()
-    words = rig.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
+    words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
     assert "tokenizer" in refused(server, tmp_path, words, 5)

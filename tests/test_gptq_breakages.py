@@ -5,13 +5,11 @@ One test for each; the library's side is its own oneshot, run on the same model 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,24 +17,11 @@ import pytest
 
 from ktconvert.layouts.outputs.ignore import is_match
 from ktconvert.quantizers import groups, reference
+from rig import calibrated, families
+from rig.oneshot import differing, tensors
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rig = load("calibrated")
-converted = rig.converted
-tensors, differing = rig.oneshot.tensors, rig.oneshot.differing
 
 
 def config_of(path: Path) -> Any:
@@ -61,12 +46,12 @@ def test_no_torchvision_is_needed(converted: Any) -> None:
 
 def test_mixtral_has_the_names_that_loaders_look_for(converted: Any) -> None:
     """The library writes gate_proj, up_proj and down_proj, so that the experts of what is loaded are random."""
-    original, _ = rig.reloaded(converted.model("mixtral"))
-    text = rig.HELDOUT.read_text()[2000:2300]
+    original, _ = calibrated.reloaded(converted.model("mixtral"))
+    text = calibrated.HELDOUT.read_text()[2000:2300]
     far, told = {}, {}
     for which, path in (("ours", converted.ours("mixtral")), ("theirs", converted.theirs("mixtral"))):
-        model, told[which] = rig.reloaded(path)
-        far[which] = rig.divergence(original, model, text)
+        model, told[which] = calibrated.reloaded(path)
+        far[which] = calibrated.divergence(original, model, text)
     print(far)
     assert told["theirs"]["missing_keys"] and not any(told["ours"].values())
     assert far["theirs"] > 5 * far["ours"]
@@ -157,14 +142,14 @@ def test_both_names_of_the_number_of_experts_are_known(converted: Any, tmp_path:
     assert "num_experts" not in config
     config["num_experts"] = config.pop("num_local_experts")
     (model / "config.json").write_text(json.dumps(config))
-    words = rig.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
+    words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
     plan = json.loads(cli(*words, "--dry-run", "--json").stdout.splitlines()[-1])
     assert plan["model"]["packed_linears"] == 72
 
 
 def test_groups_that_do_not_fit_are_refused_at_once(converted: Any, tmp_path: Path, cli: Any) -> None:
-    model = rig.families.make("qwen3_moe", False, tmp_path / "model", moe_intermediate_size=192)
-    done = cli(*rig.arguments(model, tmp_path / "out", "W4A16", converted.dataset()), code=3)
+    model = families.make("qwen3_moe", False, tmp_path / "model", moe_intermediate_size=192)
+    done = cli(*calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset()), code=3)
     assert "expert width 192" in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]) == 1
 
@@ -223,7 +208,7 @@ def test_a_tokenizer_with_code_of_its_own(converted: Any, tmp_path: Path, cli: A
     (model / "tokenizer_config.json").write_text(json.dumps(told))
     env = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     for name, code, trust in (("refused", 5, ()), ("out", 0, ("--trust-remote-code",))):
-        words = rig.arguments(model, tmp_path / name, "W4A16", converted.dataset(), *trust)
+        words = calibrated.arguments(model, tmp_path / name, "W4A16", converted.dataset(), *trust)
         done = cli(*words, code=code, env=env)
         assert (code == 0) or "tokenizer" in done.stderr
     assert len(tensors(tmp_path / "out")) == len(tensors(converted.ours("qwen3_moe")))

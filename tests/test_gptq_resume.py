@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import shutil
@@ -10,26 +9,16 @@ import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from rig import calibrated, conversion, forks, killpoint, oneshot
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
 
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-killpoint, conversion, rig = load("killpoint"), load("conversion"), load("calibrated")
 UNITS = ("samples", "layer-000", "layer-001", "layer-002")
 OTHER_MACHINE = ("--cpuinfer-threads", "2")
 
@@ -43,8 +32,8 @@ class Attempts:
 
     def __init__(self, base: Path, servers: Any) -> None:
         self.base, self.servers = base, servers
-        self.model: Path = rig.small(base / "model")
-        self.dataset, _ = rig.data(base, "texts", (60, 25, 12))
+        self.model: Path = calibrated.small(base / "model")
+        self.dataset, _ = calibrated.data(base, "texts", (60, 25, 12))
         self.before = conversion.identity(self.model)
         output = self.output("whole")
         assert self.run(output).returncode == 0
@@ -61,7 +50,7 @@ class Attempts:
         log = output.parent.with_suffix(".log")
         log.unlink(missing_ok=True)
         env = {"KILLPOINT_ROOT": str(output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(log)}
-        given = list(words) or rig.arguments(self.model, output, "W4A16", self.dataset)
+        given = list(words) or calibrated.arguments(self.model, output, "W4A16", self.dataset)
         done: subprocess.CompletedProcess[str] = self.servers.run(given, log.with_suffix(".said"), env)
         return done
 
@@ -131,7 +120,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
     shim = killpoint.build(tmp_path_factory.mktemp("shim"))
     with (
         conversion.in_memory(tmp_path_factory.mktemp("attempts")) as base,
-        rig.forks.Forks([shim], conversion.CORES, modules=rig.MODULES) as servers,
+        forks.Forks([shim], conversion.CORES, modules=calibrated.MODULES) as servers,
     ):
         yield Attempts(base, servers)
 
@@ -192,7 +181,7 @@ def test_another_machine(attempts: Attempts) -> None:
     """Sums are rounded in another order there: refused, and what is finished is kept when it is allowed."""
     output = attempts.output("machine")
     assert attempts.run(output, kill=attempts.recorded_at("layer-000") + 1).returncode == killpoint.KILLED
-    same = rig.arguments(attempts.model, output, "W4A16", attempts.dataset)
+    same = calibrated.arguments(attempts.model, output, "W4A16", attempts.dataset)
     begun = conversion.tree(output.with_name("out.work"))
     for words in (("resume", str(output), *OTHER_MACHINE), (*same, *OTHER_MACHINE)):
         done = attempts.run(output, *words)
@@ -201,8 +190,8 @@ def test_another_machine(attempts: Attempts) -> None:
         assert "Traceback" not in done.stderr
         assert conversion.differing(conversion.tree(output.with_name("out.work")), begun) == []
     assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
-    ours, wanted = rig.oneshot.tensors(output), rig.oneshot.tensors(attempts.base / "whole" / "out")
-    assert not any(".layers.0." in name for name in rig.oneshot.differing(ours, wanted))
+    ours, wanted = oneshot.tensors(output), oneshot.tensors(attempts.base / "whole" / "out")
+    assert not any(".layers.0." in name for name in oneshot.differing(ours, wanted))
     assert ours.keys() == wanted.keys()
     assert len(conversion.names(output.parent)) == 1
 
@@ -219,7 +208,7 @@ def test_another_machine(attempts: Attempts) -> None:
 def test_other_options_are_refused(change: tuple[str, ...], shown: str, attempts: Attempts) -> None:
     output = attempts.output(f"options {change[0]}")
     assert attempts.run(output, kill=attempts.recorded_at("samples") + 1).returncode == killpoint.KILLED
-    words = rig.arguments(attempts.model, output, "W4A16", attempts.dataset, *change)
+    words = calibrated.arguments(attempts.model, output, "W4A16", attempts.dataset, *change)
     done = attempts.run(output, *words)
     assert done.returncode == 7, done.stderr
     assert shown in done.stderr

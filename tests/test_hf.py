@@ -7,7 +7,6 @@ KTConvertConfig. `pytest -s` shows what the bounds below were taken from.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import resource
@@ -15,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ import pytest
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.quantizers import reference
+from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, config_of, make
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -33,27 +32,6 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ktconvert.native_quant import KTConvertConfig  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts  # noqa: E402
 
-
-def load_rig(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-families = load_rig("families")
-COMMON, MLA, WIDTHS = families.COMMON, families.MLA, families.WIDTHS
-HIDDEN, WIDTH, EXPERTS, LAYERS, VOCABULARY = (
-    families.HIDDEN,
-    families.WIDTH,
-    families.EXPERTS,
-    families.LAYERS,
-    families.VOCABULARY,
-)
-config_of, make = families.config_of, families.make
 TOKENS = 48
 
 # (family, whether its experts are stored as 3-D tensors, NUMA parts); qwen3_5_moe is published with a vision part

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from ktconvert.pipeline.engine import journal
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rig = load("conversion")
+from rig import conversion
 
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A source of a few seconds, and what comes of it."""
-    return rig.larger(tmp_path_factory.mktemp("larger"))
+    return conversion.larger(tmp_path_factory.mktemp("larger"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -40,10 +26,10 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
 ) -> None:
     source, wanted = larger
     output = tmp_path / "out"
-    with rig.held(source, output) as process:
+    with conversion.held(source, output) as process:
         process.send_signal(signal.SIGCONT)
         process.send_signal(number)
-        _, said = process.communicate(timeout=rig.TIMEOUT)
+        _, said = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, said
     assert "finishing the layers in flight" in said
     assert f"ktconvert resume {output}" in said
@@ -53,12 +39,12 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     assert sorted(r["unit"] for r in journal.finished(records).values()) == sorted(started)
     assert 0 < len(started) < 5
     assert records[-1] == {"event": "end"}
-    done = rig.ktconvert("resume", output)
+    done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
     assert "died" not in done.stderr
     assert f"resuming: {len(started)} of 5 units are finished" in done.stderr
-    assert rig.differing(rig.tree(output), wanted) == []
-    assert rig.names(tmp_path) == ["out"]
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -67,7 +53,7 @@ def test_interrupted_twice_it_stops_at_once(
 ) -> None:
     source, wanted = larger
     output = tmp_path / "out"
-    with rig.held(source, output) as process:
+    with conversion.held(source, output) as process:
         assert process.stderr is not None
         process.send_signal(signal.SIGCONT)
         process.send_signal(number)
@@ -75,16 +61,16 @@ def test_interrupted_twice_it_stops_at_once(
             if "finishing the layers in flight" in line:
                 break
         process.send_signal(number)
-        _, said = process.communicate(timeout=rig.TIMEOUT)
+        _, said = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, said
     if "stopped at once" in said:  # it may have been done with the layer before the second signal came
-        done = rig.ktconvert("resume", output)
+        done = conversion.ktconvert("resume", output)
         assert re.search(r"died in cpu_experts.layer-00\d", done.stderr)
     else:
-        done = rig.ktconvert("cpu", "-i", source, "-o", output)
+        done = conversion.ktconvert("cpu", "-i", source, "-o", output)
     assert done.returncode == 0, done.stderr
-    assert rig.differing(rig.tree(output), wanted) == []
-    assert rig.names(tmp_path) == ["out"]
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])
@@ -92,14 +78,14 @@ def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_p
     source, wanted = larger
     output, file = tmp_path / "out", source / name
     times = file.stat()
-    with rig.held(source, output) as process:
-        rig.edit(file)
+    with conversion.held(source, output) as process:
+        conversion.edit(file)
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=rig.TIMEOUT)
-    rig.edit(file)
+        _, said = process.communicate(timeout=conversion.TIMEOUT)
+    conversion.edit(file)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert process.returncode == 5, said
     assert f"{name} changed while it was being read" in said
-    done = rig.ktconvert("resume", output)
+    done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
-    assert rig.differing(rig.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), wanted) == []

@@ -4,7 +4,6 @@ is byte for byte that of an uninterrupted run, nothing of ours is left beside it
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import random
@@ -16,23 +15,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from rig import conversion, forks, killpoint
 
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-killpoint, rig, forks = load("killpoint"), load("conversion"), load("forks")
 INDEX = "model.safetensors.index.json"
 
 
@@ -52,9 +40,9 @@ class Inputs:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     base = tmp_path_factory.mktemp("inputs")
     shim = killpoint.build(base)
-    small = rig.checkpoint(base / "small")
-    tiny = rig.checkpoint(base / "tiny", layers=2, experts=1)
-    done = rig.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
+    small = conversion.checkpoint(base / "small")
+    tiny = conversion.checkpoint(base / "tiny", layers=2, experts=1)
+    done = conversion.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
     assert done.returncode == 0, done.stderr
     no_links = _refusing(base, "EPERM", "link", "linkat")
     return Inputs(small, tiny, base / "loose", shim, no_links, _refusing(base, "EINVAL", "renameat2"))
@@ -87,7 +75,7 @@ class Case:
         return [
             *(self.command, "-i", str(getattr(inputs, self.source)), "-o", str(output), *self.options, *original),
             *(("--overwrite",) if self.over else ()),
-            *("--cpuinfer-threads", str(min(self.threads, rig.CORES))),
+            *("--cpuinfer-threads", str(min(self.threads, conversion.CORES))),
         ]
 
     def preload(self, inputs: Inputs) -> list[Path]:
@@ -119,13 +107,13 @@ class Matrix:
 
     def __init__(self, case: Case, inputs: Inputs, base: Path, servers: Any, mounts: Any) -> None:
         self.case, self.inputs, self.base, self.servers, self.mounts = case, inputs, base, servers, mounts
-        self.before = {name: rig.identity(getattr(inputs, name)) for name in ("small", "tiny", "loose")}
+        self.before = {name: conversion.identity(getattr(inputs, name)) for name in ("small", "tiny", "loose")}
         self.old: Path | None = None
         if case.over:
             # Same model and option, other weights: every file of it has the size of the file that replaces it.
             self.old = base / "old"
-            other = rig.checkpoint(base / "other", layers=2, experts=1, seed=1)
-            done = rig.ktconvert("cpu", "-i", other, "-o", self.old, "-q")
+            other = conversion.checkpoint(base / "other", layers=2, experts=1, seed=1)
+            done = conversion.ktconvert("cpu", "-i", other, "-o", self.old, "-q")
             assert done.returncode == 0, done.stderr
         output = self.prepare("whole")
         done = self.run(output, 0)
@@ -152,7 +140,7 @@ class Matrix:
         return self.mounts.seen(path) if self.case.mounted else path
 
     def tree(self, output: Path) -> Any:
-        return rig.tree(self.seen(output))
+        return conversion.tree(self.seen(output))
 
     def plan(self, output: Path) -> Path:
         return self.seen(output) / ".ktconvert/plan.json" if self.case.mounted else Path(f"{output}.work/plan.json")
@@ -171,7 +159,7 @@ class Matrix:
 
     def whole_or_absent(self, output: Path, where: str) -> None:
         """Right after a kill: nothing that a loader could open, or all of it; what lay there before is whole."""
-        states = [self.wanted] if self.old is None else [self.wanted, rig.tree(self.old)]
+        states = [self.wanted] if self.old is None else [self.wanted, conversion.tree(self.old)]
         found = self.tree(output)
         if self.case.mounted:
             found = {name: data for name, data in found.items() if not name.startswith(".ktconvert")}
@@ -180,9 +168,9 @@ class Matrix:
         elif self.old is None and not output.exists():
             return
         elif self.old is not None and not self.case.swap and not output.exists():
-            found = rig.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
+            found = conversion.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
         allowed = {"manifest.json", INDEX} if self.case.mounted else set()
-        assert any(set(rig.differing(found, state)) <= allowed for state in states), where
+        assert any(set(conversion.differing(found, state)) <= allowed for state in states), where
 
     def finish(self, output: Path, by_name: bool, where: str) -> None:
         """Resume without a kill, by `ktconvert resume` or by the same command, and compare."""
@@ -196,7 +184,7 @@ class Matrix:
         self.check(output, where)
 
     def check(self, output: Path, where: str) -> None:
-        assert rig.differing(self.tree(output), self.wanted) == [], where
+        assert conversion.differing(self.tree(output), self.wanted) == [], where
         assert [p.name for p in output.parent.iterdir()] == [output.name], where
 
     def killed(self, n: int) -> None:
@@ -228,17 +216,17 @@ class Matrix:
         shutil.rmtree(output.parent)
 
     def sources_untouched(self) -> None:
-        assert self.before == {name: rig.identity(getattr(self.inputs, name)) for name in self.before}
+        assert self.before == {name: conversion.identity(getattr(self.inputs, name)) for name in self.before}
 
 
 @contextlib.contextmanager
 def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
     with contextlib.ExitStack() as stack:
-        mounts = stack.enter_context(rig.Mounts()) if case.mounted else None
+        mounts = stack.enter_context(conversion.Mounts()) if case.mounted else None
         if mounts is not None and mounts.refusal:
             pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
         prefix = mounts.prefix if mounts is not None else ()
-        servers = stack.enter_context(forks.Forks(case.preload(inputs), rig.CORES, prefix))
+        servers = stack.enter_context(forks.Forks(case.preload(inputs), conversion.CORES, prefix))
         yield Matrix(case, inputs, base, servers, mounts)
 
 
@@ -250,7 +238,7 @@ def matrix_on_disk(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Pat
 
 @pytest.fixture
 def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
-    with rig.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as made:
+    with conversion.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as made:
         yield made
 
 
@@ -258,20 +246,20 @@ def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> It
 def test_killed_here_and_there_then_resumed(matrix: Matrix) -> None:
     """Once at some points, and wherever the output appears; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
-    rig.in_parallel(matrix.killed, sorted({*rig.thinned(matrix.points, 8), *appears}))
+    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 8), *appears}))
     pairs = some_pairs(matrix, 3)
-    rig.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
+    conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
     matrix.sources_untouched()
 
 
 @pytest.mark.parametrize("matrix_on_disk", ["merged", "loose"], indirect=True)
 def test_killed_here_and_there_on_a_disk(matrix_on_disk: Matrix) -> None:
-    rig.in_parallel(matrix_on_disk.killed, rig.thinned(matrix_on_disk.points, 8))
+    conversion.in_parallel(matrix_on_disk.killed, conversion.thinned(matrix_on_disk.points, 8))
 
 
 def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
-    print(f"seed {rig.SEED}")
-    chance = random.Random(rig.SEED)
+    print(f"seed {conversion.SEED}")
+    chance = random.Random(conversion.SEED)
     return [(chance.randint(1, matrix.points), chance.randint(1, matrix.points)) for _ in range(count)]
 
 
@@ -288,7 +276,7 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) 
     shutil.rmtree(output.parent)
     output = matrix.prepare("killed")
     assert matrix.run(output, swap + 1).returncode == killpoint.KILLED
-    assert not rig.differing(matrix.tree(output), matrix.wanted)
+    assert not conversion.differing(matrix.tree(output), matrix.wanted)
     book = Path(f"{output}.work/journal.jsonl")
     book.write_text(re.sub(r'"inode": \d+', '"inode": 1', book.read_text()))
     matrix.finish(output, True, "with another inode")
@@ -298,7 +286,7 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) 
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_before_every_call_then_resumed(matrix: Matrix) -> None:
     print(f"{matrix.points} kill points")
-    rig.in_parallel(matrix.killed, range(1, matrix.points + 1))
+    conversion.in_parallel(matrix.killed, range(1, matrix.points + 1))
     matrix.sources_untouched()
 
 
@@ -306,29 +294,29 @@ def test_killed_before_every_call_then_resumed(matrix: Matrix) -> None:
 @pytest.mark.parametrize("matrix", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
 def test_killed_while_resuming_many_times(matrix: Matrix) -> None:
     pairs = some_pairs(matrix, 50)
-    rig.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
+    conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
 def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
     """A larger conversion, its whole process group killed again and again after a random time, until it gets through."""
-    source = rig.checkpoint(tmp_path / "source", layers=4, experts=8, hidden=1024, width=1024)
-    before = rig.identity(source)
+    source = conversion.checkpoint(tmp_path / "source", layers=4, experts=8, hidden=1024, width=1024)
+    before = conversion.identity(source)
     command = ["cpu", "-i", str(source), *options, "-o"]
     begun = time.monotonic()
-    done = rig.ktconvert(*command, tmp_path / "whole")
+    done = conversion.ktconvert(*command, tmp_path / "whole")
     whole = time.monotonic() - begun
     assert done.returncode == 0, done.stderr
-    wanted, chance, kills = rig.tree(tmp_path / "whole"), random.Random(rig.SEED), 0
-    print(f"seed {rig.SEED}; an uninterrupted run takes {whole:.1f} s")
+    wanted, chance, kills = conversion.tree(tmp_path / "whole"), random.Random(conversion.SEED), 0
+    print(f"seed {conversion.SEED}; an uninterrupted run takes {whole:.1f} s")
     for run in range(3):
         output = tmp_path / f"run{run}" / "out"
         output.parent.mkdir()
         for attempt in itertools.count():
             again = ["resume", str(output)] if attempt % 2 and Path(f"{output}.work/plan.json").exists() else None
             process = subprocess.Popen(
-                [*rig.KTCONVERT, *(again or [*command, str(output)]), "-q"],
+                [*conversion.KTCONVERT, *(again or [*command, str(output)]), "-q"],
                 start_new_session=True,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -343,9 +331,9 @@ def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
                 break
             kills += 1
         assert process.returncode == 0, said
-        assert rig.differing(rig.tree(output), wanted) == []
+        assert conversion.differing(conversion.tree(output), wanted) == []
         assert [p.name for p in output.parent.iterdir()] == ["out"]
         shutil.rmtree(output.parent)
     print(f"{kills} kills")
     assert kills > 0
-    assert before == rig.identity(source)
+    assert before == conversion.identity(source)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from rig import killpoint
 
 # What a publisher does, step by step; with a second argument, only so many of the steps.
 PUBLISH = """
@@ -39,18 +39,7 @@ ORDER = ["mkdir", "open", "write", "pwrite", "fsync", "rename", "fsync", "open",
 
 
 @pytest.fixture(scope="module")
-def killpoint() -> ModuleType:
-    path = Path(__file__).parent / "rig" / "killpoint.py"
-    spec = importlib.util.spec_from_file_location("killpoint", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def shim(killpoint: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killpoint.build(tmp_path_factory.mktemp("shim"))
 
 
@@ -63,7 +52,7 @@ def python(code: str, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-I", "-c", code, *map(str, arguments)]
 
 
-def test_a_finished_run_lists_its_calls_in_order(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+def test_a_finished_run_lists_its_calls_in_order(shim: Path, tmp_path: Path) -> None:
     out, log = (tmp_path / "here").resolve() / "out", tmp_path / "log"
     out.parent.mkdir()
     done = killpoint.run(python(PUBLISH, out), out, 0, shim, log)
@@ -85,7 +74,7 @@ def test_a_finished_run_lists_its_calls_in_order(killpoint: ModuleType, shim: Pa
 
 
 @pytest.mark.parametrize("n", range(1, len(ORDER) + 1))
-def test_every_kill_point_is_before_its_call(killpoint: ModuleType, shim: Path, tmp_path: Path, n: int) -> None:
+def test_every_kill_point_is_before_its_call(shim: Path, tmp_path: Path, n: int) -> None:
     killed, stopped, log = tmp_path / "killed" / "out", tmp_path / "stopped" / "out", tmp_path / "log"
     killed.parent.mkdir()
     stopped.parent.mkdir()
@@ -96,7 +85,7 @@ def test_every_kill_point_is_before_its_call(killpoint: ModuleType, shim: Path, 
     assert killpoint.killed_before(log).name == ORDER[n - 1]
 
 
-def test_past_the_last_kill_point_nothing_is_killed(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+def test_past_the_last_kill_point_nothing_is_killed(shim: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert killpoint.run(python(PUBLISH, out), out, len(ORDER) + 1, shim).returncode == 0
 
@@ -159,9 +148,7 @@ def prepared(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("which", CALLS)
-def test_every_kind_of_change_is_counted_and_prevented(
-    killpoint: ModuleType, shim: Path, prepared: Path, which: str
-) -> None:
+def test_every_kind_of_change_is_counted_and_prevented(shim: Path, prepared: Path, which: str) -> None:
     log, root = prepared / "log", prepared / "out"
     before = snapshot(root)
     command = python(PREPARE + CALLS[which], prepared)
@@ -180,7 +167,7 @@ r, w = os.pipe(); os.write(w, b"x")
 """
 
 
-def test_reading_and_other_places_are_not_counted(killpoint: ModuleType, shim: Path, prepared: Path) -> None:
+def test_reading_and_other_places_are_not_counted(shim: Path, prepared: Path) -> None:
     log = prepared / "log"
     done = killpoint.run(python(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "x")
@@ -200,7 +187,7 @@ for thread in threads: thread.join()
 
 
 @pytest.mark.parametrize("n", [0, 2, 57, 401])
-def test_threads_share_one_counter(killpoint: ModuleType, shim: Path, tmp_path: Path, n: int) -> None:
+def test_threads_share_one_counter(shim: Path, tmp_path: Path, n: int) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     done = killpoint.run(python(THREADS, out), out, n, shim, log)
     numbers = sorted(int(line.split("\t")[0]) for line in log.read_text().splitlines())
@@ -215,7 +202,7 @@ def test_threads_share_one_counter(killpoint: ModuleType, shim: Path, tmp_path: 
         assert out.stat().st_size < n
 
 
-def test_an_extension_that_uses_libc_is_seen(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+def test_an_extension_that_uses_libc_is_seen(shim: Path, tmp_path: Path) -> None:
     # safetensors writes a temporary file through Rust's standard library; its rename is an inline system call, unseen.
     log = tmp_path / "log"
     code = "import sys, numpy, safetensors.numpy as s; s.save_file({'a': numpy.zeros(9)}, sys.argv[1])"
@@ -224,6 +211,6 @@ def test_an_extension_that_uses_libc_is_seen(killpoint: ModuleType, shim: Path, 
     assert {"open", "write"} <= {call.name for call in killpoint.calls(log)}
 
 
-def test_the_environment_is_passed_on(killpoint: ModuleType, shim: Path, tmp_path: Path) -> None:
+def test_the_environment_is_passed_on(shim: Path, tmp_path: Path) -> None:
     done = killpoint.run(python("import os; print(os.environ['A'])"), tmp_path, 0, shim, env={"A": "b"})
     assert done.stdout == "b\n"

@@ -37,7 +37,7 @@ def run_peer(python: str, scratch: Path, **job: object) -> None:
         json.dumps({"experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": TOPK} | job)
     )
     done = subprocess.run(
-        [python, str(ROOT / "tests" / "rig" / "peer.py"), str(path)], capture_output=True, text=True, timeout=300
+        [python, "-P", str(ROOT / "tests" / "rig" / "peer.py"), str(path)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

@@ -4,7 +4,6 @@ untouched, the reason is one sentence with its exit code, and what was begun can
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import resource
 import shutil
@@ -12,30 +11,19 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from rig import conversion, forks
 
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rig, forks = load("conversion"), load("forks")
 # Root, too, is to be stopped by a folder's mode.
 AS_ANYONE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = rig.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2, experts=1)
+    made: Path = conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2, experts=1)
     return made
 
 
@@ -43,14 +31,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(source: Path) -> Any:
     """What comes of the source."""
     output = source.with_name("whole")
-    assert rig.ktconvert("cpu", "-i", source, "-o", output, "-q").returncode == 0
-    return rig.tree(output)
+    assert conversion.ktconvert("cpu", "-i", source, "-o", output, "-q").returncode == 0
+    return conversion.tree(output)
 
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A source of a few seconds, and what comes of it."""
-    made: tuple[Path, Any] = rig.larger(tmp_path_factory.mktemp("larger"))
+    made: tuple[Path, Any] = conversion.larger(tmp_path_factory.mktemp("larger"))
     return made
 
 
@@ -61,7 +49,7 @@ def output(tmp_path: Path) -> Path:
 
 
 def convert(source: Path, output: Path, *options: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    done: subprocess.CompletedProcess[str] = rig.ktconvert("cpu", "-i", source, "-o", output, *options, **how)
+    done: subprocess.CompletedProcess[str] = conversion.ktconvert("cpu", "-i", source, "-o", output, *options, **how)
     return done
 
 
@@ -71,23 +59,23 @@ def convert(source: Path, output: Path, *options: str, **how: Any) -> subprocess
 def test_an_empty_folder_is_used(source: Path, output: Path, wanted: Any) -> None:
     output.mkdir()
     assert convert(source, output).returncode == 0
-    assert rig.tree(output) == wanted
-    assert rig.names(output.parent) == ["out"]
+    assert conversion.tree(output) == wanted
+    assert conversion.names(output.parent) == ["out"]
 
 
 def test_a_folder_of_others_is_refused_and_replaced_only_when_asked(source: Path, output: Path, wanted: Any) -> None:
     (output / "deep").mkdir(parents=True)
     (output / "thesis.txt").write_text("years")
-    before = rig.identity(output)
+    before = conversion.identity(output)
     for options in ((), ("--dry-run",)):
-        rig.refused(convert(source, output, *options), 7, str(output), "--overwrite")
-        assert rig.identity(output) == before
-        assert rig.names(output.parent) == ["out"]
+        conversion.refused(convert(source, output, *options), 7, str(output), "--overwrite")
+        assert conversion.identity(output) == before
+        assert conversion.names(output.parent) == ["out"]
     assert convert(source, output, "--overwrite", "--dry-run").returncode == 0
-    assert rig.identity(output) == before
+    assert conversion.identity(output) == before
     assert convert(source, output, "--overwrite").returncode == 0
-    assert rig.tree(output) == wanted
-    assert rig.names(output.parent) == ["out"]
+    assert conversion.tree(output) == wanted
+    assert conversion.names(output.parent) == ["out"]
 
 
 def _a_file(output: Path) -> None:
@@ -104,9 +92,9 @@ def test_what_is_no_folder_is_refused(
     source: Path, output: Path, make: Callable[[Path], None], options: tuple[str, ...]
 ) -> None:
     make(output)
-    before = rig.identity(output.parent)
-    rig.refused(convert(source, output, *options), 7, str(output), "is a file or a broken link")
-    assert rig.identity(output.parent) == before
+    before = conversion.identity(output.parent)
+    conversion.refused(convert(source, output, *options), 7, str(output), "is a file or a broken link")
+    assert conversion.identity(output.parent) == before
 
 
 def test_a_link_to_a_folder_stays_a_link(source: Path, output: Path, wanted: Any) -> None:
@@ -115,8 +103,8 @@ def test_a_link_to_a_folder_stays_a_link(source: Path, output: Path, wanted: Any
     output.symlink_to("real")
     assert convert(source, output).returncode == 0
     assert output.is_symlink()
-    assert rig.tree(real) == wanted
-    assert rig.names(output.parent) == ["out", "real"]
+    assert conversion.tree(real) == wanted
+    assert conversion.names(output.parent) == ["out", "real"]
 
 
 @pytest.mark.parametrize("holds", [["notes.txt"], ["out"], ["lock", "notes.txt"]], ids=" and ".join)
@@ -125,37 +113,37 @@ def test_a_work_folder_of_others_is_refused(source: Path, output: Path, holds: l
     work.mkdir()
     for name in holds:
         (work / name).write_text("mine")
-    before = rig.identity(output.parent)
+    before = conversion.identity(output.parent)
     for options in ((), ("--overwrite",)):
-        rig.refused(convert(source, output, *options), 7, str(work))
-        assert rig.identity(output.parent) == before
+        conversion.refused(convert(source, output, *options), 7, str(work))
+        assert conversion.identity(output.parent) == before
 
 
 def test_a_file_in_the_place_of_the_work_folder_is_refused(source: Path, output: Path) -> None:
     output.with_name("out.work").write_text("mine")
-    rig.refused(convert(source, output), 7, "out.work")
+    conversion.refused(convert(source, output), 7, "out.work")
     assert output.with_name("out.work").read_text() == "mine"
 
 
 def test_what_appears_during_the_run_is_not_replaced(larger: tuple[Path, Any], output: Path) -> None:
     source, wanted = larger
-    with rig.held(source, output) as process:
+    with conversion.held(source, output) as process:
         output.mkdir()
         (output / "thesis.txt").write_text("years")
-        before = rig.identity(output)
+        before = conversion.identity(output)
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=rig.TIMEOUT)
+        _, said = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == 7, said
     assert f"{output}: something was put there while the conversion ran" in said
-    assert rig.identity(output) == before
-    rig.refused(rig.ktconvert("resume", output), 7, "is not empty")
-    assert rig.identity(output) == before
+    assert conversion.identity(output) == before
+    conversion.refused(conversion.ktconvert("resume", output), 7, "is not empty")
+    assert conversion.identity(output) == before
     output.rename(output.with_name("thesis"))
-    done = rig.ktconvert("resume", output)
+    done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
     assert "died" not in done.stderr
-    assert rig.differing(rig.tree(output), wanted) == []
-    assert rig.names(output.parent) == ["out", "thesis"]
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(output.parent) == ["out", "thesis"]
 
 
 # ---- the input is never written to -----------------------------------------------------------------------------------
@@ -169,9 +157,9 @@ def test_the_input_is_no_output(tmp_path: Path, source: Path, where: str, option
     (tmp_path / "link").symlink_to(mine)
     outputs = {"the input": mine, "inside it": mine / "a" / "b", "around it": tmp_path / "around"}
     outputs |= {"a link to it": tmp_path / "link", "its work folder": tmp_path / "around" / "model"}
-    before = rig.identity(tmp_path)
-    rig.refused(convert(mine, outputs[where], *options), 2, "the input is never written to")
-    assert rig.identity(tmp_path) == before
+    before = conversion.identity(tmp_path)
+    conversion.refused(convert(mine, outputs[where], *options), 2, "the input is never written to")
+    assert conversion.identity(tmp_path) == before
 
 
 @pytest.mark.parametrize("where", ["it", "inside it", "around it"])
@@ -180,10 +168,10 @@ def test_the_original_checkpoint_of_a_merge_is_no_output(tmp_path: Path, source:
     shutil.copytree(source, mine)
     assert convert(source, loose, "--no-merge-safetensor").returncode == 0
     output = {"it": mine, "inside it": mine / "a", "around it": tmp_path / "around"}[where]
-    before = rig.identity(tmp_path)
-    done = rig.ktconvert("merge", "-i", loose, "-r", mine, "-o", output, "--overwrite")
-    rig.refused(done, 2, str(mine), "the input is never written to")
-    assert rig.identity(tmp_path) == before
+    before = conversion.identity(tmp_path)
+    done = conversion.ktconvert("merge", "-i", loose, "-r", mine, "-o", output, "--overwrite")
+    conversion.refused(done, 2, str(mine), "the input is never written to")
+    assert conversion.identity(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", ["cpu", "loose", "copy", "merge"])
@@ -198,10 +186,10 @@ def test_a_read_only_input_is_enough(tmp_path: Path, source: Path, output: Path,
     inputs = [p for p in (mine, tmp_path / "loose") if p.exists()]
     for path in [q for p in inputs for q in (p, *p.rglob("*"))]:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    before = [rig.identity(p) for p in inputs]
-    done = rig.ktconvert(*arguments, prefix=AS_ANYONE)
+    before = [conversion.identity(p) for p in inputs]
+    done = conversion.ktconvert(*arguments, prefix=AS_ANYONE)
     assert done.returncode == 0, done.stderr
-    assert [rig.identity(p) for p in inputs] == before
+    assert [conversion.identity(p) for p in inputs] == before
     assert {p.stat().st_mode & 0o200 for p in output.rglob("*")} == {0o200}
 
 
@@ -210,8 +198,8 @@ def test_a_read_only_input_is_enough(tmp_path: Path, source: Path, output: Path,
 
 def test_a_read_only_parent_is_named(source: Path, output: Path) -> None:
     output.parent.chmod(0o555)
-    rig.refused(convert(source, output, prefix=AS_ANYONE), 1, "out.work", "Permission denied")
-    assert rig.names(output.parent) == []
+    conversion.refused(convert(source, output, prefix=AS_ANYONE), 1, "out.work", "Permission denied")
+    assert conversion.names(output.parent) == []
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -222,12 +210,12 @@ def test_in_a_read_only_parent_the_work_is_done_inside(source: Path, output: Pat
         convert(source, output, prefix=[*AS_ANYONE, "timeout", "-s", "KILL", "0.4"])
     done = convert(source, output, prefix=AS_ANYONE)
     assert done.returncode == 0, done.stderr
-    assert rig.tree(output) == wanted
+    assert conversion.tree(output) == wanted
 
 
 @pytest.fixture
 def mounts() -> Iterator[Any]:
-    with rig.Mounts() as made:
+    with conversion.Mounts() as made:
         if made.refusal:
             pytest.skip(f"nothing can be mounted here: {made.refusal}")
         yield made
@@ -238,15 +226,15 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path
     mounts.mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", output)
     (mounts.seen(output) / "lost+found").mkdir()
     (mounts.seen(output) / "thesis.txt").write_text("years")
-    before = rig.identity(mounts.seen(output))
-    rig.refused(convert(source, output, prefix=mounts.prefix), 7, "thesis.txt")
-    assert rig.identity(mounts.seen(output)) == before
+    before = conversion.identity(mounts.seen(output))
+    conversion.refused(convert(source, output, prefix=mounts.prefix), 7, "thesis.txt")
+    assert conversion.identity(mounts.seen(output)) == before
     for again in ("made", "finished"):
         done = convert(source, output, *(["--overwrite"] if again == "made" else []), prefix=mounts.prefix)
         assert done.returncode == 0, done.stderr
         assert ("nothing to do" in done.stderr) == (again == "finished")
-        assert rig.tree(mounts.seen(output)) == wanted | {"lost+found": None}
-    assert rig.names(output.parent) == ["out"]
+        assert conversion.tree(mounts.seen(output)) == wanted | {"lost+found": None}
+    assert conversion.names(output.parent) == ["out"]
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
@@ -255,57 +243,59 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path
 def test_a_disk_too_small_is_refused_before_anything_is_read(source: Path, output: Path, mounts: Any) -> None:
     base = output.parent
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
-    rig.refused(convert(source, output, prefix=mounts.prefix), 4, "needed", "free")
+    conversion.refused(convert(source, output, prefix=mounts.prefix), 4, "needed", "free")
     mounts.mount("-o", "remount,size=64m", base)
-    done = rig.ktconvert("resume", output, prefix=mounts.prefix)
+    done = conversion.ktconvert("resume", output, prefix=mounts.prefix)
     assert done.returncode == 0, done.stderr
-    assert rig.names(mounts.seen(base)) == ["out"]
+    assert conversion.names(mounts.seen(base)) == ["out"]
 
 
 def test_a_disk_that_fills_up_during_the_run(larger: tuple[Path, Any], output: Path, mounts: Any) -> None:
     source, wanted = larger
     mounts.mount("-t", "tmpfs", "-o", "size=100m", "tmpfs", output.parent)
     inside = mounts.seen(output)
-    with rig.held(source, inside, output=output, prefix=mounts.prefix) as process:
+    with conversion.held(source, inside, output=output, prefix=mounts.prefix) as process:
         with contextlib.suppress(OSError), (inside.parent / "filler").open("wb", buffering=0) as filler:
             while filler.write(bytes(4096)):
                 pass
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=rig.TIMEOUT)
+        _, said = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == 4, said
     assert "Traceback" not in said
     assert said.splitlines()[-1].startswith("ktconvert: ")
     assert "No space left on device" in said
     assert not inside.exists()
     (inside.parent / "filler").unlink()
-    done = rig.ktconvert("resume", output, prefix=mounts.prefix)
+    done = conversion.ktconvert("resume", output, prefix=mounts.prefix)
     assert done.returncode == 0, done.stderr
-    assert rig.differing(rig.tree(inside), wanted) == []
-    assert rig.names(inside.parent) == ["out"]
+    assert conversion.differing(conversion.tree(inside), wanted) == []
+    assert conversion.names(inside.parent) == ["out"]
 
 
 def test_a_file_size_limit_is_refused_before_anything_is_read(source: Path, output: Path, wanted: Any) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
-    rig.refused(convert(source, output, preexec_fn=limited), 4, "file size limit", "ulimit -f", "--max-shard-size")
-    assert rig.ktconvert("resume", output).returncode == 0
-    assert rig.tree(output) == wanted
+    conversion.refused(
+        convert(source, output, preexec_fn=limited), 4, "file size limit", "ulimit -f", "--max-shard-size"
+    )
+    assert conversion.ktconvert("resume", output).returncode == 0
+    assert conversion.tree(output) == wanted
 
 
 def test_a_file_size_limit_during_the_run(larger: tuple[Path, Any], output: Path) -> None:
     source, wanted = larger
-    with rig.held(source, output) as process:
+    with conversion.held(source, output) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=rig.TIMEOUT)
+        _, said = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == 4, said
     assert "File too large" in said
     assert "Traceback" not in said
-    done = rig.ktconvert("resume", output)
+    done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
-    assert rig.differing(rig.tree(output), wanted) == []
-    assert rig.names(output.parent) == ["out"]
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(output.parent) == ["out"]
 
 
 FULL = {
@@ -323,7 +313,7 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
     code = Path(__file__).parent / "rig" / "full.c"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
     subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", shim, code, "-ldl"], check=True)
-    with rig.in_memory(tmp_path / "runs") as base, forks.Forks([shim], 1) as servers:
+    with conversion.in_memory(tmp_path / "runs") as base, forks.Forks([shim], 1) as servers:
         output = base / "made" / "out"
         command = ["cpu", "-i", source, "-o", output, *FULL[which], "--cpuinfer-threads", "1"]
 
@@ -341,25 +331,25 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
 
         begin()
         assert run(0).returncode == 0
-        wanted = rig.tree(output)
+        wanted = conversion.tree(output)
         calls = int((base / "count").read_text())
-        for n in rig.thinned(calls, runs):
+        for n in conversion.thinned(calls, runs):
             begin()
-            before = rig.identity(output) if which == "overwrite" else None
+            before = conversion.identity(output) if which == "overwrite" else None
             done = run(n)
             where = f"full from call {n} of {calls} on"
-            if rig.differing(rig.tree(output) if output.exists() else {}, wanted):
+            if conversion.differing(conversion.tree(output) if output.exists() else {}, wanted):
                 assert done.returncode == 4, f"{where}: {done.stderr}"
                 if before is not None:
-                    assert rig.identity(output) == before, where
+                    assert conversion.identity(output) == before, where
             assert done.returncode in (0, 4), f"{where}: {done.stderr}"
             if done.returncode:
-                rig.refused(done, 4, "No space left on device")
+                conversion.refused(done, 4, "No space left on device")
             begun = output.with_name("out.work") / "plan.json"
             again = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
             assert again.returncode == 0, f"{where}: {again.stderr}"
-            assert rig.differing(rig.tree(output), wanted) == [], where
-            assert rig.names(output.parent) == ["out"], where
+            assert conversion.differing(conversion.tree(output), wanted) == [], where
+            assert conversion.names(output.parent) == ["out"], where
 
 
 # ---- two at once -----------------------------------------------------------------------------------------------------
@@ -367,28 +357,28 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
 
 def test_two_processes_on_one_output(larger: tuple[Path, Any], output: Path) -> None:
     source, wanted = larger
-    with rig.held(source, output) as process:
-        before = rig.identity(output.parent)
+    with conversion.held(source, output) as process:
+        before = conversion.identity(output.parent)
         for options in ((), ("--overwrite",)):
-            rig.refused(convert(source, output, *options), 7, str(output), f"process {process.pid} ")
-        rig.refused(rig.ktconvert("resume", output), 7, f"process {process.pid} ")
+            conversion.refused(convert(source, output, *options), 7, str(output), f"process {process.pid} ")
+        conversion.refused(conversion.ktconvert("resume", output), 7, f"process {process.pid} ")
         assert convert(source, output, "--dry-run").returncode == 0
-        assert rig.identity(output.parent) == before
+        assert conversion.identity(output.parent) == before
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=rig.TIMEOUT)
+        _, said = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == 0, said
-    assert rig.differing(rig.tree(output), wanted) == []
-    assert rig.names(output.parent) == ["out"]
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(output.parent) == ["out"]
 
 
 def test_many_at_once_make_one_output(source: Path, output: Path, wanted: Any) -> None:
-    command = [*rig.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
+    command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
     crowd = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(5)]
-    said = [process.communicate(timeout=rig.TIMEOUT)[1] for process in crowd]
+    said = [process.communicate(timeout=conversion.TIMEOUT)[1] for process in crowd]
     for process, text in zip(crowd, said, strict=True):
         assert process.returncode in (0, 7), text
         assert "Traceback" not in text
         assert process.returncode == 0 or "is converting into it" in text
     assert 0 in [process.returncode for process in crowd]
-    assert rig.tree(output) == wanted
-    assert rig.names(output.parent) == ["out"]
+    assert conversion.tree(output) == wanted
+    assert conversion.names(output.parent) == ["out"]

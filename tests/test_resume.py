@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import resource
@@ -10,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,23 +17,8 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli import main
 from ktconvert.pipeline.engine import journal
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = load("bench")
-killpoint, rig, servers, bench = made.killpoint, made.rig, made.servers, made.bench
-LAYERS = made.LAYERS
-Bench = Any
-
+from rig import conversion, killpoint
+from rig.bench import LAYERS, Bench
 
 # ---- the journal and the plan ----------------------------------------------------------------------------------------
 
@@ -162,10 +145,10 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_plan_is_refused(bench: Bench, stopped: Path, how: str, again: str) -> None:
     plan = bench.work / "plan.json"
     plan.write_bytes(DAMAGE[how](plan.read_bytes()))
-    store = rig.tree(bench.work / "store")
+    store = conversion.tree(bench.work / "store")
     done = bench.run("resume", bench.output) if again == "resume" else bench.cpu()
-    rig.refused(done, 7, str(bench.work if how != "an unknown command" else bench.output))
-    assert rig.tree(bench.work / "store") == store
+    conversion.refused(done, 7, str(bench.work if how != "an unknown command" else bench.output))
+    assert conversion.tree(bench.work / "store") == store
 
 
 # ---- after a death ---------------------------------------------------------------------------------------------------
@@ -215,14 +198,14 @@ def test_a_death_at_the_very_end_is_told_too(bench: Bench) -> None:
 
 def test_a_finished_output_has_nothing_to_do(bench: Bench) -> None:
     assert bench.cpu().returncode == 0
-    before = rig.identity(bench.output)
+    before = conversion.identity(bench.output)
     for again in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--threadpool-count", "2")):
         assert again.returncode == 0
         assert "is finished: nothing to do" in again.stderr
-    assert rig.identity(bench.output) == before
-    assert rig.names(bench.output.parent) == ["out"]
+    assert conversion.identity(bench.output) == before
+    assert conversion.names(bench.output.parent) == ["out"]
 
 
 def test_nothing_was_begun(bench: Bench) -> None:
-    rig.refused(bench.run("resume", bench.output), 7, "no conversion into it was begun")
-    assert rig.names(bench.output.parent) == []
+    conversion.refused(bench.run("resume", bench.output), 7, "no conversion into it was begun")
+    assert conversion.names(bench.output.parent) == []

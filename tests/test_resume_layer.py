@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = load("bench")
-killpoint, rig, servers, bench = made.killpoint, made.rig, made.servers, made.bench
-Bench = Any
+from rig import conversion, killpoint
+from rig.bench import Bench
 
 
 def test_resume_layer_changes_nothing_where_our_journal_exists(bench: Bench) -> None:
@@ -49,7 +34,7 @@ def kt_layers(bench: Bench) -> Callable[[int], dict[str, Any]]:
                 path.unlink()
             elif not path.name.startswith("_layer_") or int(path.name[7:]) >= layers:
                 shutil.rmtree(path)
-        return {name: seen for name, seen in rig.identity(bench.output).items() if name.endswith(".kt")}
+        return {name: seen for name, seen in conversion.identity(bench.output).items() if name.endswith(".kt")}
 
     return make
 
@@ -64,11 +49,11 @@ def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench: Bench, kt_l
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
     assert bench.units_made() == 1
-    assert weights(rig.tree(bench.output)) == wanted
-    after = rig.identity(bench.output)
+    assert weights(conversion.tree(bench.output)) == wanted
+    after = conversion.identity(bench.output)
     assert before == {name: after[name] for name in before}  # same inodes, times and all
     assert not (bench.output / ".ktconvert").exists()
-    assert rig.names(bench.output.parent) == ["out"]
+    assert conversion.names(bench.output.parent) == ["out"]
     names = {file["name"] for file in json.loads((bench.output / "manifest.json").read_text())["files"]}
     assert set(wanted) <= names
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
@@ -83,8 +68,8 @@ def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
     assert bench.units_made() == 2
-    assert weights(rig.tree(bench.output)) == wanted
-    after = rig.identity(bench.output)
+    assert weights(conversion.tree(bench.output)) == wanted
+    after = conversion.identity(bench.output)
     kept = [name for name in before if "_layer_1" in name]
     assert kept
     assert all(before[name] == after[name] for name in kept)
@@ -96,7 +81,7 @@ def test_resume_layer_where_every_layer_is_incomplete(bench: Bench, kt_layers: C
     next((bench.output / "_layer_0").rglob("*.kt")).unlink()
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "1")
     assert done.returncode == 0, done.stderr
-    assert weights(rig.tree(bench.output)) == wanted
+    assert weights(conversion.tree(bench.output)) == wanted
 
 
 def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
@@ -105,8 +90,8 @@ def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[i
     shutil.copytree(bench.output, kept)
     command = ("--no-merge-safetensor", "--resume-layer", "2")
     assert bench.cpu(*command).returncode == 0
-    wanted, points = rig.tree(bench.output), len(bench.calls())
-    for n in rig.thinned(points, 10):
+    wanted, points = conversion.tree(bench.output), len(bench.calls())
+    for n in conversion.thinned(points, 10):
         shutil.rmtree(bench.output)
         shutil.copytree(kept, bench.output)
         assert bench.cpu(*command, kill=n).returncode == killpoint.KILLED
@@ -114,8 +99,8 @@ def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[i
         by_name = n % 2 and (bench.output / ".ktconvert/plan.json").exists()
         done = bench.run("resume", bench.output) if by_name else bench.cpu(*command)
         assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert rig.differing(rig.tree(bench.output), wanted) == [], died
-        assert rig.names(bench.output.parent) == ["out"]
+        assert conversion.differing(conversion.tree(bench.output), wanted) == [], died
+        assert conversion.names(bench.output.parent) == ["out"]
 
 
 @pytest.mark.parametrize("loose", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
@@ -123,7 +108,7 @@ def test_resume_layer_with_nothing_there_leaves_layers_out(bench: Bench, loose: 
     dry = bench.cpu(*loose, "--resume-layer", "1", "--dry-run")
     assert dry.returncode == 0
     assert "layers 0 are left out" in dry.stderr
-    assert rig.names(bench.output.parent) == []
+    assert conversion.names(bench.output.parent) == []
     assert bench.cpu(*loose, "--resume-layer", "1", kill=40).returncode == killpoint.KILLED
     done = bench.run("resume", bench.output)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ taken from.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +28,8 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.compressed import COMPRESSED
 from ktconvert.pipeline.cli.run import run
+from rig import families
+from rig.families import EXPERTS, HIDDEN, LAYERS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -42,19 +42,6 @@ from ktconvert.native_quant.runtime import hot_experts, hot_mask  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 from ktconvert.native_quant.runtime.hot_weights import HotWeights  # noqa: E402
 
-
-def load_rig(name: str) -> ModuleType:
-    path = Path(__file__).parent / "rig" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-families = load_rig("families")
-EXPERTS, LAYERS, HIDDEN = families.EXPERTS, families.LAYERS, families.HIDDEN
 CASES = [("qwen3_moe", "W4A16"), ("mixtral", "W8A16"), ("deepseek_v3", "W4A16")]
 # A layer against the same weights in float32: its output is rounded to BF16 (2^-9), and so are gate, up, what goes into down, and what
 # comes out of it, each an error of 0.002 to 0.004 that is independent of the others; the cold experts' sum is rounded once more.

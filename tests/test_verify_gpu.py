@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -11,7 +10,6 @@ import struct
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.verify.found import Check
 from ktconvert.pipeline.verify.output import require_sound
+from rig import families
 
 NEEDED = ("torch", "transformers", "accelerate", "compressed_tensors")
 loads = pytest.mark.skipif(
@@ -70,16 +69,6 @@ BITS = {"W4A16": 4, "W8A16": 8}
 def copy(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     """One of them that may be changed."""
     return lambda kind: Path(shutil.copytree(made[kind], tmp_path / kind))
-
-
-@pytest.fixture(scope="module")
-def families() -> ModuleType:
-    """tests/rig/families.py."""
-    spec = importlib.util.spec_from_file_location("families", Path(__file__).parent / "rig" / "families.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Path:
@@ -306,7 +295,7 @@ def test_experts_in_a_wrong_place(
 
 
 @loads
-def test_mixtral_with_the_usual_names(families: ModuleType, tmp_path: Path) -> None:
+def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
     """As llmcompressor's oneshot writes it: transformers loads it, and leaves every expert random."""
     source = families.make("mixtral", False, tmp_path / "source")
     output = convert(source, tmp_path / "out", "W4A16")
@@ -335,7 +324,7 @@ def test_mixtral_with_the_usual_names(families: ModuleType, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "fused"), [("deepseek_v3", False), ("qwen3_next", True), ("minimax_m2", False), ("qwen3_5_moe", True)]
 )
-def test_families(family: str, fused: bool, families: ModuleType, tmp_path: Path) -> None:
+def test_families(family: str, fused: bool, tmp_path: Path) -> None:
     """Random weights, no tokenizer: random tokens."""
     source = families.make(family, fused, tmp_path / "source")
     report = look(convert(source, tmp_path / "out", "W4A16"), "--against", source)

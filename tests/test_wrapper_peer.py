@@ -44,7 +44,7 @@ def program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dic
     path = scratch / f"{module}.json"
     path.write_text(json.dumps(job))
     done = subprocess.run(
-        [python, str(ROOT / "tests" / "rig" / "layers.py"), module, str(path)],
+        [python, "-P", str(ROOT / "tests" / "rig" / "layers.py"), module, str(path)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,34 +1,18 @@
-"""A source, an output beside it, and the command line, to be cut off where a test wants it: pytest fixtures and what they give.
-
-Tests load this file by its path, as killpoint.py says, and take `servers` and `bench` over under these names.
-"""
+"""A source, an output beside it, and the command line, to be cut off where a test wants it: pytest fixtures and what they give."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from ktconvert.pipeline.engine import journal
+from rig import conversion, forks, killpoint
 
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-killpoint, rig, forks = load("killpoint"), load("conversion"), load("forks")
 Done = subprocess.CompletedProcess[str]
 LAYERS = 3
 SHARD = "model-00002-of-00004.safetensors"  # of the source: layer 1
@@ -53,7 +37,7 @@ class Bench:
 
     def __init__(self, base: Path, servers: Any) -> None:
         self.base, self.servers = base, servers
-        self.source: Path = rig.checkpoint(base / "source", layers=LAYERS)
+        self.source: Path = conversion.checkpoint(base / "source", layers=LAYERS)
         self.output = base / "made" / "out"
         self.output.parent.mkdir()
         self.work = self.output.with_name("out.work")
@@ -86,7 +70,7 @@ class Bench:
         """What an uninterrupted run makes."""
         place = self.base / "fresh"
         assert self.cpu(*options, output=place, source=source).returncode == 0
-        made = rig.tree(place)
+        made = conversion.tree(place)
         shutil.rmtree(place)
         return made
 
@@ -118,11 +102,11 @@ class Bench:
 
     def finished_as(self, wanted: Any) -> None:
         """The output is what it should be, and nothing is left beside it."""
-        assert rig.differing(rig.tree(self.output), wanted) == []
-        assert rig.names(self.output.parent) == ["out"]
+        assert conversion.differing(conversion.tree(self.output), wanted) == []
+        assert conversion.names(self.output.parent) == ["out"]
 
 
 @pytest.fixture
 def bench(tmp_path: Path, servers: Any) -> Iterator[Bench]:
-    with rig.in_memory(tmp_path) as base:
+    with conversion.in_memory(tmp_path) as base:
         yield Bench(base, servers)

@@ -1,12 +1,8 @@
-"""Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests: a fixture, and what it gives.
-
-Tests load this file by its path, as killpoint.py says, and take `converted` over under this name.
-"""
+"""Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests: a fixture, and what it gives."""
 
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import shutil
@@ -15,10 +11,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
+
+from rig import families, forks, oneshot
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE, HELDOUT = ROOT / "examples" / "qwen3-moe-small", ROOT / "examples" / "heldout.txt"
@@ -39,19 +37,6 @@ MODULES = (
     "ktconvert.pipeline.walk.layered",
     "ktconvert.pipeline.verify",
 )
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-families, oneshot, forks = load("families"), load("oneshot"), load("forks")
 
 
 # ---- what is converted -----------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""A tiny checkpoint, the real command line, and what must hold afterwards: shared by the tests of kills and resumes.
-
-Tests load this file by its path, as killpoint.py says.
-"""
+"""A tiny checkpoint, the real command line, and what must hold afterwards: shared by the tests of kills and resumes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tiny models of many families with random weights, saved by transformers as its users save theirs.
-
-Tests load this file by its path, as killpoint.py says.
-"""
+"""Tiny models of many families with random weights, saved by transformers as its users save theirs."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Forks:
         env.pop("KILLPOINT_ROOT", None)
         self._all = [
             subprocess.Popen(
-                [*prefix, sys.executable, __file__, *modules],
+                [*prefix, sys.executable, "-P", __file__, *modules],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -1,14 +1,5 @@
 """Kill a real process before the N-th call that changes a directory, and list those calls in order (killpoint.c).
 
-Tests load this file by its path, since tests are no package:
-
-    def load():
-        path = Path(__file__).parent / "rig" / "killpoint.py"
-        spec = importlib.util.spec_from_file_location("killpoint", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
 A kill matrix: `run` once with n=0 and a log, `count` the calls, then `run` with n = 1 ... count, and each time again
 with n=0 to see what the resume makes of it.
 """

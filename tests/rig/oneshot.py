@@ -2,7 +2,6 @@
 
 Two things are set right first: each sample comes in the order in which it is given (the library shuffles), and decoder layers get a
 causal mask (the library gives some families none). As a script this file is that process: `oneshot.py JOBS.json`.
-Tests load this file by its path, as killpoint.py says.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
     path = jobs[0].out.with_suffix(".jobs")
     path.write_text(json.dumps(told))
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, __file__, str(path)]
+    command = [sys.executable, "-P", __file__, str(path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(report_of(job.out).read_text()) for job in jobs]
