@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +11,14 @@ from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine.appear import appear
-from ktconvert.pipeline.engine.loop import records
-from ktconvert.pipeline.engine.plan import Plan, require_unchanged, tool_version
-from ktconvert.pipeline.engine.workdir import WorkDir
-
-CONFIG = "config.json"
-CARD = "README.md"
-SOURCE_CARD = "README.source.md"
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, require_unchanged, tool_version
+from ktconvert.pipeline.engine.workdir import WorkDir, records
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """What goes beside the weights.
-
-    companions   (path below the output, file to copy)
-    config       config.json, to be written; None where there is none
-    card         README.md, from the units' figures
-    loose        whether the weights are loose folders (then there is no index)
-    kept_layers  loose layer folders that lay in the output before and stay as they are
-    guard        looks at the complete folder before it appears; raises where it is not what it should be
-    """
-
-    companions: tuple[tuple[str, Path], ...]
-    config: bytes | None
-    card: Callable[..., bytes]
-    loose: bool
-    kept_layers: tuple[int, ...] = ()
-    guard: Callable[[Path], object] | None = None
-
-
-def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
+def assemble(plan: Plan, work: WorkDir) -> None:
     """Put the output together and let it appear. May be cut off and run again at any point."""
-    target = work.places.assembly
-    made = records(plan, work)
+    target, assembly = work.places.assembly, plan.assembly
+    made = records(work, plan.units)
     weights: dict[str, dict[str, Any]] = {}
     for unit, record in made.items():
         for path, nbytes, sha256 in record["files"]:
@@ -68,9 +41,9 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
     require_unchanged(plan)
     if assembly.config is not None:
         files.append(_written(target, CONFIG, assembly.config))
-    told = (work.finished.get(unit.fingerprint, {}) for unit in plan.units)
-    text = assembly.card(stats=[record["stats"] for record in told if record.get("stats")])
-    files.append(_written(target, CARD, text))
+    finished = (work.finished.get(unit.fingerprint, {}) for unit in plan.units)
+    card = plan.conversion.card([record["stats"] for record in finished if record.get("stats")])
+    files.append(_written(target, CARD, card))
     if not assembly.loose:
         shards = []
         for unit in made:
@@ -88,8 +61,8 @@ def assemble(plan: Plan, assembly: Assembly, work: WorkDir) -> None:
     _written(target, manifest.NAME, document)
     for folder in (target, *(p for p in target.rglob("*") if p.is_dir())):
         publish.sync_folder(folder)
-    if assembly.guard is not None and all((target / name).exists() for name in weights):
-        assembly.guard(target)
+    if all((target / name).exists() for name in weights):
+        plan.conversion.check(target)
     work.journal.append({"event": "assembled", "inode": target.stat().st_ino}, sync=True)
     appear(work, [f["name"] for f in files])
     work.remove()

@@ -13,6 +13,7 @@ from ktconvert.layouts.errors import InputError, OutputError, ResourceError, Usa
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.loop import StopFlag, recorded, run_units
 from ktconvert.pipeline.engine.plan import Plan, changed_files, require_same_settings, require_same_source
 from ktconvert.pipeline.engine.units import Status, Unit, statuses
@@ -117,7 +118,7 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
         reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
         reporter.say(f"{plan.request.output} is finished: nothing to do")
         return False
-    plan.ready()
+    plan.conversion.require_ready()
     with WorkDir(places) as work:
         _adopt_plan(plan, work, reporter, overwrite)
         _tell_of_death(work, plan, reporter)
@@ -126,7 +127,7 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
         with stop.installed(), recorded(work):
             run_units(plan, work, reporter, threads, stop)
             work.journal.append({"event": "start", "unit": "assemble"})
-            plan.assemble(work)
+            assemble(plan, work)
     _summary(plan, reporter)
     return True
 
@@ -164,7 +165,7 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
     if work.may_replace:
         document["overwrite"] = True
     if touched:
-        units = plan.reading(touched)
+        units = plan.units_reading(touched)
         for unit in units:
             work.forget(unit)
         reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
@@ -229,7 +230,7 @@ def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
     return fit_threads(plan, reporter)
 
 
-def disk_needed(plan: Plan, todo: Iterable[Unit]) -> int:
+def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> int:
     """Bytes that making these units and the end take, at most at any time."""
     todo = list(todo)
     scratch = plan.scratch_bytes if any(unit.stage == s.name for s in plan.stages if s.chain for unit in todo) else 0
@@ -241,11 +242,13 @@ def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
     asked = int(plan.request.tuning["cpuinfer_threads"])
     budget = plan.request.tuning.get("max_memory") or machine.memory_available()
     threads = asked
-    while threads > 1 and plan.peak_memory(threads) > budget:
+    while threads > 1 and plan.conversion.peak_memory(threads) > budget:
         threads -= 1
-    if plan.peak_memory(threads) > budget:
+    if plan.conversion.peak_memory(threads) > budget:
         told = "--max-memory" if plan.request.tuning.get("max_memory") else "free memory"
-        raise ResourceError(f"one thread needs {size(plan.peak_memory(1))}, {told} is {size(budget)}. {plan.remedies}")
+        raise ResourceError(
+            f"one thread needs {size(plan.conversion.peak_memory(1))}, {told} is {size(budget)}. {plan.remedies}"
+        )
     if threads < asked and reporter is not None:
         reporter.note(f"{threads} of {asked} threads, so that memory stays below {size(budget)}")
     return threads

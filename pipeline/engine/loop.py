@@ -8,9 +8,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
-from ktconvert.pipeline.engine.units import LEFT, Stage, Unit
+from ktconvert.pipeline.engine.units import LEFT, Context, Link, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.tell.report import Reporter
 
@@ -34,32 +34,6 @@ class Interrupted(Exception):
     def __init__(self, number: int, output: Path) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}; `ktconvert resume {output}` goes on")
         self.exit_code = 128 + number
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a stage's run function may use."""
-
-    pool: ThreadPoolExecutor
-    window: int
-    reporter: Reporter
-    chain: Link | None = None
-
-
-@dataclass(frozen=True)
-class Link:
-    """Where a unit of a chain finds and leaves things.
-
-    before   what the unit before it left; None where that is nothing
-    leaves   where to put what the next one needs; None where that is nothing
-    scratch  folder for files that are gone when the unit is done
-    store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
-    """
-
-    before: Path | None
-    leaves: Path | None
-    scratch: Path
-    store: Mapping[str, Path]
 
 
 class StopFlag:
@@ -103,7 +77,7 @@ def recorded(work: WorkDir) -> Iterator[None]:
 
 def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop: StopFlag) -> None:
     """Make every unit that is not done. Raises the first failure after the other lanes have finished their unit."""
-    todo: queue.SimpleQueue[tuple[Stage, tuple[Unit, ...]]] = queue.SimpleQueue()
+    todo: queue.SimpleQueue[tuple[Stage[Any], tuple[Unit[Any], ...]]] = queue.SimpleQueue()
     done_bytes = 0
     for stage in plan.stages:
         run = to_run(stage, work)
@@ -145,7 +119,7 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
         raise Interrupted(stop.number, plan.request.output)
 
 
-def to_run(stage: Stage, work: WorkDir) -> tuple[Unit, ...]:
+def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     """The units of a stage that are to be made, in order; what earlier ones of a chain left and nothing needs is removed.
 
     A chain starts again at the last unit whose forerunner's file is still there: units after it that are finished
@@ -168,7 +142,7 @@ def to_run(stage: Stage, work: WorkDir) -> tuple[Unit, ...]:
     return stage.units[first : undone[-1] + 1]
 
 
-def _link(work: WorkDir, stage: Stage, unit: Unit) -> Link:
+def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
     at = stage.units.index(unit)
     store, scratch = work.places.store, work.places.partial / f"{unit.stage}.{unit.key}"
     scratch.mkdir()
@@ -180,7 +154,7 @@ def _link(work: WorkDir, stage: Stage, unit: Unit) -> Link:
     )
 
 
-def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Context) -> None:
+def run_one(plan: Plan, work: WorkDir, stage: Stage[Any], unit: Unit[Any], context: Context) -> None:
     """Run one unit, publish what it wrote, record it: in this order, each step durable before the next."""
     name = f"{unit.stage}.{unit.key}"
     begun = time.monotonic()
@@ -209,8 +183,3 @@ def run_one(plan: Plan, work: WorkDir, stage: Stage, unit: Unit, context: Contex
         "done", unit=name, seconds=round(seconds, 3), bytes=sum(w.nbytes for w in result.files), stats=result.stats
     )
     context.reporter.say(f"{name}: {seconds:.2f} s", level=1)
-
-
-def records(plan: Plan, work: WorkDir) -> dict[Unit, dict[str, Any]]:
-    """The journal's record of every unit that is a part of the output, all of which are done."""
-    return {unit: work.finished[unit.fingerprint] for unit in plan.units if unit.kept}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.pipeline.engine.units import Stage, Unit
 
 FORMAT = 1
+CONFIG = "config.json"
+CARD = "README.md"
+SOURCE_CARD = "README.source.md"  # the README of the source, in the output
 
 
 def tool_version() -> str:
@@ -58,48 +62,83 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class Assembly:
+    """What goes beside the weights.
+
+    companions   (path below the output, file to copy)
+    config       config.json, to be written; None where there is none
+    loose        whether the weights are loose folders (then there is no index)
+    kept_layers  loose layer folders that lay in the output before and stay as they are
+    """
+
+    companions: tuple[tuple[str, Path], ...]
+    config: bytes | None
+    loose: bool
+    kept_layers: tuple[int, ...] = ()
+
+
+class Conversion(Protocol):
+    """What a command knows of its own work beyond the units: one class per command that makes an output (pipeline/plans)."""
+
+    def peak_memory(self, threads: int) -> int:
+        """Bytes that so many packing threads may need, with everything else."""
+
+    def require_ready(self) -> None:
+        """Raise KtconvertError where this machine must not run what is left to do."""
+
+    def changed_sources(self) -> list[str]:
+        """The names of source files that are not what they were when they were opened."""
+
+    def files_read(self, unit: Unit[Any]) -> set[str]:
+        """The names of the source files that a unit reads."""
+
+    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
+        """README.md of the output, from the figures of its units."""
+
+    def check(self, assembled: Path) -> None:
+        """Look at the complete folder before it appears; raise VerificationError where it is not what it should be."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that will be done, before anything is.
 
-    facts           what the output is (method, sizes, layers ...), for manifest, card and people
-    peak_memory     threads -> bytes that so many threads may need
-    assemble        puts the output together, given the work directory
-    source_changed  names of source files that are not what they were when opened
-    reads           unit -> names of the source files that it reads
-    extra_bytes     bytes of companion files
-    scratch_bytes   bytes of files that exist while it runs, beside the units
-    advice          sentences on what it takes, for who looks at the plan
-    remedies        what to do where memory is not enough
-    ready           raises where this machine must not run what is left to do
+    facts          what the output is (method, sizes, layers ...), for manifest, card and people
+    assembly       what goes beside the weights
+    conversion     what the command knows of its own work
+    scratch_bytes  bytes of files that exist while it runs, beside the units
+    advice         sentences on what it takes, for who looks at the plan
+    remedies       what to do where memory is not enough
     """
 
     request: Request
     source: tuple[SourceFile, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage[Any], ...]
     facts: dict[str, Any]
     notes: tuple[str, ...]
-    peak_memory: Callable[[int], int]
-    assemble: Callable[[Any], None]
-    source_changed: Callable[[], list[str]]
-    reads: Callable[[Unit], set[str]]
-    extra_bytes: int = 0
+    assembly: Assembly
+    conversion: Conversion
     scratch_bytes: int = 0
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
-    ready: Callable[[], None] = lambda: None
+
+    @functools.cached_property
+    def extra_bytes(self) -> int:
+        """Bytes of companion files."""
+        return sum(path.stat().st_size for _, path in self.assembly.companions)
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[Unit[Any], ...]:
         """All units, in the order in which they run."""
         return tuple(unit for stage in self.stages for unit in stage.units)
 
-    def reading(self, files: Collection[str]) -> set[Unit]:
+    def units_reading(self, files: Collection[str]) -> set[Unit[Any]]:
         """The units that read one of these files, and those that follow them in a chain."""
-        found: set[Unit] = set()
+        reading: set[Unit[Any]] = set()
         for stage in self.stages:
-            hit = [n for n, unit in enumerate(stage.units) if self.reads(unit) & set(files)]
-            found.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
-        return found
+            hit = [n for n, unit in enumerate(stage.units) if self.conversion.files_read(unit) & set(files)]
+            reading.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
+        return reading
 
     def document(self) -> dict[str, Any]:
         """What plan.json holds."""
@@ -168,7 +207,7 @@ def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
 
 def require_unchanged(plan: Plan) -> None:
     """Raise InputError if a file of the input is not what it was when the plan was made."""
-    changed = plan.source_changed()
+    changed = plan.conversion.changed_sources()
     if changed:
         raise InputError(
             f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back and resume."

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from ktconvert.pipeline.engine.loop import Context
-
+from ktconvert.pipeline.tell.report import Reporter
 
 LEFT = ".left"  # what a unit leaves to the next one of its chain ends so
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
-class Unit:
+class Unit(Generic[Work]):
     """The smallest thing that is done or not done: one published file, or one folder of files.
 
     versions  (stage, quantizer, layout ...) integers, raised when bytes change
@@ -38,16 +38,16 @@ class Unit:
     final: str
     bytes_in: int
     bytes_out: int
+    work: Work = field(compare=False, repr=False)
     folder: bool = False
     kept: bool = True
     leaves: int = 0
-    work: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of everything that can change a byte: never ISA, threads, paths or time."""
-        told = [self.stage, self.key, self.versions, self.params, self.inputs]
-        return hashlib.sha256(json.dumps(told, separators=(",", ":")).encode()).hexdigest()
+        identity = [self.stage, self.key, self.versions, self.params, self.inputs]
+        return hashlib.sha256(json.dumps(identity, separators=(",", ":")).encode()).hexdigest()
 
     @property
     def stored_name(self) -> str:
@@ -79,7 +79,37 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Link:
+    """Where a unit of a chain finds and leaves things.
+
+    before   what the unit before it left; None where that is nothing
+    leaves   where to put what the next one needs; None where that is nothing
+    scratch  folder for files that are gone when the unit is done
+    store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
+    """
+
+    before: Path | None
+    leaves: Path | None
+    scratch: Path
+    store: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage's run function may use.
+
+    pool    threads for the pieces of a unit; window: how many pieces may be in flight
+    chain   the neighbours of a unit of a chain; None for any other unit
+    """
+
+    pool: ThreadPoolExecutor
+    window: int
+    reporter: Reporter
+    chain: Link | None = None
+
+
+@dataclass(frozen=True)
+class Stage(Generic[Work]):
     """Units of one kind, and the function that makes one: run(unit, partial path, context).
 
     chain  each unit needs what the one before it left, so that they run one after the other
@@ -88,8 +118,8 @@ class Stage:
     name: str
     title: str
     needs: tuple[str, ...]
-    units: tuple[Unit, ...]
-    run: Callable[[Unit, Path, Context], Result]
+    units: tuple[Unit[Work], ...]
+    run: Callable[[Unit[Work], Path, Context], Result]
     chain: bool = False
 
 
@@ -97,13 +127,13 @@ class Stage:
 class Status:
     """Whether a unit will run, and why."""
 
-    unit: Unit
+    unit: Unit[Any]
     done: bool
     reason: str
 
 
 def statuses(
-    stages: Iterable[Stage], is_done: Callable[[Unit], str | None], stored: Iterable[str] = ()
+    stages: Iterable[Stage[Any]], is_done: Callable[[Unit[Any]], str | None], stored: Iterable[str] = ()
 ) -> list[Status]:
     """The state of every unit. is_done gives a reason why a unit is finished, or None; `stored` are names that lie in the store."""
     others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}

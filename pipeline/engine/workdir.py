@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ class WorkDir:
         publish.write_file(partial, encode(document))
         publish.publish(partial, self.places.plan)
 
-    def record(self, unit: Unit, result: Result, seconds: float) -> None:
+    def record(self, unit: Unit[Any], result: Result, seconds: float) -> None:
         """Make a published unit count."""
         entry = {
             "event": "done",
@@ -127,7 +128,7 @@ class WorkDir:
         self.journal.append(entry, sync=True)
         self.finished[unit.fingerprint] = entry
 
-    def forget(self, unit: Unit) -> None:
+    def forget(self, unit: Unit[Any]) -> None:
         """Let a finished unit be made again."""
         self.journal.append({"event": "forgotten", "fingerprint": unit.fingerprint}, sync=True)
         self.finished.pop(unit.fingerprint, None)
@@ -189,7 +190,12 @@ def _require_ours(root: Path) -> None:
         )
 
 
-def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit) -> str | None:
+def records(work: WorkDir, units: Iterable[Unit[Any]]) -> dict[Unit[Any], dict[str, Any]]:
+    """The journal's record of every unit that is a part of the output, all of which are done."""
+    return {unit: work.finished[unit.fingerprint] for unit in units if unit.kept}
+
+
+def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[Any]) -> str | None:
     """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in place.
 
     A name in the store says what the content is; a final name does not, so a file that lies only there has to have the hash.

@@ -7,7 +7,7 @@ import gc
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.files.shards import shard_name
-from ktconvert.pipeline.engine.assemble import CARD, CONFIG, SOURCE_CARD
 from ktconvert.pipeline.engine.execute import hash_inputs
-from ktconvert.pipeline.engine.plan import Request, SourceFile
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, SOURCE_CARD, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
@@ -91,13 +90,25 @@ def companions(source: TensorSource) -> tuple[tuple[str, Path], ...]:
     return tuple((OWN_NAMES.get(name, name), source.root / name) for name in source.companions() if name != CONFIG)
 
 
-def read_files(source: TensorSource, unit: Unit) -> set[str]:
-    """The names of the source files that a unit reads."""
-    by_header = {(s.header_sha256, s.size): s.name for s in source.shards}
-    return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a checkpoint that a plan reads, as they were when it was opened."""
+
+    source: TensorSource
+    files: tuple[SourceFile, ...]
+
+    def changed(self) -> list[str]:
+        """The names of those that are not what they were."""
+        companions = [file for file in self.files if file.header_sha256 is None]
+        return self.source.changed() + changed_since(companions, self.source.root)
+
+    def read_by(self, unit: Unit[Any]) -> set[str]:
+        """The names of those that a unit reads."""
+        by_header = {(s.header_sha256, s.size): s.name for s in self.source.shards}
+        return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
 
 
-def number_shards(stages: list[Stage]) -> list[Stage]:
+def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
     """Final names for all shards, in order over all stages."""
     total = sum(unit.kept for stage in stages for unit in stage.units)
     number, named = 0, []
@@ -107,7 +118,7 @@ def number_shards(stages: list[Stage]) -> list[Stage]:
             number += unit.kept
             units.append(replace(unit, final=shard_name(number, total)) if unit.kept else unit)
         named.append(replace(stage, units=tuple(units)))
-    return named
+    return tuple(named)
 
 
 def base_model(source: TensorSource) -> str | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
@@ -15,18 +15,17 @@ from ktconvert.layouts.outputs import LAYOUTS, Layout, card, loose, numa
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.assemble import Assembly, assemble
 from ktconvert.pipeline.engine.execute import begun_with
 from ktconvert.pipeline.engine.loop import LANES, WAITING
-from ktconvert.pipeline.engine.plan import Plan, Request, changed_since, tool_version
-from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
+from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
+    CheckpointFiles,
     base_model,
     collector_at_rest,
     companions,
     number_shards,
-    read_files,
     rows_for,
     shape_facts,
     shard_metadata,
@@ -60,7 +59,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     facts = _facts(model, layout, parts, layers, settings)
     about = ("method", "layout_version", "numa", "activation", "weights_on")
     metadata = shard_metadata(facts, source, about)
-    stages: list[Stage] = [
+    stages: list[Stage[Any]] = [
         cpu_experts.stage(
             model,
             layout,
@@ -74,38 +73,71 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     ]
     if settings["non_experts"] == "copy":
         stages.append(carry_over.stage(source, carry_over.renamed(model), settings["max_shard_size"], metadata))
-    beside = companions(source)
     notes = tuple(_notes(model, layout, layers, settings))
-    assembly = Assembly(
-        companions=beside,
-        config=card.config_json(source.config, facts, tool_version()) if source.config else None,
-        card=functools.partial(
-            card.model_card,
-            base_model=base_model(source),
-            facts=facts,
-            notes=notes,
-            loose=not merge,
-            non_experts=settings["non_experts"] == "copy",
-            tool_version=tool_version(),
-        ),
-        loose=not merge,
-        kept_layers=kept,
-    )
     files = source_files(source, request, hashed)
-    companion_files = [file for file in files if file.header_sha256 is None]
-    plan = Plan(
+    return Plan(
         request=replace(request, settings=settings),
         source=files,
-        stages=tuple(number_shards(stages)) if merge else tuple(stages),
+        stages=number_shards(stages) if merge else tuple(stages),
         facts=facts | ({"kept_layers": list(kept)} if kept else {}),
         notes=notes,
-        peak_memory=lambda threads: _peak_memory(layout, model, layers, parts, settings, threads),
-        assemble=lambda work: assemble(plan, assembly, work),
-        source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
-        reads=lambda unit: read_files(source, unit),
-        extra_bytes=sum(path.stat().st_size for _, path in beside),
+        assembly=Assembly(
+            companions=companions(source),
+            config=card.config_json(source.config, facts, tool_version()) if source.config else None,
+            loose=not merge,
+            kept_layers=kept,
+        ),
+        conversion=CpuConversion(CheckpointFiles(source, files), model, layout, layers, facts, notes, settings),
     )
-    return plan
+
+
+@dataclass(frozen=True)
+class CpuConversion:
+    """`ktconvert cpu` of these layers; a Conversion."""
+
+    files: CheckpointFiles
+    model: MoeModel
+    layout: Layout
+    layers: tuple[int, ...]
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    def peak_memory(self, threads: int) -> int:
+        """The buffers of all packing threads, whatever the model's size."""
+        parts, backward = self.facts["numa"], self.settings["save_backward_weights"]
+        shapes = {self.model.shape(layer) for layer in self.layers}
+        grids = [ExpertGrid(0, hidden, intermediate, parts, backward) for _, hidden, intermediate in shapes]
+        buffers = max(cpu_experts.buffer_bytes(self.layout, grid) for grid in grids)
+        scratch = max(cpu_experts.scratch_bytes(grid) for grid in grids)
+        packing = threads + WAITING
+        return BASE_MEMORY + (packing + 2 * LANES) * buffers + packing * scratch
+
+    def require_ready(self) -> None:
+        """Any machine will do."""
+
+    def changed_sources(self) -> list[str]:
+        """Source files that changed since they were opened."""
+        return self.files.changed()
+
+    def files_read(self, unit: Unit[Any]) -> set[str]:
+        """The shards that hold a unit's tensors."""
+        return self.files.read_by(unit)
+
+    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
+        """README.md of the output."""
+        return card.model_card(
+            base_model=base_model(self.model.source),
+            facts=self.facts,
+            notes=self.notes,
+            stats=stats,
+            loose=self.settings["no_merge_safetensor"],
+            non_experts=self.settings["non_experts"] == "copy",
+            tool_version=tool_version(),
+        )
+
+    def check(self, assembled: Path) -> None:
+        """Sizes are known before the first byte is written: nothing to check."""
 
 
 def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
@@ -211,17 +243,3 @@ def machine_note(plan: Plan) -> str | None:
         f"the output is for {parts} NUMA part{'s' if parts != 1 else ''}; this machine has {nodes} "
         f"node{'s' if nodes != 1 else ''}: to run it here, pass --threadpool-count {nodes}"
     )
-
-
-def _peak_memory(
-    layout: Layout, model: MoeModel, layers: tuple[int, ...], parts: int, settings: Mapping[str, Any], threads: int
-) -> int:
-    shapes = {model.shape(layer) for layer in layers}
-    grids = [
-        ExpertGrid(0, hidden, intermediate, parts, settings["save_backward_weights"])
-        for _, hidden, intermediate in shapes
-    ]
-    buffers = max(cpu_experts.buffer_bytes(layout, grid) for grid in grids)
-    scratch = max(cpu_experts.scratch_bytes(grid) for grid in grids)
-    packing = threads + WAITING
-    return BASE_MEMORY + (packing + 2 * LANES) * buffers + packing * scratch

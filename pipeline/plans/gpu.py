@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,16 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import PROJECTIONS, gpu_card
 from ktconvert.layouts.outputs.compressed import COMPRESSED, Compressed, check_shapes, linear_name
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
-from ktconvert.pipeline.engine.assemble import CONFIG, Assembly, assemble
 from ktconvert.pipeline.engine.loop import WAITING
-from ktconvert.pipeline.engine.plan import Plan, Request, changed_since, tool_version
-from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
+from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
+    CheckpointFiles,
     base_model,
     collector_at_rest,
     companions,
     number_shards,
-    read_files,
     rows_for,
     shape_facts,
     shard_metadata,
@@ -48,16 +46,16 @@ class Quantizing:
 
     peak_memory    threads -> bytes
     scratch_bytes  of disk, while it runs
-    ready          raises where this machine must not go on with it
+    require_ready  raises where this machine must not go on with it
     """
 
-    stage: Stage
+    stage: Stage[Any]
     peak_memory: Callable[[int], int]
     scratch_bytes: int = 0
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
-    ready: Callable[[], None] = lambda: None
+    require_ready: Callable[[], None] = lambda: None
 
 
 def require_available(quant_method: str, torch_dtype: str) -> None:
@@ -95,48 +93,64 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     dropped_files = [name for name, _ in companions(source) if name in gpu_card.CONFIG_FILES]
     copied = tuple((name, path) for name, path in companions(source) if name not in dropped_files)
     notes = tuple(_notes(model, rest, dropped_files, loading))
-    assembly = Assembly(
-        companions=copied,
-        config=gpu_card.config_json(source.config, form, ignore),
-        card=functools.partial(
-            gpu_card.model_card,
-            base_model=base_model(source),
-            facts=facts,
-            notes=notes,
-            tool_version=tool_version(),
-        ),
-        loose=False,
-        guard=functools.partial(_guard, settings["quant_method"]),
-    )
     files = source_files(source, request, hashed)
-    companion_files = [file for file in files if file.header_sha256 is None]
-    plan = Plan(
+    return Plan(
         request=replace(request, settings=settings),
         source=files,
-        stages=tuple(stages),
+        stages=stages,
         facts=facts,
         notes=(*notes, *quantizing.notes),
-        advice=quantizing.advice,
-        peak_memory=quantizing.peak_memory,
+        assembly=Assembly(companions=copied, config=gpu_card.config_json(source.config, form, ignore), loose=False),
+        conversion=GpuConversion(CheckpointFiles(source, files), quantizing, facts, notes),
         scratch_bytes=quantizing.scratch_bytes,
+        advice=quantizing.advice,
         remedies=quantizing.remedies,
-        ready=quantizing.ready,
-        assemble=lambda work: assemble(plan, assembly, work),
-        source_changed=lambda: source.changed() + changed_since(companion_files, source.root),
-        reads=lambda unit: read_files(source, unit),
-        extra_bytes=sum(path.stat().st_size for _, path in copied),
     )
-    return plan
 
 
-def _guard(quant_method: str, output: Path) -> None:
-    """Raise VerificationError for an output that is not what its manifest and loaders expect.
+@dataclass(frozen=True)
+class GpuConversion:
+    """`ktconvert gpu`; a Conversion."""
 
-    Whether transformers finds a name for every expert is asked only where it is in memory already.
-    """
-    from ktconvert.pipeline.verify.output import require_sound
+    files: CheckpointFiles
+    quantizing: Quantizing
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
 
-    require_sound(output, load=quant_method == "GPTQ")
+    def peak_memory(self, threads: int) -> int:
+        """As the way of quantizing needs it."""
+        return self.quantizing.peak_memory(threads)
+
+    def require_ready(self) -> None:
+        """Calibration goes on only on the machine where it began."""
+        self.quantizing.require_ready()
+
+    def changed_sources(self) -> list[str]:
+        """Source files that changed since they were opened."""
+        return self.files.changed()
+
+    def files_read(self, unit: Unit[Any]) -> set[str]:
+        """The shards that hold a unit's tensors."""
+        return self.files.read_by(unit)
+
+    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
+        """README.md of the output."""
+        return gpu_card.model_card(
+            base_model=base_model(self.files.source),
+            facts=self.facts,
+            notes=self.notes,
+            stats=stats,
+            tool_version=tool_version(),
+        )
+
+    def check(self, assembled: Path) -> None:
+        """Raise VerificationError for an output that is not what its manifest and loaders expect.
+
+        Whether transformers finds a name for every expert is asked only where it is in memory already.
+        """
+        from ktconvert.pipeline.verify.output import require_sound
+
+        require_sound(assembled, load=self.facts["quant_method"] == "GPTQ")
 
 
 def _rtn(request: Request, model: MoeModel, form: Compressed, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
@@ -157,7 +171,7 @@ def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, met
     shape = of_gptq.shape_of(model, settings, given)
     beside_experts = {carried.key: carried for carried in carry_over.carried(rest, model.source)}
 
-    def ready() -> None:
+    def require_ready() -> None:
         now = machine.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
         machine.require_same(given["machine"], now, request.output, tuning["allow_machine_change"])
 
@@ -168,7 +182,7 @@ def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, met
         notes=() if settings.engine == "stream" else (ONESHOT,),
         advice=tuple(needs.advice(shape)) if settings.engine == "stream" else (),
         remedies=needs.REMEDIES,
-        ready=ready,
+        require_ready=require_ready,
     )
 
 
@@ -184,7 +198,9 @@ QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Compressed, Beside, Mappin
 }
 
 
-def _carried(rest: Beside, model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]) -> list[Stage]:
+def _carried(
+    rest: Beside, model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]
+) -> list[Stage[Any]]:
     stage = carry_over.stage(model.source, carry_over.carried(rest, model.source), max_shard_size, metadata)
     return [stage] if stage.units else []
 

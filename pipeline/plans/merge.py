@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import LAYOUTS, PROJECTIONS, Layout, card, loose
 from ktconvert.layouts.outputs.parts import Part
-from ktconvert.pipeline.engine.assemble import CONFIG, Assembly, assemble
-from ktconvert.pipeline.engine.plan import Plan, Request, SourceFile, changed_since, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, SourceFile, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, OWN_NAMES, number_shards
 from ktconvert.pipeline.stages import merge_parts
@@ -53,38 +52,61 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
     identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
     originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in companions)
-    stages = number_shards([merge_parts.stage(files, request.settings["max_tensors"], metadata, root)])
-    assembly = Assembly(
-        companions=tuple((OWN_NAMES.get(name, name), path) for name, path in companions if name != CONFIG),
-        config=None if config is None else card.config_json(config, facts, tool_version()),
-        card=functools.partial(
-            card.model_card,
+    return Plan(
+        request=request,
+        source=identity + originals,
+        stages=number_shards([merge_parts.stage(files, request.settings["max_tensors"], metadata, root)]),
+        facts=facts,
+        notes=(),
+        assembly=Assembly(
+            companions=tuple((OWN_NAMES.get(name, name), path) for name, path in companions if name != CONFIG),
+            config=None if config is None else card.config_json(config, facts, tool_version()),
+            loose=False,
+        ),
+        conversion=MergeConversion(root, identity, original, originals, facts),
+    )
+
+
+@dataclass(frozen=True)
+class MergeConversion:
+    """`ktconvert merge`; a Conversion. loose: the .kt files below root; beside: the companions in the original checkpoint."""
+
+    root: Path
+    loose: tuple[SourceFile, ...]
+    original: Path | None
+    beside: tuple[SourceFile, ...]
+    facts: Mapping[str, Any]
+
+    def peak_memory(self, threads: int) -> int:
+        """Files are copied piece by piece."""
+        return BASE_MEMORY + 4 * merge_parts.PIECE
+
+    def require_ready(self) -> None:
+        """Any machine will do."""
+
+    def changed_sources(self) -> list[str]:
+        """Loose files and companions that changed since they were listed."""
+        beside = changed_since(self.beside, self.original) if self.original else []
+        return changed_since(self.loose, self.root) + beside
+
+    def files_read(self, unit: Unit[Any]) -> set[str]:
+        """A unit's inputs are loose files."""
+        return {name for name, *_ in unit.inputs}
+
+    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
+        """README.md of the output."""
+        return card.model_card(
             base_model=None,
-            facts=facts,
+            facts=self.facts,
             notes=(),
+            stats=stats,
             loose=False,
             non_experts=False,
             tool_version=tool_version(),
-        ),
-        loose=False,
-    )
+        )
 
-    def changed() -> list[str]:
-        return changed_since(identity, root) + (changed_since(originals, original) if original else [])
-
-    plan = Plan(
-        request=request,
-        source=identity + originals,
-        stages=tuple(stages),
-        facts=facts,
-        notes=(),
-        peak_memory=lambda threads: BASE_MEMORY + 4 * merge_parts.PIECE,
-        assemble=lambda work: assemble(plan, assembly, work),
-        source_changed=changed,
-        reads=_reads,
-        extra_bytes=sum(p.stat().st_size for _, p in companions),
-    )
-    return plan
+    def check(self, assembled: Path) -> None:
+        """Names and sizes were checked before work: nothing to check."""
 
 
 def _files_of(layer: int, folder: Path) -> list[LooseFile]:
@@ -188,7 +210,3 @@ def _config(original: Path | None) -> dict[str, Any] | None:
     except ValueError as error:
         raise InputError(f"{original / CONFIG}: not JSON ({error}); download it again.") from error
     return dict(config)
-
-
-def _reads(unit: Unit) -> set[str]:
-    return {name for name, *_ in unit.inputs}

@@ -17,8 +17,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import Entry, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import merged
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.loop import Context
-from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 
 NAME = "carry_over"
 VERSION = 1
@@ -79,7 +78,7 @@ def carried(rest: Beside, source: TensorSource) -> tuple[Carried, ...]:
 
 def stage(
     source: TensorSource, tensors: Collection[Carried], max_shard_size: int | None, metadata: Mapping[str, str]
-) -> Stage:
+) -> Stage[Job]:
     """The stage that copies these tensors."""
     tensors = tuple(tensors)
     shards = [(s.header_sha256, s.size, s.blob) for s in source.shards]
@@ -110,9 +109,9 @@ def stage(
     return Stage(NAME, "copy tensors that are no routed experts", ("source",), tuple(units), write_shard)
 
 
-def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
     """One shard of copied tensors."""
-    job: Job = unit.work
+    job = unit.work
     plan = plan_shard([t.entry for t in job.tensors], job.metadata)
     with publish.DirectFile(partial, plan.size) as file:
         file.append(plan.header)

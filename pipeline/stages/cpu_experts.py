@@ -16,8 +16,7 @@ from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, Layout, loose, merged
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.loop import Context
-from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import (
     error_figures,
     items,
@@ -63,7 +62,7 @@ def stage(
     merge: bool,
     max_shard_size: int | None,
     metadata: Mapping[str, str],
-) -> Stage:
+) -> Stage[Job]:
     """The stage that converts these layers; final names of shards are given by the plan."""
     shards = {s: (shard.header_sha256, shard.size, shard.blob) for s, shard in enumerate(model.source.shards)}
     units = []
@@ -115,9 +114,9 @@ def scratch_bytes(grid: ExpertGrid) -> int:
     return 2 * 32 * max(grid.hidden, grid.intermediate)
 
 
-def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
     """One safetensors shard: header, all weights straight from the packing threads, then all scales."""
-    job: Job = unit.work
+    job = unit.work
     plan = merged.plan_experts(job.grid, range(job.start, job.stop), job.layout, job.metadata)
     scales: list[npt.NDArray[np.float32]] = []
     with publish.DirectFile(partial, plan.size) as file:
@@ -144,9 +143,9 @@ def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
     return Result((Written("", plan.size, digest),), len(plan.entries), _sampled_error(job))
 
 
-def write_folder(unit: Unit, partial: Path, context: Context) -> Result:
+def write_folder(unit: Unit[Job], partial: Path, context: Context) -> Result:
     """One loose layer folder: two files per matrix, synced together."""
-    job: Job = unit.work
+    job = unit.work
     partial.mkdir()
     for node in range(job.grid.numa):
         (partial / f"_numa_{node}").mkdir()

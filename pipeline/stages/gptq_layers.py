@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo
@@ -12,8 +13,7 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.compressed import Compressed
-from ktconvert.pipeline.engine.loop import Context, Link
-from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.carry_over import Carried
 from ktconvert.pipeline.walk import layerwise, oneshot
 from ktconvert.pipeline.walk.layered import LayeredModel
@@ -35,7 +35,7 @@ def stage(
     settings: Settings,
     rest: Mapping[str, Carried],
     metadata: Mapping[str, str],
-) -> Stage:
+) -> Stage[Any]:
     """The chain. rest: what the checkpoint holds beside its routed experts, by name."""
 
     @functools.cache
@@ -58,7 +58,7 @@ def stage(
     most = settings.calibration.samples * settings.calibration.max_length
     boundary = 2 * most * hidden if settings.engine == "stream" else 0
     ids_bytes = 8 * (most + settings.calibration.samples)
-    units = [
+    units: list[Unit[Any]] = [
         Unit(
             stage=NAME,
             key=SAMPLES,
@@ -113,7 +113,7 @@ def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> 
     return [carried for name, carried in rest.items() if name.startswith(prefix)]
 
 
-def make(unit: Unit, partial: Path, context: Context) -> Result:
+def make(unit: Unit[Any], partial: Path, context: Context) -> Result:
     """Any unit of the chain."""
     import torch
 
@@ -131,7 +131,7 @@ def make(unit: Unit, partial: Path, context: Context) -> Result:
         ) from error
 
 
-def write_layer(unit: Unit, partial: Path, context: Context, job: Job) -> Result:
+def write_layer(unit: Unit[Any], partial: Path, context: Context, job: Job) -> Result:
     """One shard: the layer's routed experts; and for the next layer what leaves this one."""
     link: Link = context.chain  # type: ignore[assignment]
     lm = job.skeleton()
@@ -174,7 +174,7 @@ def write_layer(unit: Unit, partial: Path, context: Context, job: Job) -> Result
     return Result((Written("", size, digest),), tensors, {**figures(job, partial), **tell(job, told, context)})
 
 
-def write_whole(unit: Unit, partial: Path, context: Context, job: Job) -> Result:
+def write_whole(unit: Unit[Any], partial: Path, context: Context, job: Job) -> Result:
     """One shard of what oneshot made of the whole model, at the first layer that asks for it."""
     link: Link = context.chain  # type: ignore[assignment]
     made = job.oneshot(link.store[SAMPLES])

@@ -14,8 +14,8 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs.compressed import Compressed, linear_name, linears, plan_experts
 from ktconvert.native_quant import kernels
-from ktconvert.pipeline.engine.loop import LANES, Context
-from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.loop import LANES
+from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.quantizers import groups
@@ -47,7 +47,7 @@ class Job:
 
 def stage(
     model: MoeModel, form: Compressed, *, rounding: str, max_shard_size: int | None, metadata: Mapping[str, str]
-) -> Stage:
+) -> Stage[Job]:
     """The stage that rounds the experts of every layer; final names of shards are given by the plan."""
     shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
     units = []
@@ -83,7 +83,7 @@ def stage(
     return Stage(NAME, f"round experts to {form.name}", ("source",), tuple(units), write_shard)
 
 
-def peak_memory(model: MoeModel, form: Compressed, units: tuple[Unit, ...], packing: int) -> int:
+def peak_memory(model: MoeModel, form: Compressed, units: tuple[Unit[Job], ...], packing: int) -> int:
     """Bytes that so many linears under way need, and the scales of the units in flight; the source is only mapped."""
     shapes = {model.shape(layer)[1:] for layer in model.layers}
     linear = max(form.linear_bytes(width, hidden) for hidden, width in shapes)
@@ -93,9 +93,9 @@ def peak_memory(model: MoeModel, form: Compressed, units: tuple[Unit, ...], pack
     return (packing + 2 * LANES) * linear + packing * decoded + LANES * (sampled + scales)
 
 
-def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
     """One safetensors shard: header, all codes straight from the packing threads, then all shapes and scales."""
-    job: Job = unit.work
+    job = unit.work
     experts = range(job.start, job.stop)
     plan = plan_experts(job.model, job.layer, experts, job.form, job.metadata)
     places: dict[tuple[int, str], int] = {}

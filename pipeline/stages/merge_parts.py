@@ -11,8 +11,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import Entry, plan_shard
 from ktconvert.layouts.outputs import merged
 from ktconvert.layouts.outputs.parts import Part
-from ktconvert.pipeline.engine.loop import Context
-from ktconvert.pipeline.engine.units import Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 
 NAME = "merge_parts"
 VERSION = 1
@@ -45,7 +44,7 @@ class Job:
     metadata: Mapping[str, str]
 
 
-def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage:
+def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[Job]:
     """The stage that packs these files, in this order, into shards of at most max_tensors tensors."""
     units = []
     for number, start in enumerate(range(0, len(files), max_tensors)):
@@ -69,9 +68,9 @@ def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str],
     return Stage(NAME, "loose files into safetensors", ("source",), tuple(units), write_shard)
 
 
-def write_shard(unit: Unit, partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
     """One shard: weights first, each file streamed into its place."""
-    job: Job = unit.work
+    job = unit.work
     files = sorted(job.files, key=lambda f: f.what != "weight")
     plan = plan_shard([f.entry for f in files], job.metadata)
     with publish.DirectFile(partial, plan.size) as out:

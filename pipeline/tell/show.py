@@ -81,7 +81,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
     old = None if finished else saved_plan(places)
     if old is not None:
         dropped, touched = agree(plan, old, overwrite)
-        again = plan.reading(touched)
+        again = plan.units_reading(touched)
         states = [
             replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
             if state.done and (dropped or state.unit in again)
@@ -135,7 +135,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "disk_needed": 0 if finished else disk_needed(plan, todo),
         "disk_free": machine.disk_free(places.root),
         "threads": threads,
-        "peak_memory": plan.peak_memory(threads),
+        "peak_memory": plan.conversion.peak_memory(threads),
         "finished": finished,
     }
 

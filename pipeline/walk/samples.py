@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +13,15 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.files.shards import Entry, plan_shard
-from ktconvert.pipeline.engine.loop import Context, Link
-from ktconvert.pipeline.engine.units import Result, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
 from ktconvert.pipeline.walk import layerwise
 from ktconvert.pipeline.walk.calibration import Calibration, token_ids
 from ktconvert.pipeline.walk.layered import LayeredModel
 
 
-def write_samples(unit: Unit, partial: Path, context: Context, calibration: Calibration, lm: LayeredModel) -> Result:
+def write_samples(
+    unit: Unit[Any], partial: Path, context: Context, calibration: Calibration, lm: LayeredModel
+) -> Result:
     """The tokens of all samples, and for the first layer what they are embedded to."""
     link: Link = context.chain  # type: ignore[assignment]
     known = link.store[unit.key]

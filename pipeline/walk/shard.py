@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.compressed import Compressed, linear_name, plan_experts
-from ktconvert.pipeline.engine.loop import Context
+from ktconvert.pipeline.engine.units import Context
 from ktconvert.pipeline.stages import gpu_linears
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
 from ktconvert.pipeline.walk import layerwise, oneshot
