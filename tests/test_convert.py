@@ -28,7 +28,15 @@ def stored(path: Path) -> dict[str, tuple[str, Any]]:
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     header.pop("__metadata__", None)
-    kinds = {"BF16": np.uint16, "I8": np.int8, "F32": np.float32, "I64": np.int64, "U8": np.uint8, "F8_E4M3": np.uint8}
+    kinds = {
+        "BF16": np.uint16,
+        "I8": np.int8,
+        "F32": np.float32,
+        "I64": np.int64,
+        "I32": np.int32,
+        "U8": np.uint8,
+        "F8_E4M3": np.uint8,
+    }
     data = raw[8 + length :]
     return {
         name: (e["dtype"], np.frombuffer(data[slice(*e["data_offsets"])], kinds[e["dtype"]]).reshape(e["shape"]))
@@ -305,3 +313,33 @@ def test_a_source_that_breaks_off_under_our_hands_ends_in_a_sentence(
     assert str(shard) in done.stderr
     assert "became shorter" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_range_of_layers_that_runs_backwards_is_named(tmp_path: Path, cli: Any, example: Path) -> None:
+    done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--layers", "1-0", code=2)
+    assert "1-0 runs backwards; write 0-1" in done.stderr
+
+
+def test_a_source_of_experts_alone_is_converted(
+    tmp_path: Path, cli: Any, example: Path, write_safetensors: Any
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    shutil.copy(example / "config.json", source)
+    tensors = {n: t for n, t in stored(example / "model.safetensors").items() if ".mlp.experts." in n}
+    write_safetensors(source / "model.safetensors", tensors)
+    cli("cpu", "-i", source, "-o", tmp_path / "skip")
+    cli("cpu", "-i", source, "-o", tmp_path / "copy", "--non-experts", "copy")
+    same_bytes(merged(tmp_path / "copy"), merged(tmp_path / "skip"))
+    cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")
+    cli("gpu", "-i", example, "-o", tmp_path / "whole", "--quant-method", "RTN")
+    same_bytes(
+        {n: t for n, (_, t) in _of_folder(tmp_path / "gpu").items()},
+        {n: t for n, (_, t) in _of_folder(tmp_path / "whole").items() if ".mlp.experts." in n},
+    )
+    for folder in ("copy", "gpu"):
+        cli("verify", tmp_path / folder, "--against", source, "--no-load")
+
+
+def _of_folder(folder: Path) -> dict[str, tuple[str, Any]]:
+    return {name: tensor for shard in sorted(folder.glob("*.safetensors")) for name, tensor in stored(shard).items()}

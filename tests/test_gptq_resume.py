@@ -196,6 +196,19 @@ def test_another_machine(attempts: Attempts) -> None:
     assert len(conversion.names(output.parent)) == 1
 
 
+@pytest.mark.skipif(conversion.CORES < 2, reason="needs two cores, to compute with another number of threads")
+def test_overwrite_starts_over_on_another_machine(attempts: Attempts) -> None:
+    output = attempts.output("afresh")
+    assert attempts.run(output, kill=attempts.recorded_at("layer-000") + 1).returncode == killpoint.KILLED
+    words = (*calibrated.arguments(attempts.model, output, "W4A16", attempts.dataset), "--overwrite")
+    for threads, what in ((2, "unfinished"), (1, "finished")):
+        done = attempts.run(output, *words, "--cpuinfer-threads", str(threads))
+        assert done.returncode == 0, f"over the {what} one: {done.stderr}"
+        settings = json.loads((output / "manifest.json").read_text())["settings"]
+        assert settings["machine"]["threads"] == threads
+    assert conversion.differing(conversion.tree(output), attempts.wanted) == []
+
+
 @pytest.mark.parametrize(
     ("change", "shown"),
     [

@@ -243,7 +243,16 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path
 def test_a_disk_too_small_is_refused_before_anything_is_read(source: Path, output: Path, mounts: Any) -> None:
     base = output.parent
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
-    conversion.refused(convert(source, output, prefix=mounts.prefix), 4, "needed", "free")
+    words = (
+        "needed (",
+        "of weights",
+        "of companion files",
+        "to spare for headers, index, manifest and journal",
+        "free",
+    )
+    conversion.refused(convert(source, output, prefix=mounts.prefix), 4, *words)
+    shown = convert(source, output, "--dry-run", prefix=mounts.prefix).stdout
+    assert all(word in shown for word in words), shown
     mounts.mount("-o", "remount,size=64m", base)
     done = conversion.ktconvert("resume", output, prefix=mounts.prefix)
     assert done.returncode == 0, done.stderr

@@ -73,7 +73,9 @@ def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
 def group_by_limit(sizes: Iterable[int], limit: int | None) -> list[tuple[int, int]]:
     """Cut a run of sizes (bytes) into [start, stop) groups of at most `limit` bytes; one item may exceed it. None: one group."""
     sizes = list(sizes)
-    starts, total = [0] if sizes else [], 0
+    if not sizes:
+        return []
+    starts, total = [0], 0
     for at, size in enumerate(sizes):
         if limit is not None and total and total + size > limit:
             starts.append(at)

@@ -51,7 +51,7 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
 
 
 @click.command("bench", epilog=EPILOG)
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("output", type=options.FilePath())
 @click.option("--layer", type=click.IntRange(min=0), default=None, help="Layer to compute. [default: the first]")
 @click.option(
     "--tokens", type=Counts(), default="1,4,16,64,256,1024", show_default=True, help="Tokens per forward, several."
@@ -60,7 +60,7 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
     "--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: the physical cores we may use]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Draw it: FILE.png, .svg or .pdf.")
+@click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")
 def bench(
     output: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, as_json: bool, plot: Path | None
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,10 +28,9 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 
 
 @click.command("cpu", epilog=EPILOG)
-@click.option(
-    "-i", "--input-path", required=True, help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name)."
-)
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Output directory.")
+@click.option("-i", "--input-path", required=True, type=options.PathOrHubId(),
+              help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).")  # fmt: skip
+@click.option("-o", "--output", required=True, type=options.FilePath(), help="Output directory.")
 @click.option("--input-type", type=click.Choice(["awq", "fp8", "fp16", "bf16"], case_sensitive=False), default=None,
               help="What the weights are; read from the headers when left out.")  # fmt: skip
 @click.option(

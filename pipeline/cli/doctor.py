@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.tell.report import size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
@@ -260,7 +261,7 @@ Examples:
 @click.command("doctor", epilog=EPILOG)
 @click.option(
     "--disk",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=options.FilePath(exists=True, file_okay=False),
     default=Path(),
     help="Directory whose disk is measured: at most 256 MiB are written and removed.  [default: .]",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,16 +18,14 @@ Examples:
 
 
 @click.command("eval", epilog=EPILOG)
-@click.argument("model")
+@click.argument("model", type=options.PathOrHubId())
 @click.option(
-    "--cpu-weights", type=click.Path(path_type=Path), default=None, help="What MODEL was converted into, for the CPU."
+    "--cpu-weights", type=options.FilePath(), default=None, help="What MODEL was converted into, for the CPU."
 )
 @click.option(
-    "--gpu-weights", type=click.Path(path_type=Path), default=None, help="What MODEL was converted into, for the GPU."
+    "--gpu-weights", type=options.FilePath(), default=None, help="What MODEL was converted into, for the GPU."
 )
-@click.option(
-    "--text", required=True, type=click.Path(path_type=Path), help="What both models read: a UTF-8 text file."
-)
+@click.option("--text", required=True, type=options.FilePath(), help="What both models read: a UTF-8 text file.")
 @click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens read at a time.")
 @click.option("--skip-windows", type=click.IntRange(min=0), default=0, show_default=True,
               help="Leave out the first so many, e.g. what was calibrated with.")  # fmt: skip
@@ -38,7 +35,7 @@ Examples:
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Draw it: FILE.png, .svg or .pdf.")
+@click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")
 def eval(model: str, **given: Any) -> None:
     """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
 

@@ -66,7 +66,7 @@ class SeveralValues(click.Command):
 
 
 @click.command("gpu", cls=SeveralValues, epilog=EPILOG)
-@click.option("-i", "--model-id", "--input-path", "model_id", required=True,
+@click.option("-i", "--model-id", "--input-path", "model_id", required=True, type=options.PathOrHubId(),
               help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).")  # fmt: skip
 @click.option(
     "-o",
@@ -74,7 +74,7 @@ class SeveralValues(click.Command):
     "--output",
     "output_dir",
     required=True,
-    type=click.Path(path_type=Path),
+    type=options.FilePath(),
     help="Output directory.",
 )
 @click.option("--quant-method", type=click.Choice(["GPTQ", "RTN"], case_sensitive=False), default="GPTQ", show_default=True,
@@ -85,7 +85,7 @@ class SeveralValues(click.Command):
               help="The bits of llmcompressor, or one rounding less.")  # fmt: skip
 @click.option("--ignore-patterns", multiple=True,
               help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.")  # fmt: skip
-@click.option("--dataset", default="HuggingFaceH4/ultrachat_200k", show_default=True,
+@click.option("--dataset", type=options.PathOrHubId(), default="HuggingFaceH4/ultrachat_200k", show_default=True,
               help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.")  # fmt: skip
 @click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set.")
 @click.option("--num-calibration-samples", type=click.IntRange(min=1), default=512, show_default=True,
@@ -174,7 +174,7 @@ def gpu(**given: Any) -> None:
 
 
 def calibration(given: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
-    """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on."""
+    """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on, unless it is to start over."""
     from ktconvert.pipeline.engine.execute import begun_with
     from ktconvert.pipeline.walk.calibration import local_files
     from ktconvert.pipeline.walk.environment import this_machine
@@ -183,7 +183,8 @@ def calibration(given: Mapping[str, Any], output: Path, threads: int, reporter: 
     machine = this_machine(threads, given["force_cpu"], given["max_gpu_memory"])
     if given["max_gpu_memory"] is not None and machine["device_type"] == "cpu":
         reporter.note("--max-gpu-memory changes nothing here: no GPU is used")
-    begun = (begun_with(output) or {}).get("machine")
+    afresh = given["overwrite"] and not given["allow_machine_change"]
+    begun = None if afresh else (begun_with(output) or {}).get("machine")
     settings = {name: given[name] for name in (*CALIBRATION, "trust_remote_code")}
     return {**settings, "dataset": options.stored_input(given["dataset"]), "machine": begun or machine}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,14 +20,14 @@ Examples:
     "-i",
     "--input-path",
     required=True,
-    type=click.Path(path_type=Path),
+    type=options.FilePath(),
     help="Directory with _layer_N folders of .kt files.",
 )
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Output directory.")
+@click.option("-o", "--output", required=True, type=options.FilePath(), help="Output directory.")
 @click.option(
     "-r",
     "--original-path",
-    type=click.Path(path_type=Path),
+    type=options.FilePath(),
     default=None,
     help="Original checkpoint: config, tokenizer and the like are copied.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from ktconvert.pipeline.tell.report import Reporter, size
 
 F = TypeVar("F", bound=Callable[..., Any])
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+EMPTY = "is empty; give a path"
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
@@ -31,6 +34,29 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cli
         if nbytes < 1:
             self.fail(f"{value!r} is not a size like 5GB or 500MiB", param, ctx)
         return nbytes
+
+
+class FilePath(click.Path):
+    """A file or a directory, as a Path. An empty one is refused: Path("") would be the current directory."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(path_type=Path, **how)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if not os.fspath(value):
+            self.fail(EMPTY, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class PathOrHubId(click.types.StringParamType):
+    """A file, a directory or a hub id (org/name), as text; not an empty one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text."""
+        if not value:
+            self.fail(EMPTY, param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def cpuinfer_threads(command: F) -> F:
@@ -57,7 +83,7 @@ def arch_file(command: F) -> F:
     """--arch-file."""
     return click.option(
         "--arch-file",
-        type=click.Path(path_type=Path),
+        type=FilePath(),
         default=None,
         help="A row for an architecture that is not in the table (TOML).",
     )(command)
@@ -74,7 +100,7 @@ def gpu_experts(command: F) -> F:
         ),
         click.option(
             "--gpu-experts-mask",
-            type=click.Path(path_type=Path),
+            type=FilePath(),
             default=None,
             help="Safetensors file with gpu_experts_mask, bool [layers, experts]: these experts come from MODEL.",
         ),

@@ -19,7 +19,7 @@ Examples:
 
 
 @click.command("resume", epilog=EPILOG)
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("output", type=options.FilePath())
 @click.option("--dry-run", is_flag=True, help="Print what is done, what is left, and why; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Convert again what came from input files that were touched since.")
 @click.option(

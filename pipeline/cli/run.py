@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,10 +22,10 @@ Examples:
 
 
 @click.command("run", epilog=EPILOG)
-@click.argument("model")
+@click.argument("model", type=options.PathOrHubId())
 @click.option(
     "--cpu-weights",
-    type=click.Path(path_type=Path),
+    type=options.FilePath(),
     default=None,
     help="What MODEL was converted into; its experts are computed from it. [default: MODEL as it is]",
 )

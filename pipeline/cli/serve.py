@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,11 +17,11 @@ Examples:
 
 
 @click.command("serve", epilog=EPILOG)
-@click.argument("model")
+@click.argument("model", type=options.PathOrHubId())
 @click.option(
     "--cpu-weights",
     required=True,
-    type=click.Path(path_type=Path),
+    type=options.FilePath(),
     help="What MODEL was converted into; its experts are computed from it.",
 )
 @options.gpu_experts

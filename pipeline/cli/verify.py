@@ -39,8 +39,13 @@ Examples:
 
 
 @click.command("verify", epilog=EPILOG)
-@click.argument("output", type=click.Path(path_type=Path))
-@click.option("--against", default=None, help="The source (directory, file or hub id), or another output.")
+@click.argument("output", type=options.FilePath())
+@click.option(
+    "--against",
+    type=options.PathOrHubId(),
+    default=None,
+    help="The source (directory, file or hub id), or another output.",
+)
 @click.option("--revision", default=None, help="Branch, tag or commit, where --against is a hub id.")
 @click.option("--numa", type=click.IntRange(min=1), default=None, help="The NUMA parts that it must have.")
 @click.option(
@@ -53,7 +58,7 @@ Examples:
 @click.option("--full", is_flag=True, help="Measure the error of every expert, not of 8 per layer.")
 @click.option("--load/--no-load", default=True, show_default=True,
               help="Of an output for the GPU: whether transformers may load it (names; with --against SOURCE, predictions).")  # fmt: skip
-@click.option("--text", type=click.Path(path_type=Path), default=None,
+@click.option("--text", type=options.FilePath(), default=None,
               help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]")  # fmt: skip
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.cpuinfer_threads

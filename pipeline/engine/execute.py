@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import INSIDE, Places, WorkDir, done_reason, locate
 from ktconvert.pipeline.tell.report import Reporter, duration, size
 
-SLACK = 16 << 20  # bytes of disk for journal, manifest, card and directory entries
+SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal and directory entries
 IGNORED = {INSIDE, "lost+found"}
 PLAN_KEYS = {"command": str, "input": str, "settings": dict, "tuning": dict, "source": list}
 
@@ -216,9 +216,9 @@ def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
     todo = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
     needed = disk_needed(plan, todo)
     free = machine.disk_free(work.places.root)
-    if needed > free:
+    if sum(needed.values()) > free:
         raise ResourceError(
-            f"{work.places.root}: {size(needed)} needed, {size(free)} free; free some space or choose another --output."
+            f"{work.places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
         )
     limit = machine.file_size_limit()
     largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
@@ -230,11 +230,22 @@ def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
     return fit_threads(plan, reporter)
 
 
-def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> int:
-    """Bytes that making these units and the end take, at most at any time."""
+def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> dict[str, int]:
+    """What making these units and the end takes of the disk, at most at any time: what for -> bytes."""
     todo = list(todo)
-    scratch = plan.scratch_bytes if any(unit.stage == s.name for s in plan.stages if s.chain for unit in todo) else 0
-    return sum(unit.bytes_out for unit in todo) + scratch + plan.extra_bytes + SLACK
+    chained = any(unit.stage == stage.name for stage in plan.stages if stage.chain for unit in todo)
+    return {
+        "of weights": sum(unit.bytes_out for unit in todo),
+        "of files that exist only meanwhile": plan.scratch_bytes if chained else 0,
+        "of companion files": plan.extra_bytes,
+        "to spare for headers, index, manifest and journal": SLACK,
+    }
+
+
+def room_sentence(needed: Mapping[str, int]) -> str:
+    """The sum, and what it consists of."""
+    parts = [f"{size(nbytes)} {what}" for what, nbytes in needed.items() if nbytes]
+    return f"{size(sum(needed.values()))} needed" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:

@@ -71,8 +71,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
             metadata=metadata,
         )
     ]
-    if settings["non_experts"] == "copy":
-        stages.append(carry_over.stage(source, carry_over.renamed(model), settings["max_shard_size"], metadata))
+    if settings["non_experts"] == "copy" and (others := carry_over.renamed(model)):
+        stages.append(carry_over.stage(source, others, settings["max_shard_size"], metadata))
     notes = tuple(_notes(model, layout, layers, settings))
     files = source_files(source, request, hashed)
     return Plan(
@@ -150,11 +150,11 @@ def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
         if match is None:
             raise UsageError(f"--layers {text}: give layer numbers and ranges like 3-60,62.")
         first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UsageError(f"--layers {text}: the range {first}-{last} runs backwards; write {last}-{first}.")
         absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
-        if absent or last < first:
-            raise UsageError(
-                f"--layers {text}: layer {absent[0] if absent else piece} is no MoE layer here; there are {ranges(present)}."
-            )
+        if absent:
+            raise UsageError(f"--layers {text}: layer {absent[0]} is no MoE layer here; there are {ranges(present)}.")
         wanted.update(range(first, last + 1))
     return tuple(sorted(wanted))
 

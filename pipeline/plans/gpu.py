@@ -237,7 +237,10 @@ def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tup
     if any(dtype.startswith("F8") for dtype in model.dtypes):
         notes.append("FP8 to integers rounds twice: where there is a BF16 release, convert that for better accuracy")
     if decoded:
-        notes.append(f"{decoded} FP8 tensors outside the routed experts are written as BF16, without their scales")
+        notes.append(
+            f"{decoded} FP8 tensors outside the routed experts are written as BF16, multiplied by their scales: "
+            "loaders would read them unscaled"
+        )
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
         notes.append(f"the experts of the MTP part ({which}) are not quantized, and named in the ignore list")

@@ -15,6 +15,7 @@ from ktconvert.pipeline.engine.execute import (
     already_finished,
     disk_needed,
     fit_threads,
+    room_sentence,
     saved_plan,
     unit_states,
 )
@@ -65,7 +66,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
         f"read          {size(document['bytes_in'])}",
         f"write         {size(document['bytes_out'])} in {document['shards']} {'folders' if document['loose'] else 'shards'}, "
         f"and {size(plan.extra_bytes)} of companion files",
-        f"disk          {size(document['disk_needed'])} needed, {size(document['disk_free'])} free",
+        f"disk          {room_sentence(document['disk'])}, {size(document['disk_free'])} free",
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
     ]
     out += ["", *(f"advice        {sentence}" for sentence in plan.advice)] if plan.advice else []
@@ -91,6 +92,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
     done = {state.unit: finished or state.done for state in states}
     threads = fit_threads(plan)
     todo = [unit for unit in plan.units if not done[unit]]
+    disk = {} if finished else disk_needed(plan, todo)
     stages: list[dict[str, Any]] = []
     for stage in plan.stages:
         stages.append(
@@ -132,7 +134,8 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "shards": sum(unit.kept for unit in plan.units),
         "bytes_in": sum(u.bytes_in for u in todo),
         "bytes_out": sum(u.bytes_out for u in todo),
-        "disk_needed": 0 if finished else disk_needed(plan, todo),
+        "disk_needed": sum(disk.values()),
+        "disk": disk,
         "disk_free": machine.disk_free(places.root),
         "threads": threads,
         "peak_memory": plan.conversion.peak_memory(threads),
