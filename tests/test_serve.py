@@ -33,13 +33,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
 
 @pytest.fixture(scope="module")
 def server(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server in a process of its own on a free port; Ctrl-C must end it."""
+    """A server in a process of its own on a free port, started as a shell's background job is; SIGINT must end it."""
     port = _free()
     log = tmp_path_factory.mktemp("log") / "server"
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(example)]
     options = ["--cpu-weights", str(weights), "--port", str(port), "--threads", "1"]
     with log.open("wb") as out:
-        process = subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, *options], stdout=out, stderr=subprocess.STDOUT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+        )  # fmt: skip
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
+import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
 
 import click
 
@@ -53,6 +57,18 @@ def _normal(token: str) -> str:
     return token.lower().replace("_", "-")
 
 
+class ReaderGone(Exception):
+    """Nothing reads our output any more. Not an OSError, since click turns a BrokenPipeError into exit code 1."""
+
+
+@contextlib.contextmanager
+def _watching_reader() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGone from error
+
+
 class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called, so that --help is instant."""
 
@@ -67,6 +83,16 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"ktconvert.pipeline.cli.{COMMANDS[name][0]}")
         command: click.Command = getattr(module, name)
         return command
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        """Parse options; --help and --version print here."""
+        with _watching_reader():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _watching_reader():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the table, without importing anything."""
@@ -101,18 +127,18 @@ def group() -> None:
 
 def main() -> None:
     """Run the command line; every failure is one sentence on stderr and a documented exit code."""
+    _open_streams()
+    _take_signals()
     try:
         group.main(standalone_mode=False)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
     except click.ClickException as error:
-        error.show()
-        _tell(error.format_message(), 2)
-        sys.exit(2)
+        usage = io.StringIO()
+        error.show(usage)
+        _fail(error.format_message(), 2, usage.getvalue().rstrip())
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ReaderGone:
+        _discard(sys.stdout)
         sys.exit(141)
     except MemoryError:
         _fail("not enough memory; set --max-memory or lower --cpuinfer-threads, then resume", 4)
@@ -126,13 +152,37 @@ def main() -> None:
         _fail(str(error), code)
 
 
-def _tell(message: str, code: int) -> None:
-    """The failure as an event, for who asked for events."""
+def _open_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed: else the next file that we open would get what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _take_signals() -> None:
+    """Undo what a parent process may have set: shells start jobs in the background with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _fail(message: str, code: int, text: str | None = None) -> None:
+    """End with an exit code, a text for people (by default the message), and with --json an event."""
     if "--json" in sys.argv:
-        print(json.dumps({"event": "error", "message": message, "exit_code": code}), flush=True)
-
-
-def _fail(message: str, code: int) -> None:
-    _tell(message, code)
-    print(f"ktconvert: {message}", file=sys.stderr, flush=True)
+        _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))
+    _print(sys.stderr, f"ktconvert: {message}" if text is None else text)
     sys.exit(code)
+
+
+def _print(stream: TextIO, text: str) -> None:
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what a stream still buffers go nowhere: the interpreter would fail to write it, and exit with a code of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,126 @@
+"""However the command was started: signals ignored, standard streams closed, a reader that is gone or a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KTCONVERT = [sys.executable, "-m", "ktconvert.pipeline.cli"]
+TIMEOUT = 240  # seconds
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
+    folder = tmp_path_factory.mktemp("start") / "int8"
+    cli("cpu", "-i", example, "-o", folder, "--quant-method", "int8", "--threadpool-count", 1)
+    return folder
+
+
+def shell(line: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `ktconvert ARGUMENTS`, which is "$@" in a line of sh."""
+    command = ["sh", "-c", line, "sh", *KTCONVERT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+def ignore_signals() -> None:
+    """As shells do for jobs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize("command", ["cpu", "verify", "inspect"])
+def test_signals_ignored_at_the_start_still_stop_a_command(
+    command: str, number: signal.Signals, code: int, output: Path, example: Path, tmp_path: Path
+) -> None:
+    """The signal comes while the command reads a pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    where = ["-i", example, "-o", tmp_path / "out"] if command == "cpu" else [output]
+    arguments = [*KTCONVERT, command, *map(str, where), "--arch-file", str(pipe)]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, preexec_fn=ignore_signals)
+    writer = -1
+    try:
+        while writer < 0 and process.poll() is None:
+            try:
+                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                assert error.errno == errno.ENXIO  # not open for reading yet
+                time.sleep(0.01)
+        process.send_signal(number)
+        _, text = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+        os.close(writer)
+    assert process.returncode == code, text
+    assert text.strip() == ("ktconvert: interrupted" if number == signal.SIGINT else "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_conversion_with_closed_streams(
+    closed: str, output: Path, tmp_path: Path, example: Path, read_tree: Any
+) -> None:
+    arguments = ("cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 1)
+    for words in (arguments, (*arguments, "--json")):
+        done = shell(f'exec "$@" {closed}', *words)
+        assert done.returncode == 0, done
+        assert "Traceback" not in done.stderr
+        for line in done.stdout.splitlines():
+            json.loads(line)
+    assert read_tree(tmp_path / "out") == read_tree(output)
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(output: Path, tmp_path: Path) -> None:
+    """What libraries write to stderr must not land in files of ours."""
+    arguments = ["cpu", "-i", str(output.parent / "none"), "-o", str(tmp_path / "out")]
+    program = (
+        "import os, sys; sys.argv[0] = 'ktconvert'; from ktconvert.pipeline import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: print(*(os.readlink(f'/proc/self/fd/{n}') for n in range(3)), file=open(sys.argv[-1], 'w'))"
+    )
+    streams = tmp_path / "streams"
+    line = 'exec "$@" <&- >&- 2>&-'
+    command = ["sh", "-c", line, "sh", sys.executable, "-c", program, *arguments, str(streams)]
+    subprocess.run(command, timeout=TIMEOUT, check=True)
+    assert streams.read_text().split() == [os.devnull] * 3
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["cpu", "--help"], ["--version"], ["inspect", "{output}"],
+                                       ["verify", "{output}", "--json"], ["cpu", "-i", "{example}", "-o", "{out}", "--json"]])  # fmt: skip
+def test_a_reader_that_is_gone_is_141(arguments: list[str], output: Path, example: Path, tmp_path: Path) -> None:
+    places = {"output": output, "example": example, "out": tmp_path / "out"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [*KTCONVERT, *(a.format(**places) for a in arguments)]
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
+    assert (done.returncode, done.stderr.count("Traceback")) == (141, 0), done.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("reader", ["gone", "full"])
+def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream: str, reader: str, tmp_path: Path) -> None:
+    if reader == "full":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+    command = [*KTCONVERT, "inspect", str(tmp_path / "none"), "--json"]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.run(command, text=True, timeout=TIMEOUT, **(streams | {stream: writing}))
+    os.close(writing)
+    assert done.returncode == 5, done
+    if stream == "stdout":
+        assert done.stderr.startswith("ktconvert: ")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert json.loads(done.stdout)["exit_code"] == 5
