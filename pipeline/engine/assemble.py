@@ -18,9 +18,9 @@ from ktconvert.pipeline.engine.workdir import WorkDir, records
 def assemble(plan: Plan, work: WorkDir) -> None:
     """Put the output together and let it appear. May be cut off and run again at any point."""
     target, assembly = work.places.assembly, plan.assembly
-    made = records(work, plan.units)
+    kept = records(work, plan.units)
     weights: dict[str, dict[str, Any]] = {}
-    for unit, record in made.items():
+    for unit, record in kept.items():
         for path, nbytes, sha256 in record["files"]:
             name = f"{unit.final}/{path}" if path else unit.final
             weights[name] = {"name": name, "size": nbytes, "sha256": sha256}
@@ -29,7 +29,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     publish.keep_only(
         target, weights.keys()
     )  # left by an assembly that was cut off; without hard links, weights lie only here
-    for unit in made:
+    for unit in kept:
         stored = work.places.store / unit.stored_name
         if stored.exists():
             publish.place(stored, target / unit.final)
@@ -46,7 +46,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     files.append(_written(target, CARD, card))
     if not assembly.loose:
         shards = []
-        for unit in made:
+        for unit in kept:
             header = read_header(_find(work, unit.final))
             shards.append((unit.final, [e.name for e in header.entries], sum(e.nbytes for e in header.entries)))
         files.append(_written(target, INDEX, index_json(shards)))

@@ -135,19 +135,19 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
 def _guard_source(plan: Plan) -> None:
     """Raise UsageError if the output or the work directory would be, hold or lie in what is read."""
     output = plan.request.output.resolve()
-    for given in (plan.request.input, plan.request.tuning.get("original_path")):
-        if given is None or not Path(given).exists():
+    for path in (plan.request.input, plan.request.tuning.get("original_path")):
+        if path is None or not Path(path).exists():
             continue
-        source = Path(given).resolve()
+        source = Path(path).resolve()
         folder = source if source.is_dir() else source.parent
         if any(folder.is_relative_to(own) for own in (output, locate(output).root)):
             raise UsageError(
-                f"--output {plan.request.output} is or contains the input {given}, or would work in it; "
+                f"--output {plan.request.output} is or contains the input {path}, or would work in it; "
                 "the input is never written to: choose another."
             )
         if output.is_relative_to(folder) and source.is_dir():
             raise UsageError(
-                f"--output {plan.request.output} lies inside the input {given}; the input is never written to: "
+                f"--output {plan.request.output} lies inside the input {path}; the input is never written to: "
                 "choose another."
             )
 
@@ -256,21 +256,21 @@ def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
     while threads > 1 and plan.conversion.peak_memory(threads) > budget:
         threads -= 1
     if plan.conversion.peak_memory(threads) > budget:
-        told = "--max-memory" if plan.request.tuning.get("max_memory") else "free memory"
+        limit = "--max-memory" if plan.request.tuning.get("max_memory") else "free memory"
         raise ResourceError(
-            f"one thread needs {size(plan.conversion.peak_memory(1))}, {told} is {size(budget)}. {plan.remedies}"
+            f"one thread needs {size(plan.conversion.peak_memory(1))}, {limit} is {size(budget)}. {plan.remedies}"
         )
     if threads < asked and reporter is not None:
         reporter.note(f"{threads} of {asked} threads, so that memory stays below {size(budget)}")
     return threads
 
 
-def hash_inputs(paths: list[Path], threads: int, tell: Callable[[int], None]) -> list[str]:
+def hash_inputs(paths: list[Path], threads: int, advance: Callable[[int], None]) -> list[str]:
     """sha256 of whole files, several at a time."""
 
     def one(path: Path) -> str:
         digest = publish.sha256_file(path)
-        tell(path.stat().st_size)
+        advance(path.stat().st_size)
         return digest
 
     with ThreadPoolExecutor(threads) as pool:

@@ -80,16 +80,16 @@ class Journal:
 
 def finished(records: list[Record]) -> dict[str, Record]:
     """The last record of each finished unit, by fingerprint; less those that were forgotten or dropped since."""
-    found: dict[str, Record] = {}
+    latest: dict[str, Record] = {}
     for record in records:
         match record.get("event"):
             case "done":
-                found[record["fingerprint"]] = record
+                latest[record["fingerprint"]] = record
             case "forgotten":
-                found.pop(record["fingerprint"], None)
+                latest.pop(record["fingerprint"], None)
             case "dropped":
-                found.clear()
-    return found
+                latest.clear()
+    return latest
 
 
 def assembled(records: list[Record]) -> int | None:

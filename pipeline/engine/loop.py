@@ -71,7 +71,7 @@ def recorded(work: WorkDir) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ResourceError):  # the disk may be full, and that is said already
+        with contextlib.suppress(ResourceError):  # the disk may be full, and that was reported already
             work.journal.append({"event": "end"})
 
 

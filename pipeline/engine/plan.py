@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """How an input file is told from another. mtime_ns is compared on resume, but is no part of any output."""
+    """What tells an input file from another. mtime_ns is compared on resume, but is no part of any output."""
 
     name: str
     size: int
@@ -51,14 +51,14 @@ class SourceFile:
 
     def lasting(self) -> dict[str, Any]:
         """The identity that a copied checkpoint keeps; goes into the manifest."""
-        told = {
+        identity = {
             "name": self.name,
             "size": self.size,
             "header_sha256": self.header_sha256,
             "blob": self.blob,
             "sha256": self.sha256,
         }
-        return {key: value for key, value in told.items() if value is not None}
+        return {key: value for key, value in identity.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -137,13 +137,13 @@ def statuses(
 ) -> list[Status]:
     """The state of every unit. is_done gives a reason why a unit is finished, or None; `stored` are names that lie in the store."""
     others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
-    found = []
+    states = []
     for stage in stages:
         for unit in stage.units:
             reason = is_done(unit)
             if reason is None:
                 known = f"{unit.stage}.{unit.key}" in others
-                found.append(Status(unit, False, "made from other inputs or options" if known else "not made yet"))
+                states.append(Status(unit, False, "made from other inputs or options" if known else "not made yet"))
             else:
-                found.append(Status(unit, True, reason))
-    return found
+                states.append(Status(unit, True, reason))
+    return states

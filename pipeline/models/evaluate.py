@@ -39,7 +39,7 @@ class Windows:
 
     @property
     def positions(self) -> int:
-        """Predictions made: the first token of a window is predicted by nobody."""
+        """Predictions made: the first token of a window has no prediction."""
         count, window = self.ids.shape
         return int(count * (window - 1))
 
@@ -83,18 +83,18 @@ class Evaluation:
 
     def figures(self) -> dict[str, Any]:
         """Perplexities, divergence and agreement, for the JSON document."""
-        found = self.compared
+        compared = self.compared
         return {
             "perplexity": {
-                "original": float(np.exp(found.original.mean())),
-                "converted": float(np.exp(found.converted.mean())),
+                "original": float(np.exp(compared.original.mean())),
+                "converted": float(np.exp(compared.converted.mean())),
             },
             "kl": {
-                "mean": float(found.divergence.mean()),
-                "p99": float(np.quantile(found.divergence, 0.99)),
-                "max": float(found.divergence.max()),
+                "mean": float(compared.divergence.mean()),
+                "p99": float(np.quantile(compared.divergence, 0.99)),
+                "max": float(compared.divergence.max()),
             },
-            "top1_agreement": float(found.agree.mean()),
+            "top1_agreement": float(compared.agree.mean()),
             "layers": [{"layer": error.layer, "relative_error": error.relative} for error in self.layers],
         }
 
@@ -197,26 +197,26 @@ def _identity(model: Any) -> tuple[Any, ...]:
     return type(model), *(getattr(config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
 
 
-def evaluate(original: Any, converted: Any, windows: Windows, tell: Callable[[int], None]) -> Evaluation:
-    """Let both models read every window; tell(n) after each n tokens."""
+def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[[int], None]) -> Evaluation:
+    """Let both models read every window; advance(n) after each n tokens."""
     import torch
 
     begin = time.monotonic()
-    made: list[Compared] = []
+    compared: list[Compared] = []
     with torch.inference_mode(), experts_compared(original, converted) as layers:
         for ids in torch.from_numpy(windows.ids):
             first, second = (model(input_ids=ids[None], use_cache=False).logits[0] for model in (original, converted))
-            made.append(compare(first[:-1], second[:-1], ids[1:]))
-            tell(len(ids))
-    together = [np.concatenate([getattr(one, name) for one in made]) for name in Compared.__dataclass_fields__]
-    found = Compared(*together)
-    for model, likelihood in (("original", found.original), ("converted", found.converted)):
+            compared.append(compare(first[:-1], second[:-1], ids[1:]))
+            advance(len(ids))
+    together = [np.concatenate([getattr(one, name) for one in compared]) for name in Compared.__dataclass_fields__]
+    everything = Compared(*together)
+    for model, likelihood in (("original", everything.original), ("converted", everything.converted)):
         bad = int(np.count_nonzero(~np.isfinite(likelihood)))
         if bad:
             raise VerificationError(
                 f"the {model} model's predictions are not finite at {bad} of {likelihood.size} tokens; see `ktconvert verify --run`."
             )
-    return Evaluation(found, tuple(layers), time.monotonic() - begin)
+    return Evaluation(everything, tuple(layers), time.monotonic() - begin)
 
 
 def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> Compared:
@@ -263,8 +263,8 @@ def _experts_of(converted: Any) -> list[tuple[int, str]]:
 
 def _comparing(module: Any, error: LayerError) -> Callable[..., None]:
     def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        wanted, found = output.double(), module(*args, **kwargs).double()
-        error.difference += float((found - wanted).square().sum())
+        wanted, computed = output.double(), module(*args, **kwargs).double()
+        error.difference += float((computed - wanted).square().sum())
         error.original += float(wanted.square().sum())
 
     return hook
@@ -283,7 +283,7 @@ def document(
     gpu_weights: Path | None,
     text: Path,
     windows: Windows,
-    found: Evaluation,
+    evaluation: Evaluation,
     method: str,
 ) -> dict[str, Any]:
     """What `ktconvert eval --json` prints."""
@@ -301,24 +301,27 @@ def document(
         "windows": count,
         "skipped_tokens": windows.skipped,
         "positions": windows.positions,
-        **found.figures(),
-        "seconds": round(found.seconds, 3),
+        **evaluation.figures(),
+        "seconds": round(evaluation.seconds, 3),
     }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """The same for people, as (label, text)."""
-    before, after = found["perplexity"]["original"], found["perplexity"]["converted"]
-    kl = found["kl"]
-    skipped = f"the last {found['skipped_tokens']} of {found['tokens']} tokens left out"
-    if found["skip_windows"]:
-        skipped = f"the first {found['skip_windows'] * found['window']} and {skipped}"
-    kind = "CPU weights" if found["cpu_weights"] else "GPU weights"
+    before, after = document["perplexity"]["original"], document["perplexity"]["converted"]
+    kl = document["kl"]
+    skipped = f"the last {document['skipped_tokens']} of {document['tokens']} tokens left out"
+    if document["skip_windows"]:
+        skipped = f"the first {document['skip_windows'] * document['window']} and {skipped}"
+    kind = "CPU weights" if document["cpu_weights"] else "GPU weights"
     return [
-        ("model", found["model"]),
-        (kind, f"{found['cpu_weights'] or found['gpu_weights']} ({found['method']})"),
-        ("text", f"{found['text']}: {found['windows']} windows of {found['window']} tokens without overlap, {skipped}"),
+        ("model", document["model"]),
+        (kind, f"{document['cpu_weights'] or document['gpu_weights']} ({document['method']})"),
+        (
+            "text",
+            f"{document['text']}: {document['windows']} windows of {document['window']} tokens without overlap, {skipped}",
+        ),
         ("perplexity", f"{before:.4f} original, {after:.4f} converted ({100 * (after / before - 1):+.2f} %)"),
-        ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {found['positions']} tokens (nats)"),
-        ("top-1 agreement", f"{100 * found['top1_agreement']:.2f} %"),
+        ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {document['positions']} tokens (nats)"),
+        ("top-1 agreement", f"{100 * document['top1_agreement']:.2f} %"),
     ]

@@ -94,7 +94,7 @@ class Choice:
                 f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
             )
         if self.cpu_weights is not None:
-            layers_of(self.cpu_weights.expanduser())  # a wrong directory is told at once
+            layers_of(self.cpu_weights.expanduser())  # a wrong directory is reported at once
 
     def device(self) -> str:
         """Where all that is no expert lies: beside the hot experts, for they wait for each other."""
@@ -148,8 +148,8 @@ def explained(model: str) -> Iterator[None]:
             f"{model}: the GPU has too little memory for the hot experts and all that is no expert; {REMEDY}"
         ) from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"{model}: transformers cannot load it: {said[0]}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{model}: transformers cannot load it: {lines[0]}") from error
 
 
 def prepare(choice: Choice) -> Any:
@@ -203,14 +203,14 @@ def load(choice: Choice) -> tuple[Any, Any]:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     with explained(choice.model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
-        model, found = kind.from_pretrained(choice.model, **options, output_loading_info=True)
-    packed = sorted(name for name in found["unexpected_keys"] if name.endswith(".weight_packed"))
-    if choice.cpu_weights is not None and packed and found["missing_keys"]:
+        model, loading = kind.from_pretrained(choice.model, **options, output_loading_info=True)
+    packed = sorted(name for name in loading["unexpected_keys"] if name.endswith(".weight_packed"))
+    if choice.cpu_weights is not None and packed and loading["missing_keys"]:
         raise UnsupportedError(
             f"{choice.model}: is quantized beyond its routed experts ({packed[0]}), and only these can be combined with "
             "others; give a model that `ktconvert gpu` made, or a BF16 copy"
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading["missing_keys"]):
         raise InputError(
             f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; download it again"
         )

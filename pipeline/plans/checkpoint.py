@@ -126,11 +126,11 @@ def base_model(source: TensorSource) -> str | None:
     for folder in (source.root, *source.root.parents):
         if folder.name.startswith("models--"):
             return "/".join(folder.name.split("--")[1:])
-    told = source.config.get("_name_or_path")
-    return told if isinstance(told, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", told) else None
+    name = source.config.get("_name_or_path")
+    return name if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
 
 
 def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
     """What every shard says of itself: the format, these facts, and what it was made from."""
-    told = {"format": "pt", "ktconvert_format": "1"}
-    return told | {name: str(facts[name]) for name in names} | {"source": source_identity(source)}
+    about = {"format": "pt", "ktconvert_format": "1"}
+    return about | {name: str(facts[name]) for name in names} | {"source": source_identity(source)}

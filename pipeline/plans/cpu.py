@@ -38,7 +38,7 @@ STATED_DTYPES = {"fp8": "F8_E4M3", "fp16": "F16", "bf16": "BF16"}
 
 @collector_at_rest()
 def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is told of bytes as --verify-inputs reads them.
+    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as --verify-inputs reads them.
 
     Raises UnsupportedError, InputError or UsageError before any weight is read.
     """

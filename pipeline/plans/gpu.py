@@ -70,7 +70,7 @@ def require_available(quant_method: str, torch_dtype: str) -> None:
 
 @collector_at_rest()
 def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is told of bytes as --verify-inputs reads them.
+    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as --verify-inputs reads them.
 
     Raises UnsupportedError, InputError or UsageError before any weight is read.
     """

@@ -28,15 +28,15 @@ def check_plot(path: Path | None) -> None:
         raise KtconvertError("--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'")
 
 
-def plot_bench(path: Path, found: Mapping[str, Any]) -> None:
-    """GB/s against the memory's, and tokens/s, over the batch size; `found` is the JSON document of `ktconvert bench`."""
-    figure = _figure(f"{Path(found['output']).name}, layer {found['layer']}: {found['method']}, "
-                     f"{found['isa']}, {found['threads']} thread{'s' if found['threads'] != 1 else ''}")  # fmt: skip
-    rows: Sequence[Mapping[str, Any]] = found["timings"]
+def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
+    """GB/s against the memory's, and tokens/s, over the batch size; `document` is the JSON document of `ktconvert bench`."""
+    figure = _figure(f"{Path(document['output']).name}, layer {document['layer']}: {document['method']}, "
+                     f"{document['isa']}, {document['threads']} thread{'s' if document['threads'] != 1 else ''}")  # fmt: skip
+    rows: Sequence[Mapping[str, Any]] = document["timings"]
     tokens = [row["tokens"] for row in rows]
     left, right = figure.subplots(1, 2)
     left.plot(tokens, [row["bytes_per_second"] / 1e9 for row in rows], "o-", color=INK, label="expert weights")
-    left.axhline(found["memory_bytes_per_second"] / 1e9, color=MARK, linestyle="--", label="memory, read")
+    left.axhline(document["memory_bytes_per_second"] / 1e9, color=MARK, linestyle="--", label="memory, read")
     left.set(ylabel="GB/s", title="weights read, each expert once", ylim=(0, None))
     left.legend(frameon=False)
     right.plot(tokens, [row["tokens_per_second"] for row in rows], "o-", color=INK)
@@ -48,22 +48,22 @@ def plot_bench(path: Path, found: Mapping[str, Any]) -> None:
     figure.savefig(path)
 
 
-def plot_eval(path: Path, found: Mapping[str, Any], divergences: Sequence[float]) -> None:
-    """A histogram of every position's KL divergence, and every layer's error; `found` is the JSON document of `ktconvert eval`."""
-    figure = _figure(f"{Path(found['cpu_weights'] or found['gpu_weights']).name} against {Path(found['model']).name}: perplexity "
-                     f"{found['perplexity']['converted']:.4g} against {found['perplexity']['original']:.4g}")  # fmt: skip
+def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[float]) -> None:
+    """A histogram of every position's KL divergence, and every layer's error; `document` is the JSON document of `ktconvert eval`."""
+    figure = _figure(f"{Path(document['cpu_weights'] or document['gpu_weights']).name} against {Path(document['model']).name}: perplexity "
+                     f"{document['perplexity']['converted']:.4g} against {document['perplexity']['original']:.4g}")  # fmt: skip
     left, right = figure.subplots(1, 2)
     least = 1e-9  # equal distributions stand at the left edge
     low, high = (f(max(value, least) for value in divergences) for f in (min, max))
     steps = [low * (high / low) ** (i / 50) for i in range(51)] if high > low else [low / 2, low * 2]
     left.hist([max(value, least) for value in divergences], bins=steps, color=INK)
-    for name, value in (("mean", found["kl"]["mean"]), ("99 %", found["kl"]["p99"])):
+    for name, value in (("mean", document["kl"]["mean"]), ("99 %", document["kl"]["p99"])):
         left.axvline(
             max(value, least), color=MARK, linestyle="--" if name == "mean" else ":", label=f"{name} {value:.3g}"
         )
     left.set(xscale="log", xlabel="KL divergence (nats)", ylabel="positions", title=f"{len(divergences)} positions")
     left.legend(frameon=False)
-    layers = found["layers"]
+    layers = document["layers"]
     right.bar([row["layer"] for row in layers], [row["relative_error"] for row in layers], color=INK)
     right.set(xlabel="layer", ylabel="relative L2", title="error of the experts' output", ylim=(0, None))
     if len(layers) <= 20:

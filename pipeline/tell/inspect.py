@@ -48,13 +48,13 @@ def look_checkpoint(where: str, revision: str | None = None, arch_file: str | No
 
         rows = (parse_arch(arch_file), *ARCHS)
     with open_checkpoint(where, revision) as source:
-        found: dict[str, Any] = {"kind": "checkpoint", "path": where, **_files(source)}
+        document: dict[str, Any] = {"kind": "checkpoint", "path": where, **_files(source)}
         try:
             model = recognise(source, rows)
         except UnsupportedError as error:
-            return found | {"refused": str(error)}
+            return document | {"refused": str(error)}
         return (
-            found
+            document
             | _experts(model, source)
             | {
                 "methods": methods(model),
@@ -114,18 +114,18 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
 def look_output(path: Path) -> dict[str, Any]:
     """What an output is and whether it is complete, by names, sizes and headers."""
     output = open_output(path)
-    found = measure(output)
-    checks = check_structure(output, found)
-    told = output.manifest or {"model": {}, "settings": {}}
+    measured = measure(output)
+    checks = check_structure(output, measured)
+    manifest = output.manifest or {"model": {}, "settings": {}}
     problems = [problem for check in checks for problem in check.problems]
     return {
         "kind": "output",
         "path": str(path),
-        **facts(output, found),
-        "architecture": told["model"].get("architecture"),
-        "activation": told["model"].get("activation"),
-        "expert_dtypes": told["model"].get("dtypes"),
-        "settings": told["settings"],
+        **facts(output, measured),
+        "architecture": manifest["model"].get("architecture"),
+        "activation": manifest["model"].get("activation"),
+        "expert_dtypes": manifest["model"].get("dtypes"),
+        "settings": manifest["settings"],
         "complete": not problems,
         "problems": problems,
         "notes": [note for check in checks for note in check.notes],
@@ -153,7 +153,7 @@ def look_unfinished(places: Places) -> dict[str, Any]:
     assert old is not None
     records = journal.read(places.journal)
     last = journal.death(records)
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "kind": "unfinished",
         "path": str(places.output),
         "work_directory": str(places.root),
@@ -169,9 +169,9 @@ def look_unfinished(places: Places) -> dict[str, Any]:
         request = Request(old["command"], old["input"], places.output, old["settings"], tuning)
         states = unit_states(plan_request(request), places)
     except KtconvertError as error:
-        return found | {"units": None, "source_problem": str(error)}
+        return document | {"units": None, "source_problem": str(error)}
     todo = [state.unit for state in states if not state.done]
-    return found | {
+    return document | {
         "units": len(states),
         "units_done": len(states) - len(todo),
         "bytes_left": sum(unit.bytes_in for unit in todo),
@@ -182,88 +182,92 @@ def look_unfinished(places: Places) -> dict[str, Any]:
 # ---- for people -----------------------------------------------------------------------------------------------------
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was found as (label, text)."""
-    return {"checkpoint": _checkpoint_rows, "output": _output_rows, "unfinished": _unfinished_rows}[found["kind"]](
-        found
+def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """The document as (label, text)."""
+    return {"checkpoint": _checkpoint_rows, "output": _output_rows, "unfinished": _unfinished_rows}[document["kind"]](
+        document
     )
 
 
-def _checkpoint_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    told = [
-        ("checkpoint", found["path"]),
-        ("model type", ", ".join(found["model_type"]) or "not said (no config.json)"),
-        ("files", f"{found['shards']} safetensors, {found['tensors']} tensors, {size(found['total_bytes'])}"),
-        ("dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in found["dtypes"].items())),
+def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [
+        ("checkpoint", document["path"]),
+        ("model type", ", ".join(document["model_type"]) or "unknown (no config.json)"),
+        ("files", f"{document['shards']} safetensors, {document['tensors']} tensors, {size(document['total_bytes'])}"),
+        ("dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items())),
     ]
-    if found["ignored_files"]:
-        told.append(("left aside", ", ".join(found["ignored_files"][:5])))
-    if "refused" in found:
-        return told
-    told += [
-        ("architecture", found["architecture"]),
-        ("MoE layers", f"{len(found['moe_layers'])} ({ranges(found['moe_layers'])})"),
-        ("dense layers", _layers(found["dense_layers"])),
-        ("MTP", _mtp(found)),
-        ("experts", f"{_numbers(found['experts'])} per layer; shared experts: {'yes' if found['shared_experts'] else 'no'}"),
-        ("hidden size", _numbers(found["hidden"])),
-        ("expert width", _numbers(found["intermediate"])),
-        ("expert dtypes", ", ".join(found["expert_dtypes"])),
-        ("activation", f"{found['activation']}: {found['activation_formula']}"),
-        ("routing weights", f"on the {found['weights_on']} of an expert"),
-        ("routed experts", size(found["routed_bytes"])),
-        *([("MTP experts", size(found["mtp_bytes"]))] if found["mtp_bytes"] else []),
-        ("all the rest", size(found["rest_bytes"])),
+    if document["ignored_files"]:
+        lines.append(("left aside", ", ".join(document["ignored_files"][:5])))
+    if "refused" in document:
+        return lines
+    lines += [
+        ("architecture", document["architecture"]),
+        ("MoE layers", f"{len(document['moe_layers'])} ({ranges(document['moe_layers'])})"),
+        ("dense layers", _layers(document["dense_layers"])),
+        ("MTP", _mtp(document)),
+        ("experts", f"{_numbers(document['experts'])} per layer; shared experts: {'yes' if document['shared_experts'] else 'no'}"),
+        ("hidden size", _numbers(document["hidden"])),
+        ("expert width", _numbers(document["intermediate"])),
+        ("expert dtypes", ", ".join(document["expert_dtypes"])),
+        ("activation", f"{document['activation']}: {document['activation_formula']}"),
+        ("routing weights", f"on the {document['weights_on']} of an expert"),
+        ("routed experts", size(document["routed_bytes"])),
+        *([("MTP experts", size(document["mtp_bytes"]))] if document["mtp_bytes"] else []),
+        ("all the rest", size(document["rest_bytes"])),
     ]  # fmt: skip
-    for method in found["methods"]:
+    for method in document["methods"]:
         legal = ", ".join(f"{t}" for t in method["legal"])
         sizes = [size(nbytes) for nbytes in method["bytes"].values()]
         what = f"NUMA parts {legal}; {sizes[0]} of output" if legal else "not possible"
-        told.append((f"{method['quant_method']} ({method['method']})", what))
-        told += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
-    for made in found["gpu"]:
+        lines.append((f"{method['quant_method']} ({method['method']})", what))
+        lines += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
+    for kind in document["gpu"]:
         what = (
-            f"the whole model, {size(made['bytes'])}" if made["refused"] is None else f"not possible: {made['refused']}"
+            f"the whole model, {size(kind['bytes'])}" if kind["refused"] is None else f"not possible: {kind['refused']}"
         )
-        told.append((f"{made['quant_type']} (GPU)", what))
-    return told
+        lines.append((f"{kind['quant_type']} (GPU)", what))
+    return lines
 
 
-def _mtp(found: dict[str, Any]) -> str:
-    if not found["mtp_left_out_tensors"]:
+def _mtp(document: dict[str, Any]) -> str:
+    if not document["mtp_left_out_tensors"]:
         return "none"
-    layers = f"layers {ranges(found['mtp_layers'])}: " if found["mtp_layers"] else ""
-    return f"{layers}{found['mtp_left_out_tensors']} expert tensors, left out"
+    layers = f"layers {ranges(document['mtp_layers'])}: " if document["mtp_layers"] else ""
+    return f"{layers}{document['mtp_left_out_tensors']} expert tensors, left out"
 
 
-def _output_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    told = facts_rows(found)
-    told += [
-        (label, found[name]) for label, name in (("architecture", "architecture"), ("activation", "activation")) if found[name]
+def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = facts_rows(document)
+    lines += [
+        (label, document[name]) for label, name in (("architecture", "architecture"), ("activation", "activation")) if document[name]
     ]  # fmt: skip
-    if found["expert_dtypes"]:
-        told.append(("made from", ", ".join(found["expert_dtypes"])))
-    if found["complete"]:
-        how = "checks every byte" if found["made_by"] else "--against SOURCE checks the bytes"
-        return [*told, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
-    more = f" (and {len(found['problems']) - 1} more)" if len(found["problems"]) > 1 else ""
-    return [*told, ("complete", f"no: {found['problems'][0]}{more}")]
+    if document["expert_dtypes"]:
+        lines.append(("made from", ", ".join(document["expert_dtypes"])))
+    if document["complete"]:
+        how = "checks every byte" if document["made_by"] else "--against SOURCE checks the bytes"
+        return [*lines, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
+    more = f" (and {len(document['problems']) - 1} more)" if len(document["problems"]) > 1 else ""
+    return [*lines, ("complete", f"no: {document['problems'][0]}{more}")]
 
 
-def _unfinished_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    done = f"{found['units_done']} of {found['units']}" if found["units"] is not None else f"{found['units_done']}"
-    told = [
-        ("unfinished", found["path"]),
-        ("work directory", found["work_directory"]),
-        ("command", f"ktconvert {found['command']} -i {found['input']}"),
-        ("options", ", ".join(f"{k} {v}" for k, v in found["settings"].items() if v not in (None, False))),
-        ("units", f"{done} finished" + (f", {size(found['bytes_left'])} left to read" if found["units"] else "")),
+def _unfinished_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    done = (
+        f"{document['units_done']} of {document['units']}"
+        if document["units"] is not None
+        else f"{document['units_done']}"
+    )
+    lines = [
+        ("unfinished", document["path"]),
+        ("work directory", document["work_directory"]),
+        ("command", f"ktconvert {document['command']} -i {document['input']}"),
+        ("options", ", ".join(f"{k} {v}" for k, v in document["settings"].items() if v not in (None, False))),
+        ("units", f"{done} finished" + (f", {size(document['bytes_left'])} left to read" if document["units"] else "")),
     ]
-    if found["died_in"]:
-        told.append(("last run", f"died in {', '.join(found['died_in'])}"))
-    if found["units"] is None:
-        told.append(("source", found["source_problem"]))
-    return [*told, ("go on with", found["resume"])]
+    if document["died_in"]:
+        lines.append(("last run", f"died in {', '.join(document['died_in'])}"))
+    if document["units"] is None:
+        lines.append(("source", document["source_problem"]))
+    return [*lines, ("go on with", document["resume"])]
 
 
 def _layers(layers: list[int]) -> str:
