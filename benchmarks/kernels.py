@@ -76,7 +76,7 @@ def quantize_job(
     matrix_bytes = n * k * ITEM_BYTES[kind]
     packed_bytes = n * k * bits // 8
     count = max(1, source.size // matrix_bytes // (16 if isa == "scalar" else 1))
-    dtype = kernels.KINDS[kind][1]
+    dtype = kernels.KINDS[kind].dtype
     scale = np.empty(n, np.float32)
     options: dict[str, Any] = {}
     if kind == "fp8_e4m3":
@@ -88,7 +88,8 @@ def quantize_job(
             values = source[i * matrix_bytes : (i + 1) * matrix_bytes].view(dtype)
             values = values.reshape(k, n).T if transposed else values.reshape(n, k)
             at = 0 if reused else i * packed_bytes
-            kernels.quantize_pack(bits, values, kind, target[at : at + packed_bytes], scale, **options)
+            matrix = kernels.Matrix(values, kernels.KINDS[kind], **options)
+            kernels.quantize_pack(bits, matrix, target[at : at + packed_bytes], scale)
 
     name = f"{kind}{' transposed' if transposed else ''} -> int{bits}"
     return Job(name, isa, kind, bits, n, k, reused, transposed, count * matrix_bytes, run)

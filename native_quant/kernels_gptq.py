@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.kernels import KINDS, MULTIPLE, _check_array, _raise, _read_environment
+from ktconvert.native_quant.instruction_sets import raise_error, read_environment
+from ktconvert.native_quant.kernels import MULTIPLE, _check_array
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
+# What values are rounded to.
+_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}
 STRIP = 32  # rows that the kernel works on at a time: a thread gets whole strips
 
 Floats = npt.NDArray[np.float32]
@@ -40,7 +43,7 @@ def gptq_block(
     """
     if bits not in MULTIPLE:
         raise ValueError(f"bits must be 4 or 8, not {bits}")
-    if kind not in ("bf16", "f32"):
+    if kind not in _RESULTS:
         raise ValueError(f"kind '{kind}' is not one of bf16, f32")
     if threads < 1:
         raise ValueError(f"threads must be 1 or more, not {threads}")
@@ -55,16 +58,16 @@ def gptq_block(
     for a, b in combinations((weight, value, error, scale, inverse), 2):
         if np.may_share_memory(a, b):
             raise ValueError("no two of the arrays may share memory")
-    _read_environment()
+    read_environment()
     strips = -(-n // STRIP)
     step = -(-strips // threads) * STRIP
-    part = partial(_rows, bits, KINDS[kind][0], inverse, scale, weight, value, error, step)
+    part = partial(_rows, bits, _RESULTS[kind], inverse, scale, weight, value, error, step)
     if step >= n:
-        _raise(part(0))
+        raise_error(part(0))
         return
     with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq") as pool:
         for result in list(pool.map(part, range(0, n, step))):
-            _raise(result)
+            raise_error(result)
 
 
 def _rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.kernels import _raise
+from ktconvert.native_quant.instruction_sets import raise_error
 
 
 def guard_sigbus(message: str, exit_code: int = 5) -> None:
@@ -14,14 +14,14 @@ def guard_sigbus(message: str, exit_code: int = 5) -> None:
     text = message if message.endswith("\n") else message + "\n"
     if text.count("%s") != 1:
         raise ValueError("the message must hold %s once, for the name of the file")
-    _raise(lib.ktq_guard_sigbus(text.encode(), exit_code))
+    raise_error(lib.ktq_guard_sigbus(text.encode(), exit_code))
 
 
 def register_mapping(address: int, length: int, name: str) -> None:
     """Names the file that is mapped at this address, for guard_sigbus."""
-    _raise(lib.ktq_register_mapping(ffi.cast("void *", address), length, name.encode(errors="surrogateescape")))
+    raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, name.encode(errors="surrogateescape")))
 
 
 def unregister_mapping(address: int) -> None:
     """Forgets what register_mapping was told; call it before the file is unmapped."""
-    _raise(lib.ktq_unregister_mapping(ffi.cast("void *", address)))
+    raise_error(lib.ktq_unregister_mapping(ffi.cast("void *", address)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktconvert.quantizers.spec import Matrix
+from ktconvert.native_quant.matrix import Matrix
 
-__all__ = ["DECODERS", "GROUP_QUANTIZERS", "QUANTIZERS", "GroupQuantizer", "Matrix", "Quantizer"]
+__all__ = ["GROUP_QUANTIZERS", "QUANTIZERS", "GroupQuantizer", "Matrix", "Quantizer"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,3 @@ GROUP_QUANTIZERS = {
         GroupQuantizer("W8A16", bits=8, group=128, version=1),
     )
 }
-
-# safetensors dtype -> the encoding that the kernels decode; each one ends in BF16, rounded to nearest even.
-DECODERS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F8_E4M3": "fp8_e4m3"}

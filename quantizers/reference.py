@@ -5,10 +5,10 @@ BF16 values are their bits (uint16), FP16 values theirs (uint16), FP8 values the
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
+
+from ktconvert.native_quant.matrix import Matrix
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -43,14 +43,9 @@ def fp8_e4m3_magnitude(bits: U8) -> F32:
     return np.where((bits & 0x7F) == 0x7F, np.nan, magnitude).astype(np.float32)
 
 
-def decode(
-    values: npt.NDArray[Any],
-    kind: str,
-    scales: F32 | None = None,
-    block: tuple[int, int] = (1, 1),
-    origin: tuple[int, int] = (0, 0),
-) -> U16:
-    """BF16 bits [n, k] of values in any encoding (quantizers.spec.Matrix)."""
+def decode(matrix: Matrix) -> U16:
+    """BF16 bits [n, k] of a linear in any kind of values that the kernels read."""
+    values, kind = matrix.values, matrix.kind.name
     with np.errstate(all="ignore"):  # overflow and NaN are results here, found by amax
         if kind == "bf16":
             return np.array(values, np.uint16)
@@ -58,14 +53,11 @@ def decode(
             return f32_to_bf16(np.ascontiguousarray(values).view(np.float16).astype(np.float32))
         if kind == "f32":
             return f32_to_bf16(np.ascontiguousarray(values))
-        if kind == "fp8_e4m3" and scales is not None:
-            n, k = values.shape
-            rows = (origin[0] + np.arange(n)) // block[0]
-            columns = (origin[1] + np.arange(k)) // block[1]
-            unsigned = f32_to_bf16(fp8_e4m3_magnitude(values) * scales[np.ix_(rows, columns)])
+        if kind == "fp8_e4m3":
+            unsigned = f32_to_bf16(fp8_e4m3_magnitude(values) * matrix.each_scale())
             sign: U16 = np.left_shift(values & 0x80, 8, dtype=np.uint16)
             return unsigned ^ sign
-    raise ValueError(f"no such encoding: {kind}, scales {'absent' if scales is None else 'given'}")
+    raise ValueError(f"no definition of {kind}")
 
 
 # --- to codes and scales --------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import compressed, ignore
 from ktconvert.layouts.outputs.compressed import COMPRESSED
 from ktconvert.native_quant import kernels
-from ktconvert.quantizers import Matrix, groups, reference
+from ktconvert.native_quant.matrix import FP8_E4M3, KINDS, Matrix
+from ktconvert.quantizers import groups, reference
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
@@ -152,7 +153,7 @@ def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build:
             loaded[f"{name}.weight_scale"].view(torch.uint16).numpy(),
         )
         linear = model.linear(1, expert, projection)
-        bf16 = kernels.decode(linear.values, linear.kind)
+        bf16 = kernels.decode(linear)
         codes, want = groups.quantize_groups(form.quantizer.bits, 128, bf16)
         assert (form.codes(packed) == codes).all() and (scale == want).all()
         x, y = reference.bf16_to_f32(bf16), form.unpack(packed, scale)
@@ -167,8 +168,8 @@ def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build:
 def test_rounding_and_encodings_reach_the_kernel() -> None:
     form = COMPRESSED["W8A16"]
     values = np.random.default_rng(0).integers(0, 0x7F, (256, 64)).astype(np.uint8)
-    linear = Matrix(values, "fp8_e4m3", np.full((2, 1), 0.37, np.float32), (128, 64)).T
-    bf16 = reference.decode(linear.values, "fp8_e4m3", linear.scales, linear.block)
+    linear = Matrix(values, FP8_E4M3, np.full((2, 1), 0.37, np.float32), (128, 64)).T
+    bf16 = reference.decode(linear)
     results = []
     for rounding in kernels.ROUNDINGS:
         packed, scale = np.zeros((64, 64), np.int32), np.zeros((64, 2), np.uint16)
@@ -188,7 +189,7 @@ def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
     config = QuantizationConfig.model_validate(form.quantization_config([]))
     bf16 = reference.f32_to_bf16(np.random.default_rng(0).standard_normal((96, 256)).astype(np.float32))
     packed, scale = np.zeros((96, 256 * form.quantizer.bits // 32), np.int32), np.zeros((96, 2), np.uint16)
-    form.pack(Matrix(bf16, "bf16"), packed, scale)
+    form.pack(Matrix(bf16, KINDS["bf16"]), packed, scale)
     state = {
         "weight_packed": torch.from_numpy(packed),
         "weight_scale": torch.from_numpy(scale).view(torch.bfloat16),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import QUANTIZERS, reference
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -71,7 +72,7 @@ def test_definition_gives_kt_kernels_bytes(method: str, case: str) -> None:
 def test_kernels_give_kt_kernels_bytes(method: str, case: str) -> None:
     for key, part, weight, scale in parts(method, case):
         ours = np.full_like(weight, 0xAA), np.full_like(scale, np.nan)
-        kernels.quantize_pack(QUANTIZERS[method].bits, part, "bf16", *ours)
+        kernels.quantize_pack(QUANTIZERS[method].bits, Matrix(part, KINDS["bf16"]), *ours)
         same(f"{key}.weight", ours[0], weight)
         same(f"{key}.scale", ours[1], scale)
 
@@ -90,7 +91,7 @@ def ours_of(method: str, kind: str) -> tuple[int, dict[str, Any], dict[str, Any]
 def test_definition_gives_our_bytes(method: str, kind: str) -> None:
     """Red after a change to the numbers: raise the quantizer's version and run `make golden`."""
     bits, tensors, options = ours_of(method, kind)
-    bf16 = reference.decode(tensors["in.values"], kind, **options)
+    bf16 = reference.decode(Matrix(tensors["in.values"], KINDS[kind], **options))
     weight, scale = reference.quantize_pack(bits, bf16)
     same("bf16", bf16.reshape(-1), tensors["out.bf16"].reshape(-1))
     same("weight", weight, tensors["out.weight"])
@@ -102,8 +103,9 @@ def test_definition_gives_our_bytes(method: str, kind: str) -> None:
 def test_kernels_give_our_bytes(method: str, kind: str) -> None:
     bits, tensors, options = ours_of(method, kind)
     for values in (tensors["in.values"], np.asfortranarray(tensors["in.values"])):
-        same("bf16", kernels.decode(values, kind, **options).reshape(-1), tensors["out.bf16"].reshape(-1))
+        matrix = Matrix(values, KINDS[kind], **options)
+        same("bf16", kernels.decode(matrix).reshape(-1), tensors["out.bf16"].reshape(-1))
         weight, scale = np.empty_like(tensors["out.weight"]), np.empty_like(tensors["out.scale"])
-        kernels.quantize_pack(bits, values, kind, weight, scale, **options)
+        kernels.quantize_pack(bits, matrix, weight, scale)
         same("weight", weight, tensors["out.weight"])
         same("scale", scale, tensors["out.scale"])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import GROUP_QUANTIZERS, groups, reference
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = ("bf16", "fp16", "f32", "fp8_e4m3")
 BITS = (4, 8)
 
 
@@ -59,7 +59,9 @@ def expected(bits: int, group: int, bf16: Any, rounding: str) -> tuple[Any, Any]
 def ours(bits: int, values: Any, kind: str = "bf16", group: int = 128, **options: Any) -> tuple[Any, Any]:
     n, k = values.shape
     packed, scale = np.full((n, k * bits // 32), 0x55555555, np.int32), np.full((n, k // group), 0x5555, np.uint16)
-    kernels.quantize_groups(bits, values, kind, packed, scale, group=group, **options)
+    rounding = options.pop("rounding", "library")
+    matrix = Matrix(values, KINDS[kind], **options)
+    kernels.quantize_groups(bits, matrix, packed, scale, group=group, rounding=rounding)
     return packed, scale
 
 
@@ -101,7 +103,7 @@ def test_every_value_over_every_scale(bits: int) -> None:
     group=st.sampled_from([32, 64, 128, 192]),
     bits=st.sampled_from(BITS),
     rounding=st.sampled_from(tuple(kernels.ROUNDINGS)),
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(("bf16", "fp16", "f32", "fp8_e4m3")),
     turned=st.booleans(),
     seed=st.integers(0, 2**16),
 )
@@ -122,7 +124,7 @@ def test_any_shape_encoding_and_orientation(
     else:
         x = rng.standard_normal((n, k)).astype(np.float32)
         values = x if kind == "f32" else x.astype(np.float16).view(np.uint16)
-    bf16 = reference.decode(values, kind, **options)
+    bf16 = reference.decode(Matrix(values, KINDS[kind], **options))
     if turned:
         values = np.asfortranarray(values)
     before = kernels.isa()
@@ -216,7 +218,7 @@ def test_wrong_arguments_are_refused() -> None:
     packed, scale = np.zeros((4, 32), np.int32), np.zeros((4, 2), np.uint16)
     readonly = packed.copy()
     readonly.flags.writeable = False
-    good: dict[str, Any] = {"bits": 4, "values": bf16, "kind": "bf16", "packed": packed, "scale": scale}
+    good: dict[str, Any] = {"bits": 4, "matrix": Matrix(bf16, KINDS["bf16"]), "packed": packed, "scale": scale}
     kernels.quantize_groups(**good)
     for change, words in (
         ({"bits": 2}, "bits must be 4 or 8"),
@@ -229,7 +231,7 @@ def test_wrong_arguments_are_refused() -> None:
         ({"packed": np.zeros((4, 64), np.int32)[:, ::2]}, "contiguous"),
         ({"packed": readonly}, "writable"),
         ({"scale": scale.astype(np.float32)}, "scale must be uint16"),
-        ({"values": bf16.astype(np.float32)}, "bf16 values must be uint16"),
+        ({"matrix": Matrix(bf16.astype(np.float32), KINDS["bf16"])}, "bf16 values must be uint16"),
     ):
         with pytest.raises(ValueError, match=words):
             kernels.quantize_groups(**{**good, **change})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import KINDS, Matrix
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,10 @@ def good() -> dict[str, Any]:
     }
 
 
+def pack(bits: int, values: Any, kind: str, weight: Any, scale: Any, **options: Any) -> None:
+    kernels.quantize_pack(bits, Matrix(values, KINDS[kind], **options), weight, scale)
+
+
 def read_only(array: Any) -> Any:
     array.flags.writeable = False
     return array
@@ -39,7 +44,6 @@ def read_only(array: Any) -> Any:
 FP8 = {"kind": "fp8_e4m3", "values": np.zeros((64, 128), np.uint8)}
 BAD_CALLS: dict[str, dict[str, Any]] = {
     "bits": {"bits": 2},
-    "kind": {"kind": "bf17"},
     "rows": {"values": np.zeros((63, 128), np.uint16)},
     "columns": {"values": np.zeros((64, 100), np.uint16)},
     "int4 needs 128": {"bits": 4, "weight": np.zeros(64 * 64, np.uint8)},
@@ -69,9 +73,9 @@ BAD_CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", BAD_CALLS)
 def test_wrong_arguments_are_refused(what: str) -> None:
-    kernels.quantize_pack(**good())
+    pack(**good())
     with pytest.raises(ValueError) as caught:
-        kernels.quantize_pack(**(good() | BAD_CALLS[what]))
+        pack(**(good() | BAD_CALLS[what]))
     assert str(caught.value)
 
 
@@ -121,6 +125,7 @@ SIGBUS_PROGRAM = """
 import mmap, os, sys, tempfile
 import numpy as np
 from ktconvert.native_quant import kernels, sigbus
+from ktconvert.native_quant.matrix import BF16, Matrix
 with tempfile.NamedTemporaryFile() as file:
     os.truncate(file.name, 1 << 20)
     mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -133,7 +138,7 @@ with tempfile.NamedTemporaryFile() as file:
         sigbus.register_mapping(values.ctypes.data, 4096, "another file")
         sigbus.register_mapping(values.ctypes.data + 8192, values.nbytes, "a file already closed")
         sigbus.unregister_mapping(values.ctypes.data + 8192)
-    kernels.quantize_pack(8, values, "bf16", np.empty(values.size, np.uint8), np.empty(len(values), np.float32))
+    kernels.quantize_pack(8, Matrix(values, BF16), np.empty(values.size, np.uint8), np.empty(len(values), np.float32))
 """
 
 

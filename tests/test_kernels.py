@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant import matrix as of
 from ktconvert.quantizers import reference
 
 KINDS = ("bf16", "fp16", "f32", "fp8_e4m3")
@@ -77,11 +78,15 @@ def source(kind: str, n: int, k: int, block: tuple[int, int] = (128, 128), x: An
     return values, {"scales": scales_for(n, k, block), "block": block}
 
 
+def Matrix(values: Any, kind: str, **options: Any) -> of.Matrix:
+    return of.Matrix(values, of.KINDS[kind], **options)
+
+
 def quantize_pack(bits: int, values: Any, kind: str, offset: int = 0, **options: Any) -> tuple[Any, Any]:
     n, k = values.shape
     buffer = np.full(n * k * bits // 8 + offset, 0xAA, np.uint8)
     weight, scale = buffer[offset:], np.full(n, np.nan, np.float32)
-    kernels.quantize_pack(bits, values, kind, weight, scale, **options)
+    kernels.quantize_pack(bits, Matrix(values, kind, **options), weight, scale)
     assert (buffer[:offset] == 0xAA).all()
     return weight, scale
 
@@ -109,7 +114,7 @@ SIZES = [(bits, n, k) for bits, shapes in SHAPES.items() for n, k in shapes]
 def test_scalar_is_the_definition(bits: int, n: int, k: int, kind: str) -> None:
     values, options = source(kind, n, k, block=(48, 80))
     kernels.set_isa("scalar")
-    expected = reference.quantize_pack(bits, reference.decode(values, kind, **options))
+    expected = reference.quantize_pack(bits, reference.decode(Matrix(values, kind, **options)))
     assert_same(quantize_pack(bits, values, kind, **options), expected)
     assert_same(quantize_pack(bits, transposed(values), kind, **options), expected)
 
@@ -185,13 +190,13 @@ def test_any_block_of_scales(isa: str, block: tuple[int, int], order: str) -> No
     values, options = source("fp8_e4m3", 200, 333, block)
     if order == "columns":
         values = transposed(values)
-    expected = reference.decode(values, "fp8_e4m3", **options)
+    expected = reference.decode(Matrix(values, "fp8_e4m3", **options))
     for name in ("scalar", isa):
         kernels.set_isa(name)
         for row, column in ((0, 0), (5, 70), (130, 201)):
-            part = kernels.decode(
-                values[row : row + 64, column : column + 128], "fp8_e4m3", origin=(row, column), **options
-            )
+            part = Matrix(values, "fp8_e4m3", **options).rows(row, row + 64).columns(column, column + 128)
+            assert part.origin == (row, column)
+            part = kernels.decode(part)
             assert (part == expected[row : row + 64, column : column + 128]).all()
 
 
@@ -205,10 +210,10 @@ def test_decode_any_shape(isa: str, kind: str, order: str) -> None:
         )
         if order == "columns":
             values = transposed(values)
-        expected = reference.decode(values, kind, **options)
+        expected = reference.decode(Matrix(values, kind, **options))
         for name in ("scalar", isa):
             kernels.set_isa(name)
-            assert (kernels.decode(values, kind, **options) == expected).all()
+            assert (kernels.decode(Matrix(values, kind, **options)) == expected).all()
 
 
 def every_f32_case() -> Any:
@@ -238,9 +243,9 @@ def test_every_code_decodes(name: str) -> None:
         (every_f32_case().reshape(1024, -1), "f32", {}),
     ]
     for values, kind, options in cases:
-        expected = reference.decode(values, kind, **options)
-        assert (kernels.decode(values, kind, **options) == expected).all()
-        assert (kernels.decode(transposed(values), kind, **options) == expected).all()
+        expected = reference.decode(Matrix(values, kind, **options))
+        assert (kernels.decode(Matrix(values, kind, **options)) == expected).all()
+        assert (kernels.decode(Matrix(transposed(values), kind, **options)) == expected).all()
 
 
 NON_FINITE = {
@@ -304,7 +309,7 @@ def test_dequantize_and_error_sums_are_the_definition() -> None:
         expected = reference.dequantize(bits, weight, scale, n, k)
         assert (ours.view(np.uint32) == expected.view(np.uint32)).all()
         x, y = reference.bf16_to_f32(values).astype(np.float64), expected.astype(np.float64)
-        assert list(kernels.error_sums(bits, values, "bf16", weight, scale)) == sums_in_order(x, y)
+        assert list(kernels.error_sums(bits, Matrix(values, "bf16"), weight, scale)) == sums_in_order(x, y)
 
 
 def test_error_sums_do_not_depend_on_isa_or_storage() -> None:
@@ -313,8 +318,8 @@ def test_error_sums_do_not_depend_on_isa_or_storage() -> None:
     seen = set()
     for name in kernels.available_isas():
         kernels.set_isa(name)
-        seen.add(kernels.error_sums(4, values, "fp8_e4m3", weight, scale, **options))
-        seen.add(kernels.error_sums(4, transposed(values), "fp8_e4m3", weight, scale, **options))
+        seen.add(kernels.error_sums(4, Matrix(values, "fp8_e4m3", **options), weight, scale))
+        seen.add(kernels.error_sums(4, Matrix(transposed(values), "fp8_e4m3", **options), weight, scale))
     assert len(seen) == 1
 
 
@@ -344,10 +349,13 @@ def test_flushing_subnormals_changes_nothing(name: str) -> None:
     kernels.set_isa(name)
     values, options = source("fp8_e4m3", 128, 256)
     options["scales"] *= np.float32(2.0**-126)
-    expected = kernels.decode(values, "fp8_e4m3", **options), *quantize_pack(8, values, "fp8_e4m3", **options)
+    expected = kernels.decode(Matrix(values, "fp8_e4m3", **options)), *quantize_pack(8, values, "fp8_e4m3", **options)
     assert torch.set_flush_denormal(True)
     try:
-        flushed = kernels.decode(values, "fp8_e4m3", **options), *quantize_pack(8, values, "fp8_e4m3", **options)
+        flushed = (
+            kernels.decode(Matrix(values, "fp8_e4m3", **options)),
+            *quantize_pack(8, values, "fp8_e4m3", **options),
+        )
     finally:
         torch.set_flush_denormal(False)
     assert ((expected[0] & 0x7F80 == 0) & (expected[0] & 0x7F != 0)).any()

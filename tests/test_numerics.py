@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import reference
 
 STEP = {8: 1, 4: 16}  # what one unit of a code is worth, in scales
@@ -35,7 +36,7 @@ def rows(seed: int, bits: int, exponent: int, columns: int = 0) -> Any:
 def quantize_c(bits: int, bf16: Any) -> tuple[Any, Any]:
     n, k = bf16.shape
     weight, scale = np.empty(n * k * bits // 8, np.uint8), np.empty(n, np.float32)
-    kernels.quantize_pack(bits, bf16, "bf16", weight, scale)
+    kernels.quantize_pack(bits, Matrix(bf16, KINDS["bf16"]), weight, scale)
     return weight, scale
 
 
@@ -188,13 +189,14 @@ def test_fp16_and_fp8_decode_exactly() -> None:
     """FP16 as NumPy has it, rounded once; E4M3 against the list of its values."""
     fp16 = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     exact = fp16.view(np.float16).astype(np.float64)
-    ours = reference.bf16_to_f32(kernels.decode(fp16, "fp16")).astype(np.float64)
+    ours = reference.bf16_to_f32(kernels.decode(Matrix(fp16, KINDS["fp16"]))).astype(np.float64)
     finite = np.isfinite(exact)
     assert (np.isfinite(ours) == finite).all()
     assert (np.abs(ours[finite] - exact[finite]) <= np.abs(exact[finite]) * 2.0**-8).all()
 
     fp8 = np.arange(256, dtype=np.uint8).reshape(1, 256)
-    ours = reference.bf16_to_f32(kernels.decode(fp8, "fp8_e4m3", scales=np.ones((1, 1), np.float32), block=(1, 256)))[0]
+    matrix = Matrix(fp8, KINDS["fp8_e4m3"], np.ones((1, 1), np.float32), (1, 256))
+    ours = reference.bf16_to_f32(kernels.decode(matrix))[0]
     positive = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)]
     assert ours[:127].tolist() == positive[:127]
     assert ours[128:255].tolist() == [-x for x in positive[:127]]
@@ -207,7 +209,7 @@ def test_fp16_and_fp8_decode_exactly() -> None:
 def test_rounding_to_bf16_is_to_the_nearest_even(values: list[float]) -> None:
     x = np.array([values], np.float32)
     bits = reference.f32_to_bf16(x)
-    assert (kernels.decode(x, "f32") == bits).all()
+    assert (kernels.decode(Matrix(x, KINDS["f32"])) == bits).all()
     x, rounded = x.astype(np.float64), reference.bf16_to_f32(bits).astype(np.float64)
     for step in (1, -1):
         neighbour = (bits & 0x7FFF).astype(np.int64) + step

@@ -9,7 +9,7 @@ from ktconvert.layouts.checkpoints import scales
 from ktconvert.layouts.checkpoints.match import ASIDE, COMPANIONS, SCALE
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.quantizers.spec import Matrix
+from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
 
 DECODED = "F8_E4M3"  # safetensors dtype of the weights that are written as BF16
 # What a tensor's name says that no loader of an output would understand, and weights of such dtypes.
@@ -45,7 +45,7 @@ class Scaled:
             weight = replace(self.weight, shape=shape, start=self.weight.start + n * each, nbytes=each)
             start = self.scale.start + n * scale_bytes
             scale = replace(self.scale, shape=self.shape, start=start, nbytes=scale_bytes)
-            yield Matrix(source.view(weight), "fp8_e4m3", scales.read(source, scale, self.shape), self.block)
+            yield Matrix(source.view(weight), FP8_E4M3, scales.read(source, scale, self.shape), self.block)
 
 
 @dataclass(frozen=True)

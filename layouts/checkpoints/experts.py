@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import scales
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Fused, Separate, Style
@@ -25,7 +23,7 @@ from ktconvert.layouts.checkpoints.refusals import (
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.quantizers.spec import Matrix
+from ktconvert.native_quant.matrix import Matrix
 
 PLAIN_ACTIVATIONS = ("silu", "swish")
 PROJECTIONS = ("gate", "up", "down")
@@ -95,7 +93,7 @@ class MoeModel:
             return stored
         second = int(projection == "up")
         if style.interleaved:
-            return _every_other(stored, second)
+            return stored.every_other(second)
         return stored.rows(second * moe.width, (second + 1) * moe.width)
 
     def weight(self, layer: int, expert: int, projection: str) -> TensorInfo:
@@ -276,15 +274,6 @@ def _one(info: TensorInfo, expert: int) -> TensorInfo:
     """One expert's part of a tensor that holds all of them."""
     each = info.nbytes // info.shape[0]
     return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
-
-
-def _every_other(matrix: Matrix, first: int) -> Matrix:
-    """Rows first, first + 2, …; the scales are spread to one per row, since blocks of rows are torn apart."""
-    values = matrix.values[first::2]
-    if matrix.scales is None:
-        return replace(matrix, values=values)
-    rows = np.repeat(matrix.scales, matrix.block[0], axis=0)[: len(matrix.values)]
-    return Matrix(values, matrix.kind, np.ascontiguousarray(rows[first::2]), (1, matrix.block[1]))
 
 
 def _activation(source: TensorSource, arch: Arch) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable
 from ktconvert.layouts.checkpoints.archs import Style
 from ktconvert.layouts.checkpoints.match import BIAS, Layer, Scan, name_of
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant.matrix import BF16, F32, FP8_E4M3, FP16
 
 # safetensors dtype of a weight -> Matrix.kind
-KINDS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F8_E4M3": "fp8_e4m3"}
+KINDS = {"BF16": BF16, "F16": FP16, "F32": F32, "F8_E4M3": FP8_E4M3}
 # What a weight of another dtype is: by itself, else by the dtype of the scale beside it.
 BY_WEIGHT = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}
 BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}

@@ -66,15 +66,11 @@ class Compressed:
         """
         kernels.quantize_groups(
             self.quantizer.bits,
-            linear.values,
-            linear.kind,
+            linear,
             packed,
             scale,
             group=self.quantizer.group,
             rounding=rounding,
-            scales=linear.scales,
-            block=linear.block,
-            origin=linear.origin,
         )
 
     def codes(self, packed: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
@@ -89,9 +85,7 @@ class Compressed:
         self, linear: Matrix, packed: npt.NDArray[np.int32], scale: npt.NDArray[np.uint16]
     ) -> npt.NDArray[np.float64]:
         """Sums of x*x, y*y, x*y and (x-y)^2 over a linear, x the source in BF16 and y what was stored; float64 [4]."""
-        bf16 = kernels.decode(
-            linear.values, linear.kind, scales=linear.scales, block=linear.block, origin=linear.origin
-        )
+        bf16 = kernels.decode(linear)
         sums = np.zeros(4)
         for first in range(0, len(bf16), 64):  # rows at a time, so that memory stays small
             rows = slice(first, first + 64)

@@ -44,16 +44,7 @@ class Layout:
 
         Raises kernels.NonFinite where the part holds NaN or Inf.
         """
-        kernels.quantize_pack(
-            self.quantizer.bits,
-            part.values,
-            part.kind,
-            weight,
-            scale,
-            scales=part.scales,
-            block=part.block,
-            origin=part.origin,
-        )
+        kernels.quantize_pack(self.quantizer.bits, part, weight, scale)
 
     def unpack(
         self, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], n: int, k: int
@@ -65,14 +56,4 @@ class Layout:
         self, part: Matrix, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float64]:
         """Sums of x*x, y*y, x*y and (x-y)^2 over a part, x the source in BF16 and y what was stored; float64 [4], the same on every CPU."""
-        sums = kernels.error_sums(
-            self.quantizer.bits,
-            part.values,
-            part.kind,
-            weight,
-            scale,
-            scales=part.scales,
-            block=part.block,
-            origin=part.origin,
-        )
-        return np.array(sums, dtype=np.float64)
+        return np.array(kernels.error_sums(self.quantizer.bits, part, weight, scale), dtype=np.float64)

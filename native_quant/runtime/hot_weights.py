@@ -59,9 +59,7 @@ class HotWeights:
         """
         if self._form is None:
             linear = self.model.linear(layer, expert, projection)
-            bits = kernels.decode(
-                linear.values, linear.kind, scales=linear.scales, block=linear.block, origin=linear.origin
-            )
+            bits = kernels.decode(linear)
             for info in self.model.expert_tensors(layer, expert):
                 self._source.release(info)
             return bits, None

@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.output import AGAIN, Measure, Output, Place, Stor
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.quantizers import Matrix
+from ktconvert.native_quant.matrix import BF16, Matrix
 
 Bytes = npt.NDArray[np.uint8]
 MEMORY = ("auto", "map", "copy")
@@ -137,7 +137,7 @@ def pack(
 
     def one(item: tuple[Part, tuple[Bytes, npt.NDArray[np.float32]]]) -> None:
         part, (weight, scale) = item
-        layout.pack(part.of(Matrix(linears[part.projection][part.expert], "bf16"), parts), weight, scale)
+        layout.pack(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), weight, scale)
 
     _in_parallel(one, arrays.items(), threads)
     return LayerWeights(layout, grid, experts, arrays)

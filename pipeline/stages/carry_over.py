@@ -135,6 +135,5 @@ def pieces(source: TensorSource, tensor: Carried) -> Iterator[npt.NDArray[np.uin
     for linear in tensor.scaled.linears(source):
         rows = max(1, publish.STAGING_BYTES // (2 * linear.shape[1]))
         for start in range(0, linear.shape[0], rows):
-            piece = linear.rows(start, min(start + rows, linear.shape[0]))
-            bits = kernels.decode(piece.values, piece.kind, scales=piece.scales, block=piece.block, origin=piece.origin)
+            bits = kernels.decode(linear.rows(start, min(start + rows, linear.shape[0])))
             yield bits.reshape(-1).view(np.uint8)

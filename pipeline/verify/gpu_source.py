@@ -111,9 +111,7 @@ def _compare_expert(output: Output, job: gpu_linears.Job, measured: bool, calibr
             continue
         linear = job.model.linear(job.layer, expert, projection)
         if calibrated is not None:
-            bf16 = kernels.decode(
-                linear.values, linear.kind, scales=linear.scales, block=linear.block, origin=linear.origin
-            )
+            bf16 = kernels.decode(linear)
             ours = output.read(stored[0]).view(np.int32).reshape(packed.shape)
             sums, linear_found, problem = _judge(job.form, bf16, ours, packed, scale, measured)
             calibrated.append(linear_found)

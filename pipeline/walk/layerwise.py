@@ -281,11 +281,7 @@ def _compute(work: Work, lm: LayeredModel, inputs: Inputs, linears: dict[int, Li
 
 def _weight(model: MoeModel, layer: int, expert: int, projection: str) -> torch.Tensor:
     """A linear of the checkpoint in BF16, [n, k]."""
-    linear = model.linear(layer, expert, projection)
-    return from_bits(
-        kernels.decode(linear.values, linear.kind, scales=linear.scales, block=linear.block, origin=linear.origin),
-        "cpu",
-    )
+    return from_bits(kernels.decode(model.linear(layer, expert, projection)), "cpu")
 
 
 def _values(work: Work, packed: Packed, scale: Scales) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import QUANTIZERS, reference
 
 FOLDER = Path(__file__).parent
@@ -36,7 +37,7 @@ def main() -> None:
     scales = np.random.default_rng(7).uniform(1e-4, 1e-2, (-(-N // BLOCK[0]), -(-K // BLOCK[1]))).astype(np.float32)
     for kind, values in sources().items():
         options = {"scales": scales, "block": BLOCK} if kind == "fp8_e4m3" else {}
-        bf16 = reference.decode(values, kind, **options)
+        bf16 = reference.decode(Matrix(values, KINDS[kind], **options))
         for quantizer in QUANTIZERS.values():
             weight, scale = reference.quantize_pack(quantizer.bits, bf16)
             tensors = {"in.values": values, "out.bf16": bf16, "out.weight": weight, "out.scale": scale}

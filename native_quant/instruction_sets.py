@@ -1,0 +1,90 @@
+"""Which instruction set the C kernels use: what there is, what was asked for, what the environment says."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from itertools import count, takewhile
+from typing import Any
+
+from ktconvert.native_quant._ktq import ffi, lib
+
+
+def _text(pointer: Any) -> str:
+    text: bytes = ffi.string(pointer)
+    return text.decode()
+
+
+ISAS: tuple[str, ...] = tuple(_text(lib.ktq_isa_name(i)) for i in range(lib.ktq_isa_count()))
+KERNELS: tuple[tuple[str, str], ...] = tuple(
+    (_text(lib.ktq_kernel_family(row)), ISAS[lib.ktq_kernel_isa(row)])
+    for row in takewhile(lambda row: lib.ktq_kernel_isa(row) >= 0, count())
+)
+
+_environment_read = False
+_environment_lock = threading.Lock()
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this CPU and this kernel let us use, worst first."""
+    return tuple(name for i, name in enumerate(ISAS) if lib.ktq_isa_available(i))
+
+
+def isa() -> str:
+    """The instruction set in use: what KTCONVERT_ISA, KT_KERNEL_CPU_VARIANT or set_isa says, else the best there is."""
+    read_environment()
+    return ISAS[lib.ktq_isa()]
+
+
+def set_isa(name: str | None) -> None:
+    """Uses this instruction set and nothing above it; None: the best there is. ValueError if it is not available."""
+    global _environment_read
+    with _environment_lock:
+        _environment_read = True
+    _set_isa(name, "")
+
+
+def _set_isa(name: str | None, where: str) -> None:
+    number = -1 if name is None else ISAS.index(name) if name in ISAS else len(ISAS)
+    if number == len(ISAS):
+        raise ValueError(f"{where}'{name}' is no instruction set we know: choose one of {', '.join(available_isas())}")
+    if lib.ktq_set_isa(number) != lib.KTQ_OK:
+        raise ValueError(f"{where}this machine does not offer '{name}': choose one of {', '.join(available_isas())}")
+
+
+# What kt-kernel's KT_KERNEL_CPU_VARIANT asks for, by our names; like kt-kernel we pass over values that it does not know.
+_KT_VARIANTS = {
+    "amx": "amx",
+    "avx512_bf16": "avx512vnni",
+    "avx512_vbmi": "avx512vnni",
+    "avx512_vnni": "avx512vnni",
+    "avx512_base": "avx512",
+    "avx2": "avx2",
+}
+
+
+def read_environment() -> None:
+    """KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, once, at first use; a wrong value is wrong at every use."""
+    global _environment_read
+    if _environment_read:
+        return
+    with _environment_lock:
+        if not _environment_read:
+            name = os.environ.get("KTCONVERT_ISA", "").strip().lower()
+            variant = _KT_VARIANTS.get(os.environ.get("KT_KERNEL_CPU_VARIANT", "").strip().lower())
+            if name:
+                _set_isa(name, "KTCONVERT_ISA: ")
+            elif variant:
+                _set_isa(variant, "KT_KERNEL_CPU_VARIANT: ")
+            _environment_read = True
+            if os.environ.get("KTCONVERT_DEBUG") == "1":
+                source = "KTCONVERT_ISA" if name else "KT_KERNEL_CPU_VARIANT" if variant else "the best there is"
+                offered = ", ".join(available_isas())
+                print(f"ktconvert: computes with {ISAS[lib.ktq_isa()]} ({source}) of {offered}", file=sys.stderr)
+
+
+def raise_error(error: int) -> None:
+    """ValueError with the sentence of an error that C returned, if it is one."""
+    if error != lib.KTQ_OK:
+        raise ValueError(_text(lib.ktq_strerror(error)))

@@ -1,0 +1,196 @@
+"""One linear as a checkpoint stores it: how its bits are numbers, how it is sliced, and how it becomes BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.instruction_sets import raise_error, read_environment
+
+PIECE = 1 << 20  # columns that a decoder in Python makes at a time: 4 MiB of float32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the items of a stored row are numbers. All end in BF16, rounded to nearest even (NUMERICS.md, section 1).
+
+    name     of its equation.
+    dtype    NumPy type of an item.
+    number   what C calls it; None: `decode` is its decoder.
+    scaled   values are multiplied by scales.
+    columns, items   so many columns are a block, which takes so many items.
+    decode   Matrix -> float32 [n, k], of a few rows at a time, for what C does not know.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    number: int | None = None
+    scaled: bool = False
+    columns: int = 1
+    items: int = 1
+    decode: Callable[[Matrix], npt.NDArray[np.float32]] | None = None
+
+    @property
+    def turns(self) -> bool:
+        """Whether C reads it whichever axis is the contiguous one."""
+        return self.number is not None and self.columns == self.items == 1
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One linear [n out_features, k in_features] in its stored encoding; a view, nothing is copied.
+
+    values  2-D items of the kind. Where a block is one column: [n, k], and either axis may be the contiguous one, so
+            that a transposed checkpoint tensor is a view with strides. Else the whole blocks of each row's columns.
+    scales  float32 [ceil(N / block[0]), ceil(K / block[1])] over the *whole* stored linear; None without scales.
+    block   rows and columns that share one scale.
+    origin  where element [0, 0] lies in the whole linear, so that a slice still finds its scales.
+    skip    columns of the first blocks that come before the linear's first.
+    width   k, where blocks may hold more columns than these; None: all that they hold.
+    """
+
+    values: npt.NDArray[Any]
+    kind: Kind
+    scales: npt.NDArray[np.float32] | None = None
+    block: tuple[int, int] = (1, 1)
+    origin: tuple[int, int] = (0, 0)
+    skip: int = 0
+    width: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k): out_features, in_features."""
+        n, items = self.values.shape
+        if self.width is not None:
+            return n, self.width
+        return n, items // self.kind.items * self.kind.columns - self.skip
+
+    def rows(self, start: int, stop: int) -> Matrix:
+        """The linear's rows start..stop-1."""
+        return replace(self, values=self.values[start:stop], origin=(self.origin[0] + start, self.origin[1]))
+
+    def columns(self, start: int, stop: int) -> Matrix:
+        """The linear's columns start..stop-1."""
+        origin = self.origin[0], self.origin[1] + start
+        columns, items = self.kind.columns, self.kind.items
+        if columns == items == 1:
+            return replace(self, values=self.values[:, start:stop], origin=origin)
+        first, last = (self.skip + start) // columns, -(-(self.skip + stop) // columns)
+        skip = self.skip + start - first * columns
+        values = self.values[:, first * items : last * items]
+        return replace(self, values=values, origin=origin, skip=skip, width=stop - start)
+
+    def every_other(self, first: int) -> Matrix:
+        """The linear's rows first, first + 2, ...; scales become one per row, since blocks of rows are torn apart."""
+        values = self.values[first::2]
+        if self.scales is None:
+            return replace(self, values=values)
+        rows = np.repeat(self.scales, self.block[0], axis=0)[self.origin[0] :][: len(self.values)]
+        scales, block = np.ascontiguousarray(rows[first::2]), (1, self.block[1])
+        return replace(self, values=values, scales=scales, block=block, origin=(0, self.origin[1]))
+
+    @property
+    def T(self) -> Matrix:
+        """The transposed linear: a view where C reads both orientations of the kind, else decoded to BF16."""
+        if not self.kind.turns:
+            return Matrix(decode(self).T, BF16, origin=self.origin[::-1])
+        scales = None if self.scales is None else np.ascontiguousarray(self.scales.T)
+        return Matrix(self.values.T, self.kind, scales, self.block[::-1], self.origin[::-1])
+
+    def each_scale(self) -> npt.NDArray[np.float32]:
+        """The scale of every element: float32 [n, k]."""
+        assert self.scales is not None, self.kind
+        (n, k), (row, column), (rows, columns) = self.shape, self.origin, self.block
+        each: npt.NDArray[np.float32] = self.scales[
+            np.ix_((row + np.arange(n)) // rows, (column + np.arange(k)) // columns)
+        ]
+        return each
+
+
+BF16 = Kind("bf16", np.dtype(np.uint16), lib.KTQ_BF16)
+FP16 = Kind("fp16", np.dtype(np.uint16), lib.KTQ_FP16)
+F32 = Kind("f32", np.dtype(np.float32), lib.KTQ_F32)
+FP8_E4M3 = Kind("fp8_e4m3", np.dtype(np.uint8), lib.KTQ_FP8_E4M3, scaled=True)
+KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3)}  # those that C reads
+
+
+def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
+    """A linear as BF16 bits: uint16 [n, k], rounded to nearest even. ValueError for a matrix that makes no sense."""
+    n, k = matrix.shape
+    out = np.empty((n, k), np.uint16)
+    if matrix.kind.number is not None:
+        _decode(matrix, out)
+    else:
+        assert matrix.kind.decode is not None, matrix.kind
+        step = max(1, PIECE // max(1, k))
+        for first in range(0, n, step):
+            piece = matrix.rows(first, min(first + step, n))
+            _decode(Matrix(matrix.kind.decode(piece), F32), out[first : first + step])
+    return out
+
+
+def _decode(matrix: Matrix, out: npt.NDArray[np.uint16]) -> None:
+    source, keep = source_of(matrix)
+    read_environment()
+    raise_error(lib.ktq_decode(*matrix.shape, source, ffi.from_buffer("uint16_t[]", out)))
+    del keep
+
+
+def readable(matrix: Matrix) -> Matrix:
+    """The matrix itself if C reads it, else what it is in BF16."""
+    return matrix if matrix.kind.number is not None else Matrix(decode(matrix), BF16, origin=matrix.origin)
+
+
+# --- for C ----------------------------------------------------------------------------------------
+
+# A source is made for every part of every expert, so types are looked up here, once.
+_VOID, _SOURCE = (ffi.typeof(t) for t in ("void *", "ktq_source *"))
+
+
+def source_of(matrix: Matrix) -> tuple[Any, Any]:
+    """The C struct of a linear whose kind C reads, and what must stay alive besides `values` while it is used."""
+    values, kind = matrix.values, matrix.kind
+    if kind.number is None:
+        raise ValueError(f"{kind.name} values must be decoded first")
+    if values.ndim != 2 or 0 in values.shape:
+        raise ValueError(f"values must have two dimensions, neither of them 0, not shape {values.shape}")
+    if values.dtype != kind.dtype:
+        raise ValueError(f"{kind.name} values must be {kind.dtype} in this machine's byte order, not {values.dtype!r}")
+    (n, k), (row_stride, column_stride), item = values.shape, values.strides, kind.dtype.itemsize
+    # NumPy may give any stride to an axis of length 1.
+    row_stride = row_stride if n > 1 else item
+    column_stride = column_stride if k > 1 else item
+    if item not in (row_stride, column_stride):
+        raise ValueError(f"one axis of values must be contiguous, not strides {values.strides}")
+    if row_stride < 0 or column_stride < 0:
+        raise ValueError(f"values must not run backwards, as strides {values.strides} do")
+
+    source = (kind.number, _address(values), row_stride, column_stride)
+    if not kind.scaled:
+        if matrix.scales is not None:
+            raise ValueError(f"{kind.name} values have no scales")
+        return ffi.new(_SOURCE, source), None
+    grid = _check_scales(matrix)
+    return ffi.new(_SOURCE, (*source, _address(grid), grid.shape[1], *matrix.block, *matrix.origin)), grid
+
+
+def _check_scales(matrix: Matrix) -> npt.NDArray[np.float32]:
+    name, shape, scales, block, origin = matrix.kind.name, matrix.shape, matrix.scales, matrix.block, matrix.origin
+    if scales is None or scales.ndim != 2 or scales.dtype != np.float32:
+        raise ValueError(f"{name} values need float32 scales with two dimensions")
+    if min(block) < 1 or min(origin) < 0 or max(*block, *origin) >= 2**31:
+        raise ValueError(f"block {block} and origin {origin} make no sense")
+    for size, start, step, have in zip(shape, origin, block, scales.shape, strict=True):
+        if (start + size - 1) // step >= have:
+            raise ValueError(f"scales of shape {scales.shape} do not cover {shape} at {origin} in blocks of {block}")
+    return np.require(scales, requirements=["C", "A"])
+
+
+def _address(array: npt.NDArray[Any]) -> Any:
+    """Where the first element lies, whatever the strides (ffi.from_buffer takes contiguous arrays only)."""
+    return ffi.cast(_VOID, array.__array_interface__["data"][0])
