@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers.safetensors import LFS_MAGIC, REMEDY, read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files.mapped import MappedFiles
@@ -39,13 +39,6 @@ VIEWS: dict[str, type[np.generic]] = {
     **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), np.uint8),
 }
 
-WEIGHT_SUFFIXES = frozenset(
-    f".{s}"
-    for s in (
-        *("safetensors", "bin", "pt", "pth", "ckpt", "gguf", "ggml", "onnx", "onnx_data"),
-        *("h5", "msgpack", "npz", "npy", "pkl", "tflite", "ot"),
-    )
-)
 PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
 
 
@@ -169,18 +162,6 @@ class TensorSource:
         first = start - start % mmap.PAGESIZE
         if nbytes and (advice != mmap.MADV_DONTNEED or self.shards[shard].path in self._maps):
             self._map(shard).madvise(advice, first, start + nbytes - first)
-
-
-def companion_files(root: Path, *, nested: bool = True) -> list[str]:
-    """What companions() gives, for any directory; without `nested` only what lies directly beside a config.json."""
-    if not nested and not (root / "config.json").is_file():
-        return []
-    found: list[str] = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(d for d in folders if not d.startswith(".")) if nested else []
-        base = Path(folder)
-        found += [(base / f).relative_to(root).as_posix() for f in files if _is_companion(base / f)]
-    return sorted(found)
 
 
 def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSource:
@@ -336,10 +317,3 @@ def _blob(path: Path) -> str | None:
     except OSError:
         return None
     return target.name if target.parent.name == "blobs" else None
-
-
-def _is_companion(path: Path) -> bool:
-    name = path.name
-    if name.startswith(".") or path.suffix.lower() in WEIGHT_SUFFIXES or not path.is_file():
-        return False
-    return not (name.endswith(".index.json") or re.search(r"\.index\.[^.]+\.json$", name))

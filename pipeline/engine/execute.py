@@ -221,10 +221,11 @@ def _require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
             f"{work.places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
         )
     limit = machine.file_size_limit()
-    largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
+    copied = [path.stat().st_size for _, path in plan.assembly.companions]
+    largest = max([unit.bytes_out for unit in todo if not unit.folder] + copied, default=0)
     if limit is not None and largest + SLACK > limit:
         raise ResourceError(
-            f"{work.places.root}: a shard of {size(largest)} is over the file size limit of {size(limit)} (ulimit -f); "
+            f"{work.places.root}: a file of {size(largest)} is over the file size limit of {size(limit)} (ulimit -f); "
             "raise it or set --max-shard-size."
         )
     return fit_threads(plan, reporter)

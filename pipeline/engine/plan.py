@@ -15,7 +15,6 @@ from ktconvert.pipeline.engine.units import Stage, Unit
 FORMAT = 1
 CONFIG = "config.json"
 CARD = "README.md"
-SOURCE_CARD = "README.source.md"  # the README of the source, in the output
 
 
 def tool_version() -> str:

@@ -6,21 +6,23 @@ import contextlib
 import gc
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
+from ktconvert.layouts.checkpoints.companions import require_copyable
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.checkpoints.source import INDEX, TensorSource
+from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.pipeline.engine.execute import hash_inputs
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, SOURCE_CARD, Request, SourceFile, changed_since
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
-OWN_NAMES = {CARD: SOURCE_CARD, "manifest.json": "manifest.source.json"}
 
 
 @contextlib.contextmanager
@@ -85,9 +87,36 @@ def source_files(
     return tuple(files)
 
 
-def companions(source: TensorSource) -> tuple[tuple[str, Path], ...]:
-    """(name in the output, file) of everything that is copied as it is: all but weights, their index and config.json."""
-    return tuple((OWN_NAMES.get(name, name), source.root / name) for name in source.companions() if name != CONFIG)
+def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:
+    """(name in the output, file) of everything that is copied as it is: all of these names below root but config.json.
+
+    Raises InputError for what could not be copied once the weights are made: unreadable, a link out of the checkpoint, or in
+    a folder that has the name of one of our files.
+    """
+    for name in names:
+        require_copyable(root, name)
+    renamed = names_in_output(names)
+    copied = {renamed[name]: root / name for name in names if name != CONFIG}
+    files = {*copied, CONFIG, CARD, manifest.NAME, INDEX}
+    for name, path in copied.items():
+        for folder in PurePosixPath(name).parents:
+            if str(folder) in files:
+                raise InputError(f"{path}: the output has a file {folder}; rename that folder of the checkpoint.")
+    return tuple(copied.items())
+
+
+def names_in_output(names: Collection[str]) -> dict[str, str]:
+    """What companions are called in the output: README.md and manifest.json make room for ours.
+
+    README.md becomes README.source.md, and one that is there already (the source was converted, too) README.source.source.md.
+    """
+    renamed = {name: name for name in names}
+    for name in (CARD, manifest.NAME):
+        while name in names:
+            stem, _, ending = name.rpartition(".")
+            renamed[name] = f"{stem}.source.{ending}"
+            name = renamed[name]
+    return renamed
 
 
 @dataclass(frozen=True)

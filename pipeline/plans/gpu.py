@@ -90,8 +90,8 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     metadata = shard_metadata(facts, source, about)
     quantizing = QUANTIZING[settings["quant_method"]](request, model, form, rest, metadata)
     stages = number_shards([quantizing.stage, *_carried(rest, model, settings["max_shard_size"], metadata)])
-    dropped_files = [name for name, _ in companions(source) if name in gpu_card.CONFIG_FILES]
-    copied = tuple((name, path) for name, path in companions(source) if name not in dropped_files)
+    dropped_files = [name for name in source.companions() if name in gpu_card.CONFIG_FILES]
+    copied = companions(source.root, [name for name in source.companions() if name not in dropped_files])
     notes = tuple(_notes(model, rest, dropped_files, loading))
     files = source_files(source, request, hashed)
     return Plan(

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.source import companion_files
+from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import LAYOUTS, PROJECTIONS, Layout, card, loose
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, SourceFile, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
-from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, OWN_NAMES, number_shards
+from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
@@ -47,11 +47,11 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         )
     facts = _facts(files, METHODS[prefix], list(layers), root)
     original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
-    companions = _companions(original)
+    beside = _companions(original)
     config = _config(original)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
     identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
-    originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in companions)
+    originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in beside)
     return Plan(
         request=request,
         source=identity + originals,
@@ -59,7 +59,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         facts=facts,
         notes=(),
         assembly=Assembly(
-            companions=tuple((OWN_NAMES.get(name, name), path) for name, path in companions if name != CONFIG),
+            companions=companions(original, [name for name, _ in beside]) if original else (),
             config=None if config is None else card.config_json(config, facts, tool_version()),
             loose=False,
         ),

@@ -20,6 +20,7 @@ from ktconvert.pipeline.verify.gpu import check_packed, check_quantization
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
 DTYPES = {"weight": "I8", "scale": "F32"}
+LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
 LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
 
 
@@ -41,6 +42,10 @@ def check_files(output: Output) -> Check:
     listed = {file["name"] for file in files_told(output)}
     problems = list(unreadable(output).values())
     present = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
+    if not output.loose:
+        stale = sorted(name for name in {*listed, *present} if LOOSE.search(name))
+        problems += [f"{name} is a file of loose weights, in an output of safetensors: remove it" for name in stale]
+        present = [name for name in present if name not in stale]
     if output.manifest is not None:
         strange = [name for name in present if LEFT_BEHIND.search(name)]
         rest = [name for name in present if name not in strange]

@@ -1,0 +1,206 @@
+"""What lies beside the weights of a checkpoint: whatever would be in the way of copying it is found before any work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import conversion
+
+# Root, too, is to be stopped by a file's mode.
+AS_ANYONE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+
+
+@pytest.fixture
+def source(tmp_path: Path, example: Path) -> Path:
+    folder = tmp_path / "in" / "model"
+    shutil.copytree(example, folder)
+    return folder
+
+
+@pytest.fixture(params=["cpu", "gpu", "merge"])
+def arguments(request: pytest.FixtureRequest, tmp_path: Path, example: Path) -> Callable[[Path], list[Any]]:
+    """Every command that copies companions: arguments(source) to make tmp_path/out."""
+    loose = tmp_path / "loose"
+    if request.param == "merge":
+        assert conversion.ktconvert("cpu", "-i", example, "-o", loose, "--no-merge-safetensor").returncode == 0
+
+    def make(source: Path) -> list[Any]:
+        words: dict[str, list[Any]] = {
+            "cpu": ["cpu", "-i", source],
+            "gpu": ["gpu", "--quant-method", "RTN", "-i", source],
+            "merge": ["merge", "-i", loose, "-r", source],
+        }
+        return [*words[request.param], "-o", tmp_path / "out"]
+
+    return make
+
+
+def test_names_of_ours_make_room_for_those_of_earlier_conversions(
+    source: Path, tmp_path: Path, arguments: Any, cli: Any
+) -> None:
+    texts = {"README.md": "card", "README.source.md": "card of the source", "sub/README.md": "another"}
+    texts |= {"manifest.json": '{"mine": 1}', "manifest.source.json": '{"mine": 2}', "README.source.txt": "text"}
+    for name, text in texts.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    cli(*arguments(source))
+    wanted = {
+        "README.source.md": "card",
+        "README.source.source.md": "card of the source",
+        "manifest.source.json": '{"mine": 1}',
+        "manifest.source.source.json": '{"mine": 2}',
+        "sub/README.md": "another",
+        "README.source.txt": "text",
+    }
+    out = tmp_path / "out"
+    assert {name: (out / name).read_text() for name in wanted} == wanted
+    assert "# AMXINT4" in (out / "README.md").read_text() or "W8A16" in (out / "README.md").read_text()
+    listed = [file["name"] for file in json.loads((out / "manifest.json").read_text())["files"]]
+    assert len(set(listed)) == len(listed)
+    cli("verify", out, "--no-load")
+
+
+def test_the_output_of_an_output_can_be_made(source: Path, tmp_path: Path, cli: Any) -> None:
+    """A loose output merged with itself as the original has both names already."""
+    (source / "README.md").write_text("card")
+    cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor")
+    cli("merge", "-i", tmp_path / "loose", "-r", tmp_path / "loose", "-o", tmp_path / "out")
+    assert (tmp_path / "out" / "README.source.source.md").read_text() == "card"
+    assert list(tmp_path.glob("out/**/*.kt")) == []
+    cli("verify", tmp_path / "out")
+
+
+def unreadable(source: Path) -> None:
+    (source / "tokenizer.json").chmod(0)
+
+
+def unlisted(source: Path) -> None:
+    (source / "sub").mkdir()
+    (source / "sub" / "vocab.txt").write_text("words")
+    (source / "sub").chmod(0)
+
+
+def folder_in_the_way(source: Path) -> None:
+    (source / "README.md").mkdir()
+    (source / "README.md" / "text.md").write_text("text")
+
+
+def renamed_into_a_folder(source: Path) -> None:
+    (source / "README.md").write_text("card")
+    (source / "README.source.md").mkdir()
+    (source / "README.source.md" / "text.md").write_text("text")
+
+
+def link_out(source: Path) -> None:
+    (source.parent / "secret.txt").write_text("secret")
+    (source / "notes.txt").symlink_to("../secret.txt")
+
+
+def linked_config(source: Path) -> None:
+    (source / "config.json").rename(source.parent / "config.json")
+    (source / "config.json").symlink_to("../config.json")
+
+
+def blobs_of_no_cache(source: Path) -> None:
+    (source.parent / "blobs").mkdir()
+    (source.parent / "blobs" / "secret").write_text("secret")
+    (source / "notes.txt").symlink_to("../blobs/secret")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (unreadable, ("tokenizer.json", "cannot be read (Permission denied)")),
+        (unlisted, ("model/sub", "cannot be listed (Permission denied)")),
+        (folder_in_the_way, ("README.md/text.md", "the output has a file README.md")),
+        (renamed_into_a_folder, ("README.source.md/text.md", "the output has a file README.source.md")),
+        (link_out, ("notes.txt", "secret.txt, outside the checkpoint")),
+        (linked_config, ("model/config.json", "outside the checkpoint")),
+        (blobs_of_no_cache, ("notes.txt", "blobs/secret, outside the checkpoint")),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_cannot_be_copied_is_refused_before_any_work(
+    source: Path, tmp_path: Path, arguments: Any, spoil: Callable[[Path], None], words: tuple[str, ...]
+) -> None:
+    spoil(source)
+    done = conversion.ktconvert(*arguments(source), prefix=AS_ANYONE)
+    conversion.refused(done, 5, *words)
+    assert {path.name for path in tmp_path.iterdir()} <= {"in", "loose"}
+    for path in source.iterdir():
+        path.chmod(0o755)
+
+
+def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
+    source: Path, tmp_path: Path, arguments: Any, cli: Any
+) -> None:
+    """Snapshots of the Hugging Face cache are links to its blobs; so were downloads into a folder, once."""
+    model = tmp_path / "cache" / "models--org--name"
+    (model / "blobs").mkdir(parents=True)
+    (model / "snapshots" / "0").mkdir(parents=True)
+    (model / "blobs" / "hash").write_text("words")
+    (source / "vocab.txt").symlink_to(model / "blobs" / "hash")
+    (source / "sub").mkdir()
+    (source / "sub" / "same.json").symlink_to("../tokenizer.json")
+    cli(*arguments(source))
+    out = tmp_path / "out"
+    assert (out / "vocab.txt").read_text() == "words" and not (out / "vocab.txt").is_symlink()
+    assert (out / "sub" / "same.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+    shutil.rmtree(out)
+    snapshot = model / "snapshots" / "0"
+    for path in source.iterdir():
+        if path.is_file():
+            shutil.copy(path, model / "blobs" / path.name)
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    cli(*arguments(snapshot))
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_loose_weights_of_a_source_are_no_companions(source: Path, tmp_path: Path, arguments: Any, cli: Any) -> None:
+    for name in ("x.kt", "_layer_0/notes.txt", "sub/_layer_1/_numa_0/y.kt", "sub/z.KT", "old.kt/notes.txt"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(b"old")
+    cli(*arguments(source))
+    out = tmp_path / "out"
+    assert not [path for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"old"]
+    cli("verify", out, "--no-load")
+
+
+STRAYS = ("_layer_0/_numa_0/INT4_up_0_3Byte_quant_.kt", "x.kt", "sub/_layer_0/notes.txt")
+
+
+@pytest.mark.parametrize("command", [["cpu"], ["gpu", "--quant-method", "RTN"]], ids=["cpu", "gpu"])
+def test_verify_notices_loose_weights_in_a_merged_output(
+    command: list[str], tmp_path: Path, cli: Any, example: Path
+) -> None:
+    """Earlier versions copied them, and listed them in the manifest."""
+    out = tmp_path / "out"
+    cli(*command, "-i", example, "-o", out)
+    for stray in STRAYS:
+        (out / stray).parent.mkdir(parents=True, exist_ok=True)
+        (out / stray).write_bytes(b"old")
+    document = json.loads((out / "manifest.json").read_text())
+
+    def require_noticed() -> None:
+        checks = json.loads(cli("verify", out, "--no-load", "--json", code=6).stdout)["checks"]
+        problems = next(check["problems"] for check in checks if check["name"] == "files")
+        assert len(problems) == len(STRAYS)
+        assert all(any(text.startswith(f"{stray} is a file of loose weights") for text in problems) for stray in STRAYS)
+
+    require_noticed()
+    old = hashlib.sha256(b"old").hexdigest()
+    document["files"] += [{"name": stray, "size": 3, "sha256": old} for stray in STRAYS]
+    (out / "manifest.json").write_text(json.dumps(document))
+    require_noticed()
+    if command[0] == "cpu":  # an output for the GPU is known by its manifest
+        (out / "manifest.json").unlink()
+        require_noticed()
