@@ -76,8 +76,12 @@ def test_the_report_for_people(output: Path) -> None:
 
 def test_a_layer_in_the_cache_is_told(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "CACHES", 1)
-    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 20)
-    assert "last-level cache (1.0 MiB)" in run(output, "--tokens", 1).stdout
+    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 30)
+    assert "fits in the last-level cache (1.0 GiB)" in run(output, "--tokens", 1).stdout
+    monkeypatch.setattr(measure, "CACHES", 1 << 10)
+    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 12)
+    assert "is not much larger than the last-level cache (4.0 KiB)" in run(output, "--tokens", 1).stdout
+    monkeypatch.setattr(measure, "CACHES", 1)
     monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 10)
     assert "note" not in run(output, "--tokens", 1).stdout
 

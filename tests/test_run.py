@@ -57,6 +57,22 @@ def test_a_prompt_is_continued(cli: Callable[..., Any], example: Path, weights: 
     assert as_it_is.stdout == done.stdout
 
 
+@pytest.mark.parametrize("fault", ["cut short", "is missing"])
+def test_a_shard_that_cannot_be_read(fault: str, example: Path, weights: Path, tmp_path: Path) -> None:
+    """Not taken for a layer that was not converted."""
+    shutil.copytree(weights, tmp_path / "out")
+    shard = tmp_path / "out" / "model-00001-of-00002.safetensors"
+    if fault == "is missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-4096])
+    done = call(example, "--cpu-weights", tmp_path / "out", "--prompt", "a")
+    assert isinstance(done.exception, InputError)
+    assert re.search(
+        rf"out: layer 0 cannot be read \({shard.name}:? {fault}.*\); convert it again", str(done.exception)
+    )
+
+
 def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -> None:
     """Each message is a line; the model sees all that was said."""
     done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, given="import os\n\nclass\n")

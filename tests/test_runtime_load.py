@@ -151,6 +151,15 @@ def test_a_truncated_shard(damaged: Path) -> None:
     Experts.load(damaged, 1)
 
 
+def test_a_missing_shard(damaged: Path) -> None:
+    shard_of(damaged).unlink()
+    with pytest.raises(
+        InputError, match=r"layer 0 cannot be read \(model-00001-of-00002.safetensors is missing\); convert"
+    ):
+        Experts.load(damaged, 0)
+    Experts.load(damaged, 1)
+
+
 def test_a_shard_whose_header_leaves_a_gap(damaged: Path) -> None:
     def shrink(header: dict[str, Any]) -> None:
         entry = header["blk.0.ffn_down_exps.2.numa.0.weight"]

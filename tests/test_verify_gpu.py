@@ -71,6 +71,15 @@ def copy(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     return lambda kind: Path(shutil.copytree(made[kind], tmp_path / kind))
 
 
+def test_an_output_without_its_manifest(copy: Callable[[str], Path]) -> None:
+    """The sentence says what it is, and what is missing."""
+    output = copy("W4A16")
+    (output / "manifest.json").unlink()
+    message = look(output)["message"]
+    assert look(output)["code"] == 3
+    assert message.startswith(f"{output}: is packed by compressed-tensors and has no manifest.json; ")
+
+
 def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Path:
     """Change the tensors, name -> (header entry, bytes), shard by shard, and make index and manifest fit, as another program would."""
     weight_map, total = {}, 0

@@ -23,6 +23,7 @@ from ktconvert.layouts.outputs.parts import Part
 Bytes = npt.NDArray[np.uint8]
 AGAIN = "convert it again"
 WORK_INSIDE = ".ktconvert"
+PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 
 # How loose files start -> kt-kernel's name of the method. What MOE_* bytes mean is known to the library that wrote them only.
 METHODS = {x.file_prefix: x.name for x in LAYOUTS.values()} | {"MOE_INT4": "MOE_INT4", "MOE_INT8": "MOE_INT8"}
@@ -172,6 +173,12 @@ def open_output(root: Path) -> Output:
     Raises UnsupportedError for a directory that holds no expert weights of kt-kernel, VerificationError for a manifest that cannot be read.
     """
     if not root.is_dir() or not is_output(root):
+        quantized = _json(root, "config.json", {}).get("quantization_config")
+        if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
+            raise UnsupportedError(
+                f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that file back or "
+                "convert again, else give the directory of an output."
+            )
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
     made = _trusted(root)
     shards = sorted(

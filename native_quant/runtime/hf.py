@@ -24,7 +24,7 @@ from ktconvert.native_quant.runtime.hf_modules import Place, RoutedExperts, find
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.hot_weights import HotWeights
 from ktconvert.native_quant.runtime.pool import shared_pool
-from ktconvert.native_quant.runtime.weights import layers_of
+from ktconvert.native_quant.runtime.weights import layers_of, require_readable
 
 NAME = "ktconvert"
 
@@ -132,6 +132,7 @@ class KTConvertQuantizer(HfQuantizer):
         root = Path(given.cpu_weights).expanduser()
         missing = sorted({place.layer for place in places}.difference(layers_of(root)))
         if missing:
+            require_readable(root, missing[0])
             raise UnsupportedError(
                 f"{root}: holds no experts of layer {', '.join(map(str, missing))}, which {what} has; convert all layers"
             )

@@ -55,6 +55,19 @@ def layers_of(path: Path | str) -> list[int]:
     return sorted(_opened(Path(path))[1].shapes)
 
 
+def require_readable(path: Path, layer: int) -> None:
+    """Raise InputError where a layer that was not found may lie in a file that is damaged or missing."""
+    because = "; ".join(_unreadable(_opened(path)[0])[:3])
+    if because:
+        raise InputError(f"{path}: layer {layer} cannot be read ({because}); {AGAIN}.")
+
+
+def _unreadable(output: Output) -> list[str]:
+    """What is wrong with files of an output: damaged ones, and shards that its index names and that are missing."""
+    named = set((output.weight_map or {}).values())
+    return [*output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(output.shards)))]
+
+
 def load(
     path: Path,
     layer: int,
@@ -77,11 +90,8 @@ def load(
         raise UnsupportedError(
             f"{path}: its method is {found.method}, which this runtime cannot compute; convert the model with --quant-method int4 or int8."
         )
-    if layer not in found.shapes and output.damaged:
-        raise InputError(
-            f"{path}: layer {layer} cannot be read ({'; '.join(list(output.damaged.values())[:3])}); {AGAIN}."
-        )
     if layer not in found.shapes:
+        require_readable(path, layer)
         raise UnsupportedError(
             f"{path}: holds no layer {layer}; it has layers {ranges(list(found.shapes)) or 'none'}. "
             "Give one of these, or convert again with it."
@@ -209,7 +219,7 @@ def _stored(
         for what, size in (("weight", layout.weight_bytes(part.n, part.k)), ("scale", layout.scale_bytes(part.n))):
             stored = output.tensors.get((place, what))
             if stored is None:
-                because = "; ".join(list(output.damaged.values())[:3])
+                because = "; ".join(_unreadable(output)[:3])
                 raise InputError(
                     f"{output.root}: {place.told(what)} is missing{f' ({because})' if because else ''}; {AGAIN}."
                 )

@@ -109,9 +109,10 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
         cache = measure.last_level_cache()
         notes = []
         if experts.nbytes < measure.CACHES * cache:
+            compared = "fits in" if experts.nbytes <= cache else "is not much larger than"
             notes.append(
-                f"the layer ({size(experts.nbytes)}) is not much larger than the last-level cache ({size(cache)}): its weights "
-                "come from there in part or altogether, faster than a whole model's would."
+                f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): its weights come from "
+                "there in part or altogether, faster than a whole model's would; measure a model with larger layers."
             )
         return {
             "event": "benchmarked",
