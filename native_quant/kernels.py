@@ -7,7 +7,7 @@ numbers are defined in quantizers/NUMERICS.md and are the same, bit for bit, wha
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,20 @@ Array = npt.NDArray[Any]
 # How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
 ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
 
-# n and k are multiples of this, by bits: the row block and the columns of a tile of kt-kernel's layout.
-MULTIPLE = {8: 64, 4: 128}
+
+class Geometry(NamedTuple):
+    """What the rows and columns of a packed weight are multiples of."""
+
+    block_rows: int
+    tile_columns: int
+
+
+# By the bits of a code: the table of csrc/geometry.h.
+GEOMETRIES: dict[int, Geometry] = {
+    bits: Geometry(lib.ktq_block_rows(bits), lib.ktq_tile_columns(bits))
+    for bits in range(1, 9)
+    if lib.ktq_block_rows(bits)
+}
 
 
 class NonFinite(ValueError):
@@ -70,10 +82,12 @@ _UINT8, _INT32, _UINT16, _FLOAT32 = (np.dtype(t) for t in (np.uint8, np.int32, n
 
 
 def _check_bits(bits: int, n: int, k: int) -> None:
-    if bits not in MULTIPLE:
-        raise ValueError(f"bits must be 4 or 8, not {bits}")
-    if n < 1 or k < 1 or n % MULTIPLE[bits] or k % MULTIPLE[bits]:
-        raise ValueError(f"{bits}-bit weights need rows and columns in multiples of {MULTIPLE[bits]}, not {n} x {k}")
+    if bits not in GEOMETRIES:
+        raise ValueError(f"bits must be {' or '.join(map(str, GEOMETRIES))}, not {bits}")
+    rows, columns = GEOMETRIES[bits]
+    if n < 1 or k < 1 or n % rows or k % columns:
+        needed = str(rows) if rows == columns else f"{rows} and {columns}"
+        raise ValueError(f"{bits}-bit weights need rows and columns in multiples of {needed}, not {n} x {k}")
 
 
 def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> tuple[Any, Any]:
@@ -159,7 +173,7 @@ def quantize_groups(
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     n, k = matrix.shape
-    if bits not in MULTIPLE:
+    if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, not {bits}")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding '{rounding}' is not one of {', '.join(ROUNDINGS)}")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-from ktconvert.native_quant.kernels import MULTIPLE, _check_array
+from ktconvert.native_quant.kernels import _check_array
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
 # What values are rounded to.
@@ -41,7 +41,7 @@ def gptq_block(
     are written. width: at most MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit.
     Equations: NUMERICS.md, section 7.
     """
-    if bits not in MULTIPLE:
+    if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, not {bits}")
     if kind not in _RESULTS:
         raise ValueError(f"kind '{kind}' is not one of bf16, f32")

@@ -25,7 +25,8 @@ quick = settings(max_examples=40, deadline=None)
 def rows(seed: int, bits: int, exponent: int, columns: int = 0) -> Any:
     """BF16 bits of one row block: Gaussian rows around 2^exponent, with zeros, ties and an outlier in some."""
     rng = np.random.default_rng(seed)
-    n, k = kernels.MULTIPLE[bits], columns or kernels.MULTIPLE[bits] * int(rng.integers(1, 4))
+    n, k = kernels.GEOMETRIES[bits]
+    k = columns or k * int(rng.integers(1, 4))
     x = rng.standard_normal((n, k)) * 2.0 ** (exponent + rng.integers(-3, 4, (n, 1)))
     x[rng.integers(n)] = 0
     x[rng.integers(n), rng.integers(k)] *= 1000
@@ -132,7 +133,7 @@ def offset_of(bits: int, r: int, c: int, n: int, k: int) -> tuple[int, int]:
 @given(bits_drawn, seeds)
 def test_pack_puts_each_code_where_the_format_says(bits: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    n, k = kernels.MULTIPLE[bits] * int(rng.integers(1, 3)), 128 * int(rng.choice([1, 3, 28, 29]))
+    n, k = kernels.GEOMETRIES[bits].block_rows * int(rng.integers(1, 3)), 128 * int(rng.choice([1, 3, 28, 29]))
     codes = np.zeros((n, k), np.int8)
     r, c = int(rng.integers(n)), int(rng.integers(k))
     codes[r, c] = 5

@@ -4,16 +4,12 @@
 
 #include <stdint.h>
 
+#include "geometry.h"
 #include "isa.h"
 #include "ktq.h"
 
 enum {
-    KT_STRIP_ROWS = 32, /* rows of a tile: what is transposed at a time */
-    KT_HALF_ROWS = 16,  /* rows of a half tile: what is quantized and packed at a time */
-    KT_HALF_BYTES = 1024,
-    KT_TILE_BYTES = 2048,
-    KT_K_BLOCK = 3584, /* columns of a column block */
-    KT_GROUP_COLUMNS = 32, /* a group of columns is a multiple of it */
+    KT_GROUP_COLUMNS = 32,  /* a group of columns is a multiple of it */
     KT_MAX_COLUMNS = 65536, /* of a weight that is multiplied: int32 sums hold 255 * 127 per column */
 };
 
@@ -59,24 +55,6 @@ typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_
 typedef void kt_transpose_fn(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
                              uint8_t *out, int64_t row_pitch);
 
-/* 32 rows of a packed weight. block: where their row block begins; row: the first of them, counted in the block. */
-typedef struct {
-    const uint8_t *block;
-    int64_t row;
-} kt_strip;
-
-/* Strip number `index` of a packed weight [n, k]. */
-static inline kt_strip kt_strip_of(int bits, const void *weight, int64_t k, int64_t index) {
-    int64_t block_rows = bits == 8 ? 64 : 128, row = index * KT_STRIP_ROWS;
-    return (kt_strip){(const uint8_t *)weight + row / block_rows * block_rows * k * bits / 8, row % block_rows};
-}
-
-/* The tiles of a strip's columns first .. end of the column block, one after the other. first: a multiple of KT_K_BLOCK. */
-static inline const uint8_t *kt_strip_tiles(int bits, const kt_strip *strip, int64_t k, int64_t first) {
-    int64_t block_rows = bits == 8 ? 64 : 128, columns = k - first < KT_K_BLOCK ? k - first : KT_K_BLOCK;
-    return strip->block + (first * block_rows + strip->row * columns) * bits / 8;
-}
-
 /* Integer dot products of m rows of activations with the 32 rows of each strip, over all k columns, exact:
    c[s * c_pitch + t * 32 + r] = sum over j of a[t * a_pitch + j] * code[strip s][r][j].
    a: -127..127; a_pitch bytes a row; rows up to a multiple of 32 may be read, and those of c written.
@@ -108,8 +86,8 @@ typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int8_t *
 enum { KT_COARSE_ENERGY = 144 };
 typedef float kt_remainder_fn(const float *x, int64_t k, float scale, const int8_t *q, int8_t *q2, int32_t *sums);
 
-/* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit: 1, or 16 for
-   4-bit codes. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]: float32. */
+/* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit: that of
+   the weight's kt_geometry. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]: float32. */
 typedef struct {
     int exact;
     int64_t m;
@@ -166,9 +144,6 @@ const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, 
    must be decoded, they are in scratch (32*k uint16). */
 const uint8_t *kt_bf16_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                             uint16_t *scratch, int64_t *row_stride);
-/* quantize.c: columns of a tile for this number of bits; n and k must be multiples (KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE). */
-int kt_check_shape(int bits, int64_t n, int64_t k);
-
 /* The floating-point state in which the numerics are defined: round to nearest, subnormals kept. Some libraries switch
    FTZ/DAZ on for the whole process when they are loaded; kt_enter returns what was set, kt_leave puts it back. */
 static inline unsigned kt_enter(void) {

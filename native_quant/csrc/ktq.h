@@ -31,7 +31,11 @@ typedef struct {
     int64_t first_row, first_column;
 } ktq_source;
 
-/* Quantizes to `bits` (4 or 8), one scale per row, and packs. n and k: multiples of 64 (8 bits) or 128 (4 bits).
+/* What n and k of a packed weight are multiples of, by the bits of its codes; 0: no weight is packed with this many. */
+int64_t ktq_block_rows(int bits);
+int64_t ktq_tile_columns(int bits);
+
+/* Quantizes to `bits` (4 or 8), one scale per row, and packs. n and k: multiples of ktq_block_rows and ktq_tile_columns.
    scratch: 32*k uint16, best on a boundary of 64 bytes; weight: n*k*bits/8 bytes; scale: n floats.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; weight and scale are then partly written. */
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,

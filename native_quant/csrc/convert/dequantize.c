@@ -6,18 +6,10 @@
 
 enum { TILE_COLUMNS_MAX = 128, LANES = 8 };
 
-static int64_t tile_columns(int bits) {
-    return bits == 8 ? 64 : 128;
-}
-
-/* Where the tiles of row r begin, in the column block that begins at c (FORMAT.md: row blocks, column blocks, strips, tiles). */
+/* Where the tiles of row r begin, in the column block that begins at c. */
 static const uint8_t *tiles_at(int bits, int64_t k, const uint8_t *weight, int64_t r, int64_t c) {
-    int64_t block_rows = bits == 8 ? 64 : 128;
-    int64_t row_block = r / block_rows * block_rows;
-    int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
-    int64_t strip = (r - row_block) / KT_STRIP_ROWS * KT_STRIP_ROWS;
-    int64_t element = row_block * k + c * block_rows + strip * columns;
-    return weight + element * bits / 8;
+    kt_strip strip = kt_strip_of(bits, weight, k, r / KT_STRIP_ROWS);
+    return kt_strip_tiles(bits, &strip, k, c);
 }
 
 /* One row of a tile as it is multiplied by the scale: INT8 codes, or 16 times the INT4 codes. */
@@ -39,12 +31,13 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
 
     unsigned state = kt_enter();
     int8_t codes[TILE_COLUMNS_MAX];
+    int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
     for (int64_t r = 0; r < n; r++) {
         const uint8_t *tile = NULL;
-        for (int64_t first = 0; first < k; first += tile_columns(bits), tile += KT_TILE_BYTES) {
+        for (int64_t first = 0; first < k; first += tile_columns, tile += KT_TILE_BYTES) {
             if (first % KT_K_BLOCK == 0) tile = tiles_at(bits, k, weight, r, first);
             unpack_tile_row(bits, tile, r, codes);
-            for (int64_t j = 0; j < tile_columns(bits); j++) out[r * k + first + j] = (float)codes[j] * scale[r];
+            for (int64_t j = 0; j < tile_columns; j++) out[r * k + first + j] = (float)codes[j] * scale[r];
         }
     }
     kt_leave(state);
@@ -62,11 +55,12 @@ typedef double double_lanes __attribute__((vector_size(64)));
 static void row_sums(int bits, int64_t k, const uint8_t *source, const uint8_t *weight, int64_t r, float scale, double *sums) {
     double_lanes xx = {0}, yy = {0}, xy = {0}, dd = {0};
     int8_t codes[TILE_COLUMNS_MAX];
+    int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
     const uint8_t *tile = NULL;
-    for (int64_t first = 0; first < k; first += tile_columns(bits), tile += KT_TILE_BYTES) {
+    for (int64_t first = 0; first < k; first += tile_columns, tile += KT_TILE_BYTES) {
         if (first % KT_K_BLOCK == 0) tile = tiles_at(bits, k, weight, r, first);
         unpack_tile_row(bits, tile, r, codes);
-        for (int64_t j = 0; j < tile_columns(bits); j += LANES) {
+        for (int64_t j = 0; j < tile_columns; j += LANES) {
             bf16_lanes bf16;
             codes_lanes q;
             memcpy(&bf16, source + 2 * (first + j), sizeof bf16);

@@ -11,12 +11,6 @@
    scalar kernel looks at each x. */
 #define SUBNORMALS_MATTER 0x1p-120f
 
-int kt_check_shape(int bits, int64_t n, int64_t k) {
-    if ((bits != 4 && bits != 8) || n <= 0 || k <= 0) return KTQ_EINVAL;
-    int64_t multiple = bits == 4 ? 128 : 64;
-    return n % multiple || k % multiple ? KTQ_ESHAPE : KTQ_OK;
-}
-
 /* NUMERICS.md: INT8 multiplies by fl(1/127) (kt-kernel's compiler made that of a division), INT4 divides in float64. */
 static float scale_of(int bits, uint16_t amax_bits) {
     float amax = kt_from_bf16(amax_bits);
@@ -49,17 +43,15 @@ static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *so
     return -1;
 }
 
-/* 16 rows to their half tiles. FORMAT.md: row blocks, then column blocks, then strips of 32 rows, then tiles, then halves. */
+/* 16 rows to their half tiles. */
 static void pack(kt_pack_fn *kernel, int bits, int64_t first, int64_t k, const half_tile *half, uint8_t *weight, const kt_ahead *ahead) {
-    int64_t block_rows = bits == 8 ? 64 : 128;
-    int64_t row_block = first / block_rows * block_rows;
-    int64_t strip = (first - row_block) / KT_STRIP_ROWS * KT_STRIP_ROWS;
+    kt_strip strip = kt_strip_of(bits, weight, k, first / KT_STRIP_ROWS);
     int64_t in_tile = first % KT_STRIP_ROWS / KT_HALF_ROWS * KT_HALF_BYTES;
     for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
         int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
-        int64_t element = row_block * k + c * block_rows + strip * columns;
+        uint8_t *tiles = weight + (kt_strip_tiles(bits, &strip, k, c) - weight) + in_tile;
         kt_ahead here = {ahead->first + c * ahead->item_bytes, ahead->row_stride, ahead->item_bytes};
-        kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal, weight + element * bits / 8 + in_tile, &here);
+        kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal, tiles, &here);
     }
 }
 

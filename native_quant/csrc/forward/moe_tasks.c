@@ -71,7 +71,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
         for (int64_t i = 0; i < task->count; i++) {
             int64_t column = (task->first + i) * KT_STRIP_ROWS;
             pass->kernels->swiglu(&(kt_outputs){
-                .exact = pass->call->exact, .m = m, .unit = moe->bits == 8 ? 1 : 16, .token_scale = group->a_scale + row,
+                .exact = pass->call->exact, .m = m, .unit = kt_geometry_of(moe->bits)->unit, .token_scale = group->a_scale + row,
                 .acc = {scratch->c + 2 * i * c_pitch, scratch->c + (2 * i + 1) * c_pitch},
                 .row_scale = {expert->gate_scale + column, expert->up_scale + column},
                 .out = group->h + (task->part * pass->rows + row) * moe->width + column, .out_pitch = moe->width});
@@ -146,7 +146,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         for (int64_t i = 0; i < task->count; i++) {
             float *columns = y + (task->first + place[i]) * KT_STRIP_ROWS;
             kt_outputs job = {
-                .exact = pass->call->exact, .m = whole, .unit = moe->bits == 8 ? 1 : 16, .token_scale = group->h_scale + h_row + t,
+                .exact = pass->call->exact, .m = whole, .unit = kt_geometry_of(moe->bits)->unit, .token_scale = group->h_scale + h_row + t,
                 .acc = {scratch->c + i * c_pitch}, .row_scale = {expert->down_scale + (first + place[i]) * KT_STRIP_ROWS},
                 .out = columns + t * pass->panel_columns, .out_pitch = pass->panel_columns};
             if (whole) pass->kernels->scale_rows(&job);

@@ -86,7 +86,7 @@ const char *ktq_strerror(int error) {
     switch (error) {
     case KTQ_OK: return "no error";
     case KTQ_EINVAL: return "an argument is out of range";
-    case KTQ_ESHAPE: return "rows and columns must be multiples of 64 (8 bits) or of 128 (4 bits)";
+    case KTQ_ESHAPE: return "rows or columns are no whole number of tiles";
     case KTQ_EISA: return "this instruction set is not available here";
     case KTQ_ENONFINITE: return "a value is infinite or not a number";
     case KTQ_EFULL: return "too many mapped files are registered";
