@@ -1,13 +1,15 @@
 """Builds ktconvert.native_quant._ktq: the C files of csrc/ and what cffi makes of the marked part of csrc/ktq.h.
 
-One file for every CPython from 3.11 on (abi3) and for every x86-64 CPU: no -march; each function that needs an
-instruction set says so itself (csrc/arch/x86/isa.h). setup.py names `ffibuilder`; it runs in the repository's root.
-KTCONVERT_CFLAGS adds flags (`make asan`).
+One file for every CPython from 3.11 on (abi3) and for every CPU of an architecture: no -march; each function that needs
+an instruction set says so itself (csrc/arch/x86/isa.h). An architecture without a folder in csrc/arch/ gets the scalar
+kernels (csrc/arch/generic/). setup.py names `ffibuilder`; it runs in the repository's root.
+KTCONVERT_CFLAGS adds flags (`make asan`), KTCONVERT_ARCH chooses another folder of csrc/arch/.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from cffi import FFI
 
 CSRC = Path("native_quant/csrc")
 HEADER = CSRC / "ktq.h"
+ARCHITECTURES = {"x86_64": "x86"}  # by platform.machine(): a folder of csrc/arch/
+ARCH = CSRC / "arch" / (os.environ.get("KTCONVERT_ARCH") or ARCHITECTURES.get(platform.machine(), "generic"))
 
 COMPILE = [
     "-std=c11",
@@ -40,9 +44,20 @@ def declarations() -> str:
     return match.group(1)
 
 
-def paths(*patterns: str) -> list[str]:
-    """Files of csrc/ and its folders, sorted, so that builds do not depend on the file system."""
-    return sorted(str(path) for pattern in patterns for path in CSRC.rglob(pattern))
+def isas(arch: Path) -> set[str]:
+    """The instruction sets of an architecture: X(name, contains) in its isa.h."""
+    return set(re.findall(r"X\((\w+), \w+\)", (arch / "isa.h").read_text()))
+
+
+def sources() -> list[str]:
+    """The C files for ARCH, sorted, so that builds do not depend on the file system: NAME_ISA.c if it has that instruction set."""
+    foreign = set[str]().union(*map(isas, CSRC.glob("arch/*"))) - isas(ARCH)
+    files = [path for path in CSRC.rglob("*.c") if path.stem.rpartition("_")[2] not in foreign]
+    return sorted(str(path) for path in files if CSRC / "arch" not in path.parents or ARCH in path.parents)
+
+
+def headers() -> list[str]:
+    return sorted(str(path) for pattern in ("*.h", "*.def") for path in CSRC.rglob(pattern))
 
 
 ffibuilder = FFI()
@@ -50,9 +65,9 @@ ffibuilder.cdef(declarations())
 ffibuilder.set_source(
     "ktconvert.native_quant._ktq",
     '#include "ktq.h"',
-    sources=paths("*.c"),
-    depends=paths("*.h", "*.def"),
-    include_dirs=[str(CSRC), str(CSRC / "arch/x86")],
+    sources=sources(),
+    depends=headers(),
+    include_dirs=[str(CSRC), str(ARCH)],
     extra_compile_args=COMPILE + os.environ.get("KTCONVERT_CFLAGS", "").split(),
     extra_link_args=os.environ.get("KTCONVERT_CFLAGS", "").split(),
     define_macros=[("Py_LIMITED_API", "0x030b0000")],

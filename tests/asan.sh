@@ -6,15 +6,8 @@ cd "$(dirname "$0")/.."
 python=$(realpath -s "${1:-.venv/bin/python}")
 out=build/asan
 
-# The folders as ktconvert.*, with our own build of the extension in place of the usual one.
-rm -rf "$out"
-mkdir -p "$out/lib/ktconvert/native_quant"
-for folder in pipeline quantizers layouts; do ln -s "$PWD/$folder" "$out/lib/ktconvert/$folder"; done
-ln -s "$PWD/native_quant/runtime" "$out/lib/ktconvert/native_quant/runtime"
-for file in native_quant/*.py; do ln -s "$PWD/$file" "$out/lib/ktconvert/native_quant/"; done
-
 KTCONVERT_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -fno-var-tracking -O1" \
-    "$python" setup.py -q build_ext --build-temp "$out/temp" --build-lib "$out/lib"
+    sh tests/build.sh "$out" "$python"
 
 # PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
 libasan=$("${CC:-gcc}" -print-file-name=libasan.so)

@@ -11,14 +11,8 @@ python=$(realpath -s "${1:-.venv/bin/python}")
     tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits -k "amx or avxvnni"
 out=${OUT:-build/emulated}
 
-# The folders as ktconvert.*, with our own build of the extension in place of the usual one.
-rm -rf "$out"
-mkdir -p "$out/lib/ktconvert/native_quant"
+KTCONVERT_CFLAGS=-DKT_EMULATED sh tests/build.sh "$out" "$python"
 out=$(realpath "$out")
-for folder in pipeline quantizers layouts; do ln -s "$PWD/$folder" "$out/lib/ktconvert/$folder"; done
-for file in native_quant/*; do case $file in *.so) ;; *) ln -s "$PWD/$file" "$out/lib/ktconvert/native_quant/" ;; esac; done
-
-KTCONVERT_CFLAGS=-DKT_EMULATED "$python" setup.py -q build_ext --build-temp "$out/temp" --build-lib "$out/lib"
 "${CC:-cc}" -std=gnu11 -O3 -mavx2 -Wall -Wextra -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
 
 # PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.

@@ -1,12 +1,21 @@
-/* The kernels: one function type per family, one declaration per row of kernels.def, and the table of those in use. */
+/* The kernels: their types, one declaration per row of kernels.def, and the table of those in use. */
 #ifndef KT_KERNELS_H
 #define KT_KERNELS_H
 
 #include <stdint.h>
 
+#include "cpu.h"
 #include "geometry.h"
 #include "isa.h"
 #include "ktq.h"
+
+#define KT_ISA_NUMBER(name, contains) KT_ISA_##name,
+enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };
+#undef KT_ISA_NUMBER
+
+/* arch/: a bit per instruction set (1 << KT_ISA_scalar ...) that this CPU and this kernel allow. Call once: it may have to ask the
+   kernel for permission. */
+unsigned kt_cpu_isas(void);
 
 enum {
     KT_GROUP_COLUMNS = 32,  /* a group of columns is a multiple of it */
@@ -28,7 +37,6 @@ typedef struct {
    Vector kernels multiply subnormal x as they are: quantize.c gives rows for which that matters to the scalar kernel. */
 typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
                         const kt_ahead *ahead);
-typedef kt_pack_fn kt_pack_int8_fn, kt_pack_int4_fn;
 
 /* One row of k BF16 values in groups (NUMERICS.md, section 6): k * bits / 8 bytes of codes and k / group scales. row: any alignment;
    group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value is not finite, else 1. */
@@ -74,7 +82,6 @@ typedef struct {
 } kt_gemm;
 enum { KT_GEMM_SCRATCH = KT_STRIP_ROWS * KT_K_BLOCK };
 typedef void kt_gemm_fn(const kt_gemm *job);
-typedef kt_gemm_fn kt_gemm_int8_fn, kt_gemm_int4_fn;
 
 /* One row of activations as int8 (NUMERICS.md, section 5). x: k values, BF16 if is_bf16, else float32; k: a multiple of 64.
    Writes q[k] and sums[column block]; returns the scale, NaN (and codes 0) if a value is not finite. */
@@ -108,24 +115,15 @@ typedef void kt_combine_fn(int64_t terms, const float *const *rows, const float 
 /* out[c] = rows[0][c] + rows[1][c] + ... as BF16. columns: a multiple of 32. */
 typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t columns, uint16_t *out);
 
-#define KERNEL(family, isa) kt_##family##_fn kt_##family##_##isa;
+#define FAMILY(family, type) type kt_##family##_scalar;
 #include "kernels.def"
-#undef KERNEL
+#define KERNEL(family, isa) __typeof__(kt_##family##_scalar) kt_##family##_##isa;
+#include "kernels.def"
 
+/* A kernel of each family. */
 typedef struct {
-    kt_amax_fn *amax;
-    kt_pack_fn *pack_int8, *pack_int4;
-    kt_groups_fn *groups;
-    kt_gptq_fn *gptq;
-    kt_decode_fn *decode;
-    kt_transpose_fn *transpose;
-    kt_gemm_fn *gemm_int8, *gemm_int4;
-    kt_quantize_row_fn *quantize_row;
-    kt_remainder_fn *remainder;
-    kt_swiglu_fn *swiglu;
-    kt_scale_rows_fn *scale_rows;
-    kt_combine_fn *combine;
-    kt_merge_fn *merge;
+#define FAMILY(family, type) type *family;
+#include "kernels.def"
 } kt_kernels;
 
 /* The kernels in use (dispatch.c). */
@@ -144,21 +142,5 @@ const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, 
    must be decoded, they are in scratch (32*k uint16). */
 const uint8_t *kt_bf16_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                             uint16_t *scratch, int64_t *row_stride);
-/* The floating-point state in which the numerics are defined: round to nearest, subnormals kept. Some libraries switch
-   FTZ/DAZ on for the whole process when they are loaded; kt_enter returns what was set, kt_leave puts it back. */
-static inline unsigned kt_enter(void) {
-    unsigned before = __builtin_ia32_stmxcsr();
-    __builtin_ia32_ldmxcsr(0x1f80);
-    return before;
-}
-/* That of the forward: as in kt-kernel, subnormals are 0 (FTZ and DAZ). */
-static inline unsigned kt_enter_forward(void) {
-    unsigned before = __builtin_ia32_stmxcsr();
-    __builtin_ia32_ldmxcsr(0x9fc0);
-    return before;
-}
-static inline void kt_leave(unsigned before) {
-    __builtin_ia32_ldmxcsr(before);
-}
 
 #endif

@@ -29,7 +29,7 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
     if (!error && (!weight || !scale || !out)) error = KTQ_EINVAL;
     if (error) return error;
 
-    unsigned state = kt_enter();
+    kt_fp_state state = kt_enter();
     int8_t codes[TILE_COLUMNS_MAX];
     int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
     for (int64_t r = 0; r < n; r++) {
@@ -90,7 +90,7 @@ int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uin
     if (!scratch) return KTQ_EINVAL;
 
     const kt_kernels *kernels = kt_current();
-    unsigned state = kt_enter();
+    kt_fp_state state = kt_enter();
     for (int i = 0; i < 4; i++) sums[i] = 0.0;
     for (int64_t r = 0; r < n; r++) {
         const uint8_t *row = kt_bf16_row(kernels, source, r, k, scratch);

@@ -27,7 +27,7 @@ int ktq_gptq_block(int bits, int kind, int64_t n, int64_t width, const float *in
     _Alignas(64) float tiles[3][KTQ_GPTQ_COLUMNS * KT_STRIP_ROWS];
     const kt_gptq job = {bits, kind == KTQ_BF16, width, inverse, tiles[0], tiles[1], tiles[2]};
     const kt_kernels *kernels = kt_current();
-    unsigned state = kt_enter();
+    kt_fp_state state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_STRIP_ROWS) {
         int64_t count = n - first < KT_STRIP_ROWS ? n - first : KT_STRIP_ROWS, at = first * width;
         turn(kernels, weight + at, count, width, job.weight);

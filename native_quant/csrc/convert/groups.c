@@ -13,7 +13,7 @@ int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_
     if (error) return error;
 
     const kt_kernels *kernels = kt_current();
-    unsigned state = kt_enter();
+    kt_fp_state state = kt_enter();
     *bad_row = -1;
     for (int64_t first = 0; first < n && *bad_row < 0; first += KT_STRIP_ROWS) {
         int64_t rows = n - first < KT_STRIP_ROWS ? n - first : KT_STRIP_ROWS, row_stride;

@@ -64,7 +64,7 @@ int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, 
     const kt_kernels *kernels = kt_current();
     kt_pack_fn *best = bits == 8 ? kernels->pack_int8 : kernels->pack_int4;
     kt_pack_fn *scalar = bits == 8 ? kt_pack_int8_scalar : kt_pack_int4_scalar;
-    unsigned state = kt_enter();
+    kt_fp_state state = kt_enter();
     *bad_row = -1;
     for (int64_t first = 0; first < n; first += KT_HALF_ROWS) {
         half_tile half;

@@ -100,7 +100,7 @@ int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out) {
     int error = source && out ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;
     const kt_kernels *kernels = kt_current();
-    unsigned state = kt_enter();
+    kt_fp_state state = kt_enter();
     for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
         decode_rows(kernels, source, first, least(n - first, KT_STRIP_ROWS), k, out + first * k);
     kt_leave(state);

@@ -204,7 +204,7 @@ static void merge(const kt_pass *pass, int64_t task) {
 
 void kt_moe_work(void *argument, int group_number, int worker) {
     kt_pass *pass = argument;
-    unsigned state = kt_enter_forward();
+    kt_fp_state state = kt_enter_forward();
     for (int g = 0; g < pass->groups; g++) {
         kt_group *group = &pass->group[(group_number + g) % pass->groups];
         int64_t next;

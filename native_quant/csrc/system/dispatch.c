@@ -8,14 +8,15 @@
 static const char *const names[KT_ISA_COUNT] = {KT_ISAS(KT_ISA_TEXT)};
 #undef KT_ISA_TEXT
 
-#define KERNEL(family, isa) {#family, KT_ISA_##isa},
 static const struct {
     const char *family;
     int isa;
 } rows[] = {
+#define KERNEL(family, isa) {#family, KT_ISA_##isa},
+#include "kernels.def"
+#define FAMILY(family, type) {#family, KT_ISA_scalar},
 #include "kernels.def"
 };
-#undef KERNEL
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
 #define KT_ISA_PARENT(name, contains) KT_ISA_##contains,
@@ -41,7 +42,9 @@ __attribute__((constructor)) static void choose(void) {
 #define KERNEL(family, needs) \
     if (!table->family && includes(isa, KT_ISA_##needs)) table->family = kt_##family##_##needs;
 #include "kernels.def"
-#undef KERNEL
+#define FAMILY(family, type) \
+    if (!table->family && includes(isa, KT_ISA_scalar)) table->family = kt_##family##_scalar;
+#include "kernels.def"
         if (available >> isa & 1) best = isa;
     }
     atomic_store(&current, best);

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 
+#include "cpu.h"
 #include "ktq.h"
 
 /* What every thread of a pool runs once per job; worker 0 is the caller. */
@@ -35,9 +36,5 @@ typedef struct {
 } kt_queue;
 /* Starts the thread if it is not there (or was left behind by fork()); NULL: the system refused. */
 kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *));
-
-static inline void kt_pause(void) {
-    __builtin_ia32_pause();
-}
 
 #endif

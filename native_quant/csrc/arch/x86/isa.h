@@ -1,15 +1,13 @@
-/* Instruction sets: the number, the name and what the compiler may emit for it, side by side with what cpu.c checks.
+/* The instruction sets of x86-64: the name and what the compiler may emit for it, side by side with what cpu.c checks.
  * A function that uses an instruction set carries its attribute; no file is ever compiled with -m<something>. */
 #ifndef KT_ISA_H
 #define KT_ISA_H
 
+#define KT_ARCH_X86
+
 /* Worst first, each with the one that it contains. "avx512" is the Skylake-X set: no VNNI, no VBMI. */
 #define KT_ISAS(X) \
     X(scalar, scalar) X(avx2, scalar) X(avxvnni, avx2) X(avx512, avx2) X(avx512vnni, avx512) X(amx, avx512vnni)
-
-#define KT_ISA_NUMBER(name, contains) KT_ISA_##name,
-enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };
-#undef KT_ISA_NUMBER
 
 /* cpu.c: AVX2, FMA and F16C. */
 #define KT_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -25,8 +23,5 @@ enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };
 #endif
 /* cpu.c: AMX tiles and their int8 dot products on top of AVX-512 VNNI. */
 #define KT_TARGET_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")))
-
-/* A bit per instruction set (1 << KT_ISA_avx2 ...) that this CPU and this kernel allow. Asks the kernel for AMX: call once. */
-unsigned kt_cpu_isas(void);
 
 #endif

@@ -1,0 +1,73 @@
+"""Without x86: what lies outside csrc/arch/x86 and the files of its instruction sets needs nothing but standard C."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "native_quant" / "csrc"
+X86 = CSRC / "arch" / "x86"
+X86_HEADERS = ("immintrin.h", "x86intrin.h", "xmmintrin.h", "emmintrin.h", "cpuid.h")
+X86_ISAS = set(re.findall(r"X\((\w+), \w+\)", (X86 / "isa.h").read_text())) - {"scalar"}
+
+
+def neutral() -> list[Path]:
+    """The files that every architecture compiles."""
+    files = [path for path in CSRC.rglob("*.[ch]") if X86 not in path.parents]
+    return [path for path in files if not X86_ISAS & set(path.stem.split("_"))]
+
+
+def test_x86_stands_in_its_own_files() -> None:
+    assert len(neutral()) > 30
+    for path in neutral():
+        code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        found = re.search(
+            r"\w*intrin\.h|cpuid|__builtin_ia32_\w+|__asm__|\basm\b|\b_mm\d*_\w+|arch/x86|KT_TARGET_\w+", code
+        )
+        assert found is None, f"{path.relative_to(ROOT)}: {found[0]}"
+
+
+PROGRAM = """
+import sys
+from ktconvert.native_quant import _ktq, kernels
+assert _ktq.__file__.startswith(sys.argv[1]), _ktq.__file__
+assert kernels.ISAS == ("scalar",), kernels.ISAS
+assert all(isa == "scalar" for _, isa in kernels.KERNELS) and kernels.KERNELS
+"""
+
+
+def test_another_architecture_converts_to_the_same_bytes(tmp_path: Path) -> None:
+    """The build for a processor without kernels of its own (csrc/arch/generic): no header of x86 is there to be included."""
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    for name in X86_HEADERS:
+        (absent / name).write_text(f'#error "{name} is not there"\n')
+    out = tmp_path / "build"
+    flags = {"KTCONVERT_ARCH": "generic", "KTCONVERT_CFLAGS": f"-O1 -Werror -I{absent}"}
+    subprocess.run(["sh", "tests/build.sh", out, sys.executable], cwd=ROOT, env={**os.environ, **flags}, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(out / "lib")}
+    subprocess.run([sys.executable, "-c", PROGRAM, out], env=environment, check=True)
+    golden = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_golden.py"]
+    done = subprocess.run(golden, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+    arguments = [
+        "cpu",
+        "-i",
+        ROOT / "examples" / "qwen3-moe-small",
+        "--quant-method",
+        "int4",
+        "--threadpool-count",
+        "2",
+        "-o",
+    ]
+    for name, env in (("generic", environment), ("native", os.environ)):
+        command = [sys.executable, "-m", "ktconvert.pipeline.cli", *arguments, tmp_path / name]
+        subprocess.run(command, env=env, check=True, capture_output=True)
+    files = sorted(path.relative_to(tmp_path / "native") for path in (tmp_path / "native").rglob("*") if path.is_file())
+    assert any(path.suffix == ".safetensors" for path in files)
+    for path in files:
+        assert (tmp_path / "generic" / path).read_bytes() == (tmp_path / "native" / path).read_bytes(), path
