@@ -25,11 +25,12 @@ from ktconvert.native_quant.instruction_sets import (
 from ktconvert.native_quant.matrix import KINDS, Matrix, decode, readable, source_of
 
 __all__ = [
+    "GEOMETRIES",
     "ISAS",
     "KERNELS",
     "KINDS",
-    "MULTIPLE",
     "ROUNDINGS",
+    "Geometry",
     "Matrix",
     "NonFinite",
     "available_isas",
