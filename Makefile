@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml setup.py .ci/constraints.txt native_quant/_build.py $(C
 	$(BIN)/pip install --quiet --upgrade -c .ci/constraints.txt setuptools cffi
 	$(BIN)/pip install --quiet -c .ci/constraints.txt torch
 	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[hub,torch,run,serve,gpu,plot,dev]'
+	$(BIN)/python -m compileall -q pipeline layouts quantizers native_quant  # pip does it, but not for an editable install
 	@touch $@
 
 lint: setup

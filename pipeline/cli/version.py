@@ -9,13 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 def version_lines() -> list[str]:
     """Ours, Python, platform, instruction set, torch, kt-kernel."""
     from ktconvert.native_quant import kernels
+    from ktconvert.pipeline.engine.plan import tool_version
 
     try:
         isa = kernels.isa()
     except ValueError as error:
         isa = str(error)
     return [
-        f"ktconvert {version('ktconvert')}",
+        f"ktconvert {tool_version()}",
         f"Python {platform.python_version()}",
         f"platform {platform.platform()}",
         f"instruction set {isa} (of {', '.join(kernels.available_isas())})",

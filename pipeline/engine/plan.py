@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ktconvert.layouts.errors import InputError, OutputError
+from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.units import Stage, Unit
 
 FORMAT = 1
@@ -18,8 +18,8 @@ CARD = "README.md"
 
 
 def tool_version() -> str:
-    """The installed version of ktconvert."""
-    return importlib.metadata.version("ktconvert")
+    """The version of this ktconvert, read from the code: package metadata takes longer to import than a plan to make."""
+    return __version__
 
 
 @dataclass(frozen=True)
