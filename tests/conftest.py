@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.native_quant import kernels
+from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
@@ -70,21 +71,7 @@ def cli() -> Cli:
 def write_safetensors() -> Write:
     """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks come as unsigned bits."""
 
-    def write(path: Path, tensors: dict[str, tuple[str, npt.NDArray[Any]]]) -> Path:
-        table: dict[str, Any] = {}
-        offset = 0
-        for name, (dtype, array) in tensors.items():
-            table[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-            offset += array.nbytes
-        text = json.dumps(table).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, array in tensors.values():
-                file.write(np.ascontiguousarray(array).tobytes())
-        return path
-
-    return write
+    return write_file
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, PREFIXES, Ar
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from rig.safetensors import write_file
 
 ROWS = {arch.name: arch for arch in ARCHS}
 USABLE = [arch for arch in ARCHS if arch.refusal is None]
@@ -23,18 +24,6 @@ SEPARATE, FUSED = MLP
 STACKED = ROWS["Step-3.5, 3.7"].stored[0]
 E, H, I = 3, 10, 6  # noqa: E741
 Tensors = dict[str, tuple[str, np.ndarray]]
-
-
-def write(path: Path, tensors: Tensors) -> None:
-    """A safetensors file by hand, so that dtypes numpy lacks can be written."""
-    header: dict[str, Any] = {}
-    at = 0
-    for name, (dtype, values) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}
-        at += values.nbytes
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(v.tobytes() for _, v in tensors.values()))
 
 
 class Model:
@@ -118,7 +107,7 @@ class Model:
         root.mkdir(parents=True, exist_ok=True)
         tensors = [*self.experts.items(), *self.rest.items()]
         for half in range(2):
-            write(root / f"model-{half + 1:05d}-of-00002.safetensors", dict(tensors[half::2]))
+            write_file(root / f"model-{half + 1:05d}-of-00002.safetensors", dict(tensors[half::2]))
         (root / "config.json").write_text(json.dumps(self.config))
         return root
 
@@ -689,7 +678,7 @@ def test_errors_name_the_file_that_has_the_tensor(tmp_path: Path) -> None:
 def test_unaligned_experts_are_copied(tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE, layers=(1,))
     model.rest = {"model.layers.0.odd": ("U8", np.zeros(1, U8))}
-    write(tmp_path / "model.safetensors", {**model.rest, **model.experts})
+    write_file(tmp_path / "model.safetensors", {**model.rest, **model.experts})
     found = recognise(open_checkpoint(tmp_path))
     for expert in range(E):
         assert not found.source.array(model.name("gate", 1, expert)).flags.aligned

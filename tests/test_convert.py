@@ -13,50 +13,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
+from rig.safetensors import bits_of, data_start, read_file, read_folder
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(p.name.removesuffix(".safetensors") for p in GOLDEN.glob("*_t?.safetensors") if "backward" not in p.name)
 
 
-def stored(path: Path) -> dict[str, tuple[str, Any]]:
-    """All tensors of a file with their dtypes; what NumPy lacks as unsigned bits."""
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    header.pop("__metadata__", None)
-    kinds = {
-        "BF16": np.uint16,
-        "I8": np.int8,
-        "F32": np.float32,
-        "I64": np.int64,
-        "I32": np.int32,
-        "U8": np.uint8,
-        "F8_E4M3": np.uint8,
-    }
-    data = raw[8 + length :]
-    return {
-        name: (e["dtype"], np.frombuffer(data[slice(*e["data_offsets"])], kinds[e["dtype"]]).reshape(e["shape"]))
-        for name, e in header.items()
-    }
-
-
-def bits_of(path: Path) -> dict[str, Any]:
-    """All tensors of a file."""
-    return {name: array for name, (_, array) in stored(path).items()}
-
-
 def merged(folder: Path) -> dict[str, Any]:
     """All tensors of a merged output."""
-    found: dict[str, Any] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(shard)
-        assert not found.keys() & tensors.keys()
-        found |= tensors
-    return found
+    return bits_of(read_folder(folder))
 
 
 def same_bytes(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -69,7 +37,7 @@ def same_bytes(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
-    golden = bits_of(GOLDEN / f"{case}.safetensors")
+    golden = bits_of(read_file(GOLDEN / f"{case}.safetensors"))
     stacked = {p: golden[f"in.{p}"] for p in ("gate", "up", "down")}
     source = write_qwen(tmp_path / "in", {0: stacked})
     method = "int4" if "int4" in case else "int8"
@@ -79,7 +47,7 @@ def test_golden_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: 
 
 @pytest.mark.parametrize("case", ["amx_int4.v1.backward_t2", "amx_int8.v1.backward_t1"])
 def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
-    golden = bits_of(GOLDEN / f"{case}.safetensors")
+    golden = bits_of(read_file(GOLDEN / f"{case}.safetensors"))
     source = write_qwen(tmp_path / "in", {0: {p: golden[f"in.{p}"] for p in ("gate", "up", "down")}})
     method, parts = ("int4" if "int4" in case else "int8"), case[-1]
     options = ["--quant-method", method, "--threadpool-count", parts, "--save-backward-weights"]
@@ -152,7 +120,7 @@ def test_fp8_blocks_are_decoded_and_the_scale_may_sit_in_another_shard(
     source = write_qwen(tmp_path / "fp8", {0: stacked}, "F8_E4M3", **config)
 
     one = source / "model.safetensors"
-    tensors = stored(one)
+    tensors = read_file(one)
     one.unlink()
     weight_map = {n: f"model-0000{2 if 'scale_inv' in n else 1}-of-00002.safetensors" for n in tensors}
     for shard in set(weight_map.values()):
@@ -215,16 +183,16 @@ def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path
             assert metadata["method"] == "AMXINT4"
             assert metadata["numa"] == "2"
             keys |= dict.fromkeys(file.keys(), shard)
-        header = int.from_bytes((out / shard).read_bytes()[:8], "little")
-        assert (8 + header) % 4096 == 0
-        total += (out / shard).stat().st_size - 8 - header
+        start = data_start(out / shard)
+        assert start % 4096 == 0
+        total += (out / shard).stat().st_size - start
     assert index["weight_map"] == dict(sorted(keys.items()))
     assert index["metadata"]["total_size"] == total
     assert {f["name"]: f["size"] for f in manifest["files"]} == {
         p.name: p.stat().st_size for p in out.iterdir() if p.name != "manifest.json"
     }
-    source = bits_of(example / "model.safetensors")
-    carried = {k: v for shard in shards for k, v in bits_of(out / shard).items() if "_exps" not in k}
+    source = bits_of(read_file(example / "model.safetensors"))
+    carried = {k: v for shard in shards for k, v in bits_of(read_file(out / shard)).items() if "_exps" not in k}
     wanted = {
         n.replace("model.layers.", "blk.").replace("model.", ""): v
         for n, v in source.items()
@@ -326,20 +294,14 @@ def test_a_source_of_experts_alone_is_converted(
     source = tmp_path / "in"
     source.mkdir()
     shutil.copy(example / "config.json", source)
-    tensors = {n: t for n, t in stored(example / "model.safetensors").items() if ".mlp.experts." in n}
+    tensors = {n: t for n, t in read_file(example / "model.safetensors").items() if ".mlp.experts." in n}
     write_safetensors(source / "model.safetensors", tensors)
     cli("cpu", "-i", source, "-o", tmp_path / "skip")
     cli("cpu", "-i", source, "-o", tmp_path / "copy", "--non-experts", "copy")
     same_bytes(merged(tmp_path / "copy"), merged(tmp_path / "skip"))
     cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")
     cli("gpu", "-i", example, "-o", tmp_path / "whole", "--quant-method", "RTN")
-    same_bytes(
-        {n: t for n, (_, t) in _of_folder(tmp_path / "gpu").items()},
-        {n: t for n, (_, t) in _of_folder(tmp_path / "whole").items() if ".mlp.experts." in n},
-    )
+    whole = merged(tmp_path / "whole")
+    same_bytes(merged(tmp_path / "gpu"), {n: t for n, t in whole.items() if ".mlp.experts." in n})
     for folder in ("copy", "gpu"):
         cli("verify", tmp_path / folder, "--against", source, "--no-load")
-
-
-def _of_folder(folder: Path) -> dict[str, tuple[str, Any]]:
-    return {name: tensor for shard in sorted(folder.glob("*.safetensors")) for name, tensor in stored(shard).items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import QUANTIZERS, reference
+from rig.safetensors import bits_of, metadata_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [
@@ -24,26 +24,19 @@ CASES = [
     ("int8", "kblock_t1"),
 ]
 OURS = [(method, kind) for method in QUANTIZERS for kind in ("fp16", "f32", "fp8_e4m3")]
-DTYPES = {"BF16": np.uint16, "U16": np.uint16, "I8": np.uint8, "U8": np.uint8, "F32": np.float32, "I64": np.int64}
 
 
-def load(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Metadata and tensors (BF16 as uint16: NumPy has no such type)."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    metadata = header.pop("__metadata__", {})
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        tensors[name] = np.frombuffer(data[begin:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return metadata, tensors
+def unsigned(path: Path) -> dict[str, Any]:
+    """All tensors of a golden file; weights as the kernels write them, in unsigned bytes."""
+    return {
+        name: bits.view(np.uint8) if bits.dtype == np.int8 else bits for name, bits in bits_of(read_file(path)).items()
+    }
 
 
 def parts(method: str, case: str) -> Iterator[tuple[str, Any, Any, Any]]:
     """Every (key, BF16 part, kt-kernel's weight, kt-kernel's scale) of a golden file."""
     path = GOLDEN / f"amx_{method}.v{QUANTIZERS[method].version}.{case}.safetensors"
-    metadata, tensors = load(path)
+    metadata, tensors = metadata_of(path), unsigned(path)
     count = int(metadata["numa"])
     for proj in ("gate", "up", "down"):
         for expert, matrix in enumerate(tensors[f"in.{proj}"]):
@@ -80,7 +73,7 @@ def test_kernels_give_kt_kernels_bytes(method: str, case: str) -> None:
 def ours_of(method: str, kind: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Bits, tensors and how to decode them, of a golden file that `make golden` writes."""
     quantizer = QUANTIZERS[method]
-    _, tensors = load(GOLDEN / f"amx_{method}.v{quantizer.version}.{kind}.safetensors")
+    tensors = unsigned(GOLDEN / f"amx_{method}.v{quantizer.version}.{kind}.safetensors")
     options: dict[str, Any] = {}
     if "in.scales" in tensors:
         options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}

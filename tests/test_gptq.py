@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ktconvert.quantizers import groups
-from rig import calibrated, forks, oneshot
+from rig import calibrated, forks
+from rig.safetensors import differing, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -32,7 +33,7 @@ NEAR = {"W4A16": 0.2, "W8A16": 0.001}
 def packed(path: Path) -> dict[str, Any]:
     """The quantized linears of an output: name -> their three tensors."""
     found: dict[str, Any] = {}
-    for name, tensor in oneshot.tensors(path).items():
+    for name, tensor in read_folder(path).items():
         linear, _, last = name.rpartition(".")
         if last in ("weight_packed", "weight_scale", "weight_shape"):
             found.setdefault(linear, {})[last] = tensor
@@ -58,14 +59,14 @@ def assert_equal(name: str, made: Any) -> None:
     """Every tensor is, those that are not quantized too; the masks of this oracle were causal in every layer."""
     report = made.report(name)
     assert report["masks"] and all(kinds == ["causal"] for kinds in report["masks"].values())
-    source, ours, theirs = oneshot.tensors(made.model(name)), oneshot.tensors(made.ours(name)), made.oracle(name)
+    source, ours, theirs = read_folder(made.model(name)), read_folder(made.ours(name)), made.oracle(name)
     assert sum("weight_packed" in tensor for tensor in ours) >= 24
     allowed = {n for n in source if n.endswith("e_score_correction_bias")}  # stored as float32 by the library
     assert all(ours[n] == source[n] for n in allowed)
     if made.cases[name].options:  # routed: experts without a token are zeros there
         unseen = [(x, e) for x, tokens in report["routed"].items() for e, count in enumerate(tokens) if not count]
         allowed |= {f"{x}.{e}.{p}_proj.weight_packed" for x, e in unseen for p in ("gate", "up", "down")}
-    assert set(oneshot.differing(ours, theirs)) <= allowed
+    assert set(differing(ours, theirs)) <= allowed
     assert len(allowed) < len(ours) / 10
 
 
@@ -77,20 +78,20 @@ def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
     done = calibrated.python(program, *words, "--json")
     events = [json.loads(line) for line in done.stdout.splitlines()]  # not a word of the libraries between them
     assert events[-1]["event"] == "finished"
-    assert oneshot.differing(oneshot.tensors(tmp_path / "out"), oneshot.tensors(converted.ours("qwen3_moe"))) == []
+    assert differing(read_folder(tmp_path / "out"), read_folder(converted.ours("qwen3_moe"))) == []
 
 
 def test_how_the_source_stores_experts_does_not_matter(converted: Any) -> None:
-    ours = {name: oneshot.tensors(converted.ours(name)) for name in calibrated.CASES if name.startswith("qwen3_moe")}
-    assert oneshot.differing(ours["qwen3_moe fused"], ours["qwen3_moe"]) == []
-    assert oneshot.differing(ours["qwen3_moe FP8"], ours["qwen3_moe decoded"]) == []
-    assert oneshot.differing(ours["qwen3_moe FP8"], ours["qwen3_moe"]) != []
+    ours = {name: read_folder(converted.ours(name)) for name in calibrated.CASES if name.startswith("qwen3_moe")}
+    assert differing(ours["qwen3_moe fused"], ours["qwen3_moe"]) == []
+    assert differing(ours["qwen3_moe FP8"], ours["qwen3_moe decoded"]) == []
+    assert differing(ours["qwen3_moe FP8"], ours["qwen3_moe"]) != []
 
 
 def test_the_engine_of_the_library(converted: Any) -> None:
     """--engine oneshot gives what calling the library gives, and says what it does not do."""
     name = "qwen3_moe unrepaired"
-    assert oneshot.differing(oneshot.tensors(converted.ours(name)), converted.oracle(name)) == []
+    assert differing(read_folder(converted.ours(name)), converted.oracle(name)) == []
     assert "mask, which is not causal for some models" in converted.said(name)
 
 
@@ -155,8 +156,7 @@ def test_codes_that_gptq_chose(converted: Any) -> None:
 
 
 def codes(bits: int, tensor: Any) -> Any:
-    words = np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
-    return groups.unpack_words(bits, words).astype(np.int64)
+    return groups.unpack_words(bits, tensor.bits).astype(np.int64)
 
 
 # ---- routed tokens only ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 from ktconvert.layouts.outputs.ignore import is_match
 from ktconvert.quantizers import groups, reference
 from rig import calibrated, families
-from rig.oneshot import differing, tensors
+from rig.safetensors import differing, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -34,7 +34,7 @@ def weights_of(path: Path) -> Any:
 
 
 def codes(bits: int, tensor: Any) -> Any:
-    return groups.unpack_words(bits, np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)).astype(np.int64)
+    return groups.unpack_words(bits, tensor.bits).astype(np.int64)
 
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="with torchvision the library does not fail")
@@ -55,7 +55,7 @@ def test_mixtral_has_the_names_that_loaders_look_for(converted: Any) -> None:
     print(far)
     assert told["theirs"]["missing_keys"] and not any(told["ours"].values())
     assert far["theirs"] > 5 * far["ours"]
-    names = {name.rsplit(".", 2)[1] for name in tensors(converted.ours("mixtral")) if name.endswith("_packed")}
+    names = {name.rsplit(".", 2)[1] for name in read_folder(converted.ours("mixtral")) if name.endswith("_packed")}
     assert names == {"w1", "w2", "w3"}
 
 
@@ -63,7 +63,7 @@ def test_calibration_is_causal(converted: Any) -> None:
     """Decoder layers of Qwen3-MoE and Mixtral get no mask in the library, and eager attention then sees all tokens."""
     masks = converted.report("qwen3_moe unrepaired")["masks"]
     assert len(masks) == 3 and all(kinds == ["none"] for kinds in masks.values())
-    ours, theirs = tensors(converted.ours("qwen3_moe")), converted.oracle("qwen3_moe unrepaired")
+    ours, theirs = read_folder(converted.ours("qwen3_moe")), converted.oracle("qwen3_moe unrepaired")
     wrong = differing(ours, theirs)
     assert len(wrong) == 72 and all(name.endswith(".weight_packed") for name in wrong)
     different = [float((codes(4, ours[name]) != codes(4, theirs[name])).mean()) for name in wrong]
@@ -74,8 +74,8 @@ def test_calibration_is_causal(converted: Any) -> None:
 
 def test_experts_that_no_token_reached_are_not_zero(converted: Any) -> None:
     """The library takes every column of a Hessian that saw nothing for a dead one, and its weights for zeros, without a word."""
-    ours, theirs = tensors(converted.ours("qwen3_moe routed")), converted.oracle("qwen3_moe routed")
-    rounded = tensors(converted.rounded("qwen3_moe"))
+    ours, theirs = read_folder(converted.ours("qwen3_moe routed")), converted.oracle("qwen3_moe routed")
+    rounded = read_folder(converted.rounded("qwen3_moe"))
     unseen = [
         (experts, expert)
         for experts, tokens in converted.report("qwen3_moe routed")["routed"].items()
@@ -95,7 +95,7 @@ def test_experts_that_no_token_reached_are_not_zero(converted: Any) -> None:
 
 def test_fp8_is_read(converted: Any) -> None:
     assert "fp8" in converted.report("qwen3_moe FP8")["error"]
-    ours = tensors(converted.ours("qwen3_moe FP8"))
+    ours = read_folder(converted.ours("qwen3_moe FP8"))
     assert sum(name.endswith("weight_packed") for name in ours) == 72
     assert {tensor.dtype for tensor in ours.values()} == {"BF16", "I32", "I64"}
     assert "fp8" not in (converted.ours("qwen3_moe FP8") / "config.json").read_text()
@@ -111,19 +111,19 @@ def test_w8a16_is_in_groups_too(converted: Any) -> None:
     for out in (converted.ours("qwen3_moe W8A16"), converted.theirs("qwen3_moe W8A16")):
         told = weights_of(out)
         assert (told["num_bits"], told["strategy"], told["group_size"]) == (8, "group", 128)
-    (scale,) = {t.shape for n, t in tensors(converted.ours("qwen3_moe W8A16")).items() if n.endswith("_scale")}
+    (scale,) = {t.shape for n, t in read_folder(converted.ours("qwen3_moe W8A16")).items() if n.endswith("_scale")}
     assert scale == (128, 1)
 
 
 def test_float32_keeps_the_codes_that_were_chosen(converted: Any) -> None:
     """The library stores what a division in BF16 makes of the weight that GPTQ chose: by ties, some 8-bit codes become their neighbours."""
-    ours, theirs = tensors(converted.ours("qwen3_moe float32")), converted.oracle("qwen3_moe W8A16")
+    ours, theirs = read_folder(converted.ours("qwen3_moe float32")), converted.oracle("qwen3_moe W8A16")
     moved = 0
     for name in ours:
         if ".layers.0." not in name or not name.endswith("weight_packed"):
             continue  # other layers have seen other activations
         scale = ours[name.replace("_packed", "_scale")]
-        values = reference.bf16_to_f32(np.frombuffer(scale.data, "<u2").reshape(scale.shape))
+        values = reference.bf16_to_f32(scale.bits)
         chosen = codes(8, ours[name])
         weight = reference.bf16_to_f32(reference.f32_to_bf16(chosen.astype(np.float32) * values))
         again = reference.bf16_to_f32(reference.f32_to_bf16(weight / values))
@@ -158,7 +158,7 @@ def test_dense_layers_beyond_the_ninth_are_left_alone(converted: Any) -> None:
     """kt-kernel's script names the first k layers with a class of characters: [0-10] is 0 and 1."""
     script = r"re:model\.layers\.[0-10]\.mlp\..*$"
     assert is_match("model.layers.1.mlp.up_proj", script) and not is_match("model.layers.5.mlp.up_proj", script)
-    source, ours = tensors(converted.model("deepseek_v3 deep")), tensors(converted.ours("deepseek_v3 deep"))
+    source, ours = read_folder(converted.model("deepseek_v3 deep")), read_folder(converted.ours("deepseek_v3 deep"))
     for layer in range(11):
         dense = {name: tensor for name, tensor in source.items() if name.startswith(f"model.layers.{layer}.mlp.")}
         assert len(dense) == 3 and dense.items() <= ours.items()
@@ -169,7 +169,7 @@ def test_dense_layers_beyond_the_ninth_are_left_alone(converted: Any) -> None:
 def test_norms_are_the_sources(converted: Any) -> None:
     """Qwen3-Next multiplies by 1 + weight. The library calibrates with that sum rounded to BF16, and subtracts 1 again when it saves."""
     name = "qwen3_next trained"
-    source, ours, theirs = tensors(converted.model(name)), tensors(converted.ours(name)), converted.oracle(name)
+    source, ours, theirs = read_folder(converted.model(name)), read_folder(converted.ours(name)), converted.oracle(name)
     norms = [n for n in source if n.endswith("layernorm.weight") or n == "model.norm.weight"]
     assert len(norms) == 5
     assert all(source[n] != theirs[n] for n in norms)
@@ -211,4 +211,4 @@ def test_a_tokenizer_with_code_of_its_own(converted: Any, tmp_path: Path, cli: A
         words = calibrated.arguments(model, tmp_path / name, "W4A16", converted.dataset(), *trust)
         done = cli(*words, code=code, env=env)
         assert (code == 0) or "tokenizer" in done.stderr
-    assert len(tensors(tmp_path / "out")) == len(tensors(converted.ours("qwen3_moe")))
+    assert len(read_folder(tmp_path / "out")) == len(read_folder(converted.ours("qwen3_moe")))

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rig import calibrated, conversion, forks, killpoint, oneshot
+from rig import calibrated, conversion, forks, killpoint
+from rig.safetensors import differing, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -190,8 +191,8 @@ def test_another_machine(attempts: Attempts) -> None:
         assert "Traceback" not in done.stderr
         assert conversion.differing(conversion.tree(output.with_name("out.work")), begun) == []
     assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
-    ours, wanted = oneshot.tensors(output), oneshot.tensors(attempts.base / "whole" / "out")
-    assert not any(".layers.0." in name for name in oneshot.differing(ours, wanted))
+    ours, wanted = read_folder(output), read_folder(attempts.base / "whole" / "out")
+    assert not any(".layers.0." in name for name in differing(ours, wanted))
     assert ours.keys() == wanted.keys()
     assert len(conversion.names(output.parent)) == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.quantizers import groups, reference
+from rig.safetensors import Tensor, edit_file, read_folder
 
 Bits = npt.NDArray[Any]
 Tensors = dict[str, tuple[str, Bits]]
@@ -27,26 +27,7 @@ LOADABLE = find_spec("compressed_tensors") is not None and find_spec("transforme
 
 def read(folder: Path) -> Tensors:
     """All tensors of a folder's safetensors files by name: dtype and raw bits."""
-    types = {
-        "BF16": np.uint16,
-        "F16": np.uint16,
-        "F32": np.float32,
-        "F8_E4M3": np.uint8,
-        "I32": np.int32,
-        "I64": np.int64,
-    }
-    found: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        size = struct.unpack("<Q", data[:8])[0]
-        header = json.loads(data[8 : 8 + size])
-        for name, told in header.items():
-            if name != "__metadata__":
-                start, stop = (8 + size + at for at in told["data_offsets"])
-                bits = np.frombuffer(data[start:stop], types[told["dtype"]]).reshape(told["shape"])
-                assert name not in found
-                found[name] = told["dtype"], bits
-    return found
+    return {name: (tensor.dtype, tensor.bits) for name, tensor in read_folder(folder).items()}
 
 
 def bf16(rng: np.random.Generator, *shape: int) -> Bits:
@@ -436,41 +417,23 @@ def made(tmp_path: Path, cli: Any, example: Path) -> Path:
     return out
 
 
-def rewrite(path: Path, change: Callable[[dict[str, tuple[Any, bytes]]], None]) -> None:
-    """Change a shard's tensors: name -> (header entry, bytes)."""
-    data = path.read_bytes()
-    size = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + size])
-    about = header.pop("__metadata__")
-    tensors = {
-        n: (t, data[8 + size + t["data_offsets"][0] : 8 + size + t["data_offsets"][1]]) for n, t in header.items()
-    }
-    change(tensors)
-    at, table = 0, {"__metadata__": about}
-    for name, (told, raw) in tensors.items():
-        table[name] = told | {"data_offsets": [at, at + len(raw)]}
-        at += len(raw)
-    text = json.dumps(table).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(raw for _, raw in tensors.values()))
-
-
 NAME = "model.layers.0.mlp.experts.2.up_proj"
-Change = Callable[[dict[str, tuple[Any, bytes]]], None]
+Change = Callable[[dict[str, Tensor]], None]
 
 
-def _drop(tensors: dict[str, tuple[Any, bytes]]) -> None:
+def _drop(tensors: dict[str, Tensor]) -> None:
     for suffix in ("weight_packed", "weight_scale", "weight_shape"):
         del tensors[f"{NAME}.{suffix}"]
 
 
-def _zero(tensors: dict[str, tuple[Any, bytes]]) -> None:
-    told, raw = tensors[f"{NAME}.weight_packed"]
-    tensors[f"{NAME}.weight_packed"] = told, b"\x88" * len(raw)
+def _zero(tensors: dict[str, Tensor]) -> None:
+    packed = tensors[f"{NAME}.weight_packed"]
+    tensors[f"{NAME}.weight_packed"] = packed._replace(data=b"\x88" * len(packed.data))
 
 
-def _nan(tensors: dict[str, tuple[Any, bytes]]) -> None:
-    told, raw = tensors[f"{NAME}.weight_scale"]
-    tensors[f"{NAME}.weight_scale"] = told, raw[:-2] + b"\xc0\x7f"
+def _nan(tensors: dict[str, Tensor]) -> None:
+    scale = tensors[f"{NAME}.weight_scale"]
+    tensors[f"{NAME}.weight_scale"] = scale._replace(data=scale.data[:-2] + b"\xc0\x7f")
 
 
 @pytest.mark.parametrize(
@@ -485,7 +448,7 @@ def _nan(tensors: dict[str, tuple[Any, bytes]]) -> None:
 def test_verify_sees_damage(change: Change, words: tuple[str, ...], made: Path, cli: Any) -> None:
     """Where the manifest was made to fit, as another program's would."""
     shard = made / "model-00001-of-00003.safetensors"
-    rewrite(shard, change)
+    edit_file(shard, change)
     manifest = json.loads((made / "manifest.json").read_text())
     next(f for f in manifest["files"] if f["name"] == shard.name)["size"] = shard.stat().st_size
     (made / "manifest.json").write_text(json.dumps(manifest))

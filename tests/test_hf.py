@@ -23,6 +23,7 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.quantizers import reference
 from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, config_of, make
+from rig.safetensors import encode
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -265,10 +266,8 @@ def test_expert_tensors_of_the_checkpoint_are_not_read(case: Case, tmp_path: Pat
     header = {"__metadata__": {"format": "pt"}}
     for at, name in enumerate(gone):
         header[name] = {"dtype": "BF16", "shape": [rows, 128], "data_offsets": [at * rows * 256, (at + 1) * rows * 256]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with (model / "experts.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(encode(header))
         file.truncate(file.tell() + rows * 256 * len(gone))
     weight_map = {**dict.fromkeys(rest, "rest.safetensors"), **dict.fromkeys(gone, "experts.safetensors")}
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+
+from rig.safetensors import bits_of, read_folder
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,8 @@ def wanted(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) ->
 
 
 def tensors(folder: Path) -> dict[str, Any]:
-    """All tensors of all shards, none twice."""
-    found: dict[str, Any] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        loaded = load_file(shard)
-        assert not loaded.keys() & found.keys()
-        found |= loaded
-    return found
+    """All tensors of all shards."""
+    return bits_of(read_folder(folder))
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:

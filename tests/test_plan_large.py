@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from rig.safetensors import data_start
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, SHARDS = 67, 256, 7168, 2048, 160
 MOE = LAYERS - 3  # the first three are dense
@@ -31,8 +33,8 @@ def benchmark(name: str) -> ModuleType:
 
 # A process counts the memory of the one that started it as its own peak, so a small one has to stand in between.
 MEASURE = (
-    "import dataclasses, json, sys; sys.path.insert(0, sys.argv[1]); import measure;"
-    "print(json.dumps(dataclasses.asdict(measure.run(sys.argv[2:]))))"
+    "import dataclasses, json, sys; sys.path.insert(0, sys.argv[1]); import timing;"
+    "print(json.dumps(dataclasses.asdict(timing.run(sys.argv[2:]))))"
 )
 
 
@@ -66,11 +68,7 @@ def plan(source: Path, output: Path, *more: str) -> tuple[Any, dict[str, Any]]:
 
 def header_bytes(folder: Path) -> dict[Path, int]:
     """Every shard with the size of its header."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            found[path] = 8 + int.from_bytes(file.read(8), "little")
-    return found
+    return {path: data_start(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def cached_bytes(path: Path) -> int:

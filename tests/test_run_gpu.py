@@ -30,6 +30,7 @@ from ktconvert.layouts.outputs.compressed import COMPRESSED
 from ktconvert.pipeline.cli.run import run
 from rig import families
 from rig.families import EXPERTS, HIDDEN, LAYERS
+from rig.safetensors import Tensors, bits_of, edit_file, read_folder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -144,15 +145,7 @@ def bits(tensor: Any) -> Any:
 
 def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
     """(expert, projection, float32 [n, k]) of a layer, as the definition unpacks what the files hold."""
-    tensors = {}
-    for path in case.packed.glob("*.safetensors"):
-        data = path.read_bytes()
-        size = struct.unpack("<Q", data[:8])[0]
-        for name, entry in json.loads(data[8 : 8 + size]).items():
-            if ".experts." in name:
-                start, stop = (8 + size + at for at in entry["data_offsets"])
-                kind = {"I32": np.int32, "I64": np.int64, "BF16": np.uint16}[entry["dtype"]]
-                tensors[name] = np.frombuffer(data[start:stop], kind).reshape(entry["shape"])
+    tensors = bits_of(read_folder(case.packed))
     for name in tensors:
         found = re.fullmatch(rf"model\.layers\.{layer}\..*\.experts\.(\d+)\.(\w+)\.weight_packed", name)
         if found is not None:
@@ -293,18 +286,17 @@ def copied(case: Case, folder: Path) -> Path:
 
 def overwrite(folder: Path, pattern: str, value: int) -> int:
     """Fill the tensors whose names match with 16-bit words of this value; how many there are."""
-    count = 0
+    found = []
+
+    def fill(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if re.fullmatch(pattern, name):
+                tensors[name] = tensor._replace(data=struct.pack("<H", value) * (len(tensor.data) // 2))
+                found.append(name)
+
     for path in folder.glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        size = struct.unpack("<Q", data[:8])[0]
-        for name, entry in json.loads(data[8 : 8 + size]).items():
-            if name != "__metadata__" and re.fullmatch(pattern, name):
-                start, stop = (8 + size + at for at in entry["data_offsets"])
-                data[start:stop] = struct.pack("<H", value) * ((stop - start) // 2)
-                count += 1
-        path.chmod(0o644)
-        path.write_bytes(data)
-    return count
+        edit_file(path, fill)
+    return len(found)
 
 
 @qwen
@@ -516,16 +508,10 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 
 
 def without(folder: Path, *names: str) -> Path:
-    """Less these tensors: their names become others that nobody asks for."""
+    """Less these tensors."""
     (folder / "model.safetensors.index.json").unlink()
     for path in folder.glob("*.safetensors"):
-        data = path.read_bytes()
-        size = struct.unpack("<Q", data[:8])[0]
-        head = data[8 : 8 + size]
-        for name in names:
-            head = head.replace(f'"{name}"'.encode(), f'"z{name[1:]}"'.encode())
-        path.chmod(0o644)
-        path.write_bytes(data[:8] + head + data[8 + size :])
+        edit_file(path, lambda tensors: [tensors.pop(name, None) for name in names])
     return folder
 
 

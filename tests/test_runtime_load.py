@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.weights import layers_of
+from rig.safetensors import edit_header
 
 Outputs = dict[tuple[str, str], Path]
 
@@ -112,17 +112,6 @@ def test_another_model_is_refused(wrong: dict[str, Any], sentence: str, outputs:
 
 def shard_of(folder: Path) -> Path:
     return sorted(folder.glob("*.safetensors"))[0]
-
-
-def edit_header(shard: Path, edit: Any) -> None:
-    """Change a shard's header in place; it must not become longer."""
-    data = shard.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    edit(header)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    assert len(text) <= length
-    shard.write_bytes(data[:8] + text.ljust(length) + data[8 + length :])
 
 
 def test_a_missing_expert(damaged: Path) -> None:

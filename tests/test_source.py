@@ -20,13 +20,9 @@ from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, par
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import INDEX, Shard, TensorInfo, TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from rig.safetensors import encode
 
 Header = dict[str, Any]
-
-
-def raw(header: Header | bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
 def tensor(shape: list[int], start: int, stop: int, dtype: str = "U8") -> Header:
@@ -87,7 +83,7 @@ def test_every_dtype_is_seen_as_it_should_be(tmp_path: Path) -> None:
         header[dtype] = tensor([4, 2], at, at + bits, dtype)
         at += bits
     data = np.random.default_rng(1).integers(0, 2, at, dtype=np.uint8).tobytes()
-    (tmp_path / "model.safetensors").write_bytes(raw(header, data))
+    (tmp_path / "model.safetensors").write_bytes(encode(header, data))
     source = open_checkpoint(tmp_path)
     seen = {
         "BF16": np.uint16,
@@ -108,7 +104,7 @@ def test_every_dtype_is_seen_as_it_should_be(tmp_path: Path) -> None:
 
 def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     header = {"scalar": tensor([], 0, 4, "F32"), "none": tensor([0, 3], 4, 4, "F32")}
-    (tmp_path / "model.safetensors").write_bytes(raw(header, struct.pack("<f", 1.5)))
+    (tmp_path / "model.safetensors").write_bytes(encode(header, struct.pack("<f", 1.5)))
     source = open_checkpoint(tmp_path)
     assert source.array("scalar") == 1.5
     assert source.array("none").shape == (0, 3)
@@ -117,9 +113,9 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
 
 def test_header_identity_is_the_header_alone(tmp_path: Path) -> None:
     one, two, three = (tmp_path / n for n in ("one", "two", "three"))
-    one.write_bytes(raw({"a": tensor([2], 0, 2)}, b"xy"))
-    two.write_bytes(raw({"a": tensor([2], 0, 2)}, b"zz"))
-    three.write_bytes(raw({"a": tensor([2], 0, 2, "I8")}, b"xy"))
+    one.write_bytes(encode({"a": tensor([2], 0, 2)}, b"xy"))
+    two.write_bytes(encode({"a": tensor([2], 0, 2)}, b"zz"))
+    three.write_bytes(encode({"a": tensor([2], 0, 2, "I8")}, b"xy"))
     assert read_header(one).sha256 == read_header(two).sha256 != read_header(three).sha256
 
 
@@ -127,7 +123,7 @@ def test_a_weight_file_is_not_read_when_opened(tmp_path: Path) -> None:
     """Headers only: a shard of 1 TB of holes opens at once and maps nothing."""
     size = 1 << 40
     with (tmp_path / "model.safetensors").open("wb") as f:
-        text = raw({"a": tensor([size], 0, size)})
+        text = encode({"a": tensor([size], 0, size)})
         f.write(text)
         f.truncate(len(text) + size)
     source = open_checkpoint(tmp_path)
@@ -144,7 +140,7 @@ def resident(file: Path) -> int:
 def test_release_gives_pages_back(tmp_path: Path) -> None:
     size = 8 << 20
     file = tmp_path / "model.safetensors"
-    file.write_bytes(raw({"a": tensor([size], 0, size), "b": tensor([size], size, 2 * size)}, b"ab" * size))
+    file.write_bytes(encode({"a": tensor([size], 0, size), "b": tensor([size], size, 2 * size)}, b"ab" * size))
     source = open_checkpoint(tmp_path)
     assert resident(file) == 0
     source.release(source.tensors["a"])  # not mapped yet: nothing to do
@@ -359,49 +355,49 @@ LONG = b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}
     [
         (b"", "too short"),
         (b"\x08\0\0", "too short"),
-        (raw({}, length=1 << 63), "limit"),
-        (raw({}, length=100_000_001), "limit"),
-        (raw({}, length=1000), "does not fit"),
-        (raw(b""), "not valid JSON"),
-        (raw(b"null"), "not valid JSON"),
-        (raw(b"[]"), "not valid JSON"),
-        (raw(b" {}"), "not valid JSON"),
-        (raw(b"{]"), "not valid JSON"),
-        (raw(b'{"a":NaN}'), "NaN is not JSON"),
-        (raw(b'{"\xff":1}'), "not UTF-8"),
-        (raw("{}".encode("utf-16")), "not valid JSON"),
-        (raw(DEEP), "nested too deeply"),
-        (raw(LONG), "not valid JSON"),
-        (raw(b'{"a":1,"a":1}'), "'a' appears twice"),
-        (raw(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"x"), "'dtype' appears twice"),
-        (raw(b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"), "not valid text"),
-        (raw({"a" * 1001: tensor([1], 0, 1)}, b"x"), "1001 characters"),
-        (raw({"a": 1}), "exactly dtype, shape and data_offsets"),
-        (raw({"a": {"dtype": "U8", "shape": [1]}}, b"x"), "exactly dtype, shape and data_offsets"),
-        (raw({"a": tensor([1], 0, 1) | {"more": 1}}, b"x"), "exactly dtype, shape and data_offsets"),
-        (raw({"a": tensor([1], 0, 1, "Q3")}, b"x"), "unknown dtype 'Q3'"),
-        (raw({"a": tensor([1], 0, 1) | {"dtype": ["U8"]}}, b"x"), "unknown dtype"),
-        (raw({"a": tensor([-1], 0, 1)}, b"x"), "shape must be"),
-        (raw({"a": tensor([1.0], 0, 1)}, b"x"), "shape must be"),
-        (raw({"a": tensor([True], 0, 1)}, b"x"), "shape must be"),
-        (raw({"a": tensor([1] * 65, 0, 1)}, b"x"), "shape must be"),
-        (raw({"a": tensor([1 << 63], 0, 1)}, b"x"), "shape must be"),
-        (raw({"a": tensor([1 << 62] * 60, 0, 1)}, b"x"), "data_offsets give 1"),
-        (raw({"a": tensor([1], 0, 1) | {"shape": {}}}, b"x"), "shape must be"),
-        (raw({"a": tensor([1], -1, 0)}, b"x"), "data_offsets must be"),
-        (raw({"a": tensor([1], 0, 1) | {"data_offsets": [0]}}, b"x"), "data_offsets must be"),
-        (raw({"a": tensor([1], 1, 0)}, b"x"), "data_offsets give"),
-        (raw({"a": tensor([2], 0, 1)}, b"x"), "needs 2 bytes"),
-        (raw({"a": tensor([1], 0, 1, "F4")}, b"x"), "needs 0 bytes and 4 bits"),
-        (raw({"a": tensor([2], 0, 2), "b": tensor([2], 1, 3)}, b"xyz"), "'b' at byte 1 overlaps"),
-        (raw({"a": tensor([2], 0, 2), "b": tensor([2], 0, 2)}, b"xy"), "overlaps"),
-        (raw({"a": tensor([1], 0, 1), "b": tensor([1], 2, 3)}, b"xyz"), "'b' at byte 2 leaves a gap"),
-        (raw({"a": tensor([1], 1, 2)}, b"xy"), "leaves a gap"),
-        (raw({"a": tensor([4], 0, 4)}, b"xyz"), "cut short"),
-        (raw({"a": tensor([2], 0, 2)}, b"xyz"), "longer than its header says"),
-        (raw({}, b"x"), "longer than its header says"),
-        (raw({"__metadata__": {"a": 1}}), "__metadata__"),
-        (raw({"__metadata__": []}), "__metadata__"),
+        (encode({}, length=1 << 63), "limit"),
+        (encode({}, length=100_000_001), "limit"),
+        (encode({}, length=1000), "does not fit"),
+        (encode(b""), "not valid JSON"),
+        (encode(b"null"), "not valid JSON"),
+        (encode(b"[]"), "not valid JSON"),
+        (encode(b" {}"), "not valid JSON"),
+        (encode(b"{]"), "not valid JSON"),
+        (encode(b'{"a":NaN}'), "NaN is not JSON"),
+        (encode(b'{"\xff":1}'), "not UTF-8"),
+        (encode("{}".encode("utf-16")), "not valid JSON"),
+        (encode(DEEP), "nested too deeply"),
+        (encode(LONG), "not valid JSON"),
+        (encode(b'{"a":1,"a":1}'), "'a' appears twice"),
+        (encode(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"x"), "'dtype' appears twice"),
+        (encode(b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"), "not valid text"),
+        (encode({"a" * 1001: tensor([1], 0, 1)}, b"x"), "1001 characters"),
+        (encode({"a": 1}), "exactly dtype, shape and data_offsets"),
+        (encode({"a": {"dtype": "U8", "shape": [1]}}, b"x"), "exactly dtype, shape and data_offsets"),
+        (encode({"a": tensor([1], 0, 1) | {"more": 1}}, b"x"), "exactly dtype, shape and data_offsets"),
+        (encode({"a": tensor([1], 0, 1, "Q3")}, b"x"), "unknown dtype 'Q3'"),
+        (encode({"a": tensor([1], 0, 1) | {"dtype": ["U8"]}}, b"x"), "unknown dtype"),
+        (encode({"a": tensor([-1], 0, 1)}, b"x"), "shape must be"),
+        (encode({"a": tensor([1.0], 0, 1)}, b"x"), "shape must be"),
+        (encode({"a": tensor([True], 0, 1)}, b"x"), "shape must be"),
+        (encode({"a": tensor([1] * 65, 0, 1)}, b"x"), "shape must be"),
+        (encode({"a": tensor([1 << 63], 0, 1)}, b"x"), "shape must be"),
+        (encode({"a": tensor([1 << 62] * 60, 0, 1)}, b"x"), "data_offsets give 1"),
+        (encode({"a": tensor([1], 0, 1) | {"shape": {}}}, b"x"), "shape must be"),
+        (encode({"a": tensor([1], -1, 0)}, b"x"), "data_offsets must be"),
+        (encode({"a": tensor([1], 0, 1) | {"data_offsets": [0]}}, b"x"), "data_offsets must be"),
+        (encode({"a": tensor([1], 1, 0)}, b"x"), "data_offsets give"),
+        (encode({"a": tensor([2], 0, 1)}, b"x"), "needs 2 bytes"),
+        (encode({"a": tensor([1], 0, 1, "F4")}, b"x"), "needs 0 bytes and 4 bits"),
+        (encode({"a": tensor([2], 0, 2), "b": tensor([2], 1, 3)}, b"xyz"), "'b' at byte 1 overlaps"),
+        (encode({"a": tensor([2], 0, 2), "b": tensor([2], 0, 2)}, b"xy"), "overlaps"),
+        (encode({"a": tensor([1], 0, 1), "b": tensor([1], 2, 3)}, b"xyz"), "'b' at byte 2 leaves a gap"),
+        (encode({"a": tensor([1], 1, 2)}, b"xy"), "leaves a gap"),
+        (encode({"a": tensor([4], 0, 4)}, b"xyz"), "cut short"),
+        (encode({"a": tensor([2], 0, 2)}, b"xyz"), "longer than its header says"),
+        (encode({}, b"x"), "longer than its header says"),
+        (encode({"__metadata__": {"a": 1}}), "__metadata__"),
+        (encode({"__metadata__": []}), "__metadata__"),
     ],
 )
 def test_headers_that_lie(tmp_path: Path, data: bytes, said: str) -> None:
@@ -418,7 +414,7 @@ def test_unpadded_header_with_odd_offset(tmp_path: Path) -> None:
     """The format asks for no alignment: a view of an unaligned tensor still has the right values."""
     text = json.dumps({"a": tensor([3], 0, 6, "BF16")}).encode()
     text += b" " * (1 - len(text) % 2)
-    (tmp_path / "model.safetensors").write_bytes(raw(text, struct.pack("<3H", 1, 2, 3)))
+    (tmp_path / "model.safetensors").write_bytes(encode(text, struct.pack("<3H", 1, 2, 3)))
     assert open_checkpoint(tmp_path).array("a").tolist() == [1, 2, 3]
 
 
@@ -642,7 +638,7 @@ def test_many_shards_are_opened_by_their_headers(tmp_path: Path, monkeypatch: py
             header[name] = tensor(shape[::-1] if "down" in name else shape, at, at + size, "BF16")
             at += size
             weight_map[name] = file
-        text = raw(header)
+        text = encode(header)
         header_bytes += len(text)
         with (tmp_path / file).open("wb") as f:
             f.write(text)

@@ -18,6 +18,7 @@ from ktconvert.layouts.outputs.output import is_output, measure, open_output
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.quantizers import QUANTIZERS
+from rig.safetensors import data_start, edit_header, header_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden"
 INDEX = "model.safetensors.index.json"
@@ -86,26 +87,11 @@ def copy(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     return one
 
 
-def data_start(shard: Path) -> int:
-    """Where the tensors begin."""
-    with shard.open("rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
-
-
 def flip(path: Path, at: int) -> None:
     """Change one bit."""
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
-
-
-def edit_header(shard: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite a shard's header in place; it keeps its padded length."""
-    start, data = data_start(shard), shard.read_bytes()
-    header = json.loads(data[8:start])
-    change(header)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    shard.write_bytes(data[:8] + text.ljust(start - 8) + data[start:])
 
 
 def without_manifest(output: Path) -> Path:
@@ -262,7 +248,7 @@ def test_a_missing_expert_tensor(copy: Callable[[str], Path], write_safetensors:
     """A shard that is whole, listed and hashed, but lacks a matrix: as kt-kernel's loader would crash on."""
     output = copy("int4-merged")
     lost = "blk.0.ffn_down_exps.7.numa.1.scale"
-    tensors = read_shard(output / FIRST)
+    tensors = read_file(output / FIRST)
     del tensors[lost]
     write_safetensors(output / FIRST, tensors)
     index = json.loads((output / INDEX).read_bytes())
@@ -464,7 +450,7 @@ def test_a_damaged_source_is_bad_input(made: dict[str, Path], tmp_path: Path, ex
     path.write_bytes(data[:-100])
     done, _, sentence = run(made["int4-merged"], "--against", source)
     assert getattr(done.exception, "exit_code", None) == 5 and path.name in sentence
-    header = json.loads(data[8 : data_start(example / path.name)])
+    header = header_of(example / path.name)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     at = data_start(example / path.name) + header[name]["data_offsets"][0] + 2 * (256 * 7 + 200)
     data[at : at + 2] = (0x7FC0).to_bytes(2, "little")
@@ -507,44 +493,31 @@ def test_an_unfinished_output(tmp_path: Path) -> None:
 # ---- kt-kernel's own outputs -----------------------------------------------------------------------------------------
 
 
-def read_shard(path: Path) -> dict[str, tuple[str, Any]]:
-    """Tensors of a shard as write_safetensors takes them."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    found = {}
-    for name, entry in json.loads(data[8:start]).items():
-        if name != "__metadata__":
-            begin, end = (start + offset for offset in entry["data_offsets"])
-            dtype = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64}.get(entry["dtype"], np.uint8)
-            found[name] = (entry["dtype"], np.frombuffer(data[begin:end], dtype).reshape(entry["shape"]))
-    return found
-
-
 @pytest.mark.parametrize(("method", "case"), [("int4", "small_t2"), ("int8", "small_t2"), ("int8", "nodd2_t1")])
 def test_kt_kernels_own_bytes(method: str, case: str, tmp_path: Path, write_safetensors: Any, write_qwen: Any) -> None:
     """The golden files, laid out as convert_cpu_weights.py and as merge_cpu_weights.py write them, and loose."""
     name = f"amx_{method}.v{QUANTIZERS[method].version}.{case}.safetensors"
-    tensors = read_shard(GOLDEN / name)
-    source = write_qwen(tmp_path / "source", {0: {p: tensors[f"in.{p}"][1] for p in ("gate", "up", "down")}})
+    tensors = read_file(GOLDEN / name)
+    source = write_qwen(tmp_path / "source", {0: {p: tensors[f"in.{p}"].bits for p in ("gate", "up", "down")}})
     experts = {key: value for key, value in tensors.items() if key.startswith("blk.")}
     merged, converted, loose = (tmp_path / n for n in ("merged", "converted", "loose"))
     for folder in (merged, converted):
         folder.mkdir()
     write_safetensors(merged / "model-00001.safetensors", experts)
-    other = {"embed_tokens.weight": read_shard(source / "model.safetensors")["model.embed_tokens.weight"]}
+    other = {"embed_tokens.weight": read_file(source / "model.safetensors")["model.embed_tokens.weight"]}
     shards = {"model-00001-of-00002.safetensors": experts, "model-00002-of-00002.safetensors": other}
     for shard, held in shards.items():
         write_safetensors(converted / shard, held)
     index = {"metadata": {"total_size": 0}, "weight_map": {key: s for s, held in shards.items() for key in held}}
     (converted / INDEX).write_text(json.dumps(index, indent=2))
     shutil.copy(source / "config.json", converted / "config.json")
-    for key, (_, array) in experts.items():
+    for key, tensor in experts.items():
         _, layer, kind, expert, _, numa, what = key.split(".")
         folder = loose / f"_layer_{layer}" / f"_numa_{numa}"
         folder.mkdir(parents=True, exist_ok=True)
         suffix = "quant" if what == "weight" else "scale"
-        start = f"{method.upper()}_{kind.split('_')[1]}_{expert}_{array.nbytes}Byte_{suffix}_.kt"
-        array.tofile(folder / start)
+        start = f"{method.upper()}_{kind.split('_')[1]}_{expert}_{len(tensor.data)}Byte_{suffix}_.kt"
+        (folder / start).write_bytes(tensor.data)
     for output in (merged, converted, loose):
         report = accepted(output, "--against", source, "--quant-method", method, "--numa", case[-1])
         assert any("no manifest" in note for note in report["notes"])

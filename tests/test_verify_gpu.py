@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,13 +23,13 @@ from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.verify.found import Check
 from ktconvert.pipeline.verify.output import require_sound
 from rig import families
+from rig.safetensors import Tensor, Tensors, edit_file, read_file
 
 NEEDED = ("torch", "transformers", "accelerate", "compressed_tensors")
 loads = pytest.mark.skipif(
     any(find_spec(name) is None for name in NEEDED), reason="transformers or compressed-tensors is not installed"
 )
 EXPERTS = "model.layers.{}.mlp.experts.{}.{}_proj.{}"
-Tensors = dict[str, tuple[Any, bytes]]
 
 
 def convert(source: Path, output: Path, kind: str, *more: str) -> Path:
@@ -81,23 +80,13 @@ def test_an_output_without_its_manifest(copy: Callable[[str], Path]) -> None:
 
 
 def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Path:
-    """Change the tensors, name -> (header entry, bytes), shard by shard, and make index and manifest fit, as another program would."""
+    """Change the tensors shard by shard, and make index and manifest fit, as another program would."""
     weight_map, total = {}, 0
     for shard in sorted(output.glob("*.safetensors")):
-        data = shard.read_bytes()
-        start = 8 + struct.unpack("<Q", data[:8])[0]
-        header = json.loads(data[8:start])
-        about = header.pop("__metadata__")
-        tensors = {n: (t, data[start + t["data_offsets"][0] : start + t["data_offsets"][1]]) for n, t in header.items()}
-        change(tensors)
-        at, table = 0, {"__metadata__": about}
-        for name, (entry, raw) in tensors.items():
-            table[name] = entry | {"data_offsets": [at, at + len(raw)]}
-            at, total = at + len(raw), total + len(raw)
-            weight_map[name] = shard.name
-        text = json.dumps(table).encode()
-        text += b" " * (-len(text) % 8)
-        shard.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(raw for _, raw in tensors.values()))
+        edit_file(shard, change)
+        tensors = read_file(shard)
+        weight_map |= dict.fromkeys(tensors, shard.name)
+        total += sum(len(tensor.data) for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (output / "model.safetensors.index.json").write_text(json.dumps(index))
     manifest = json.loads((output / "manifest.json").read_text())
@@ -114,7 +103,7 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Tensors], Non
 
     def one(tensors: Tensors) -> None:
         if name in tensors:
-            tensors[name] = tensors[name][0], change(tensors[name][1])
+            tensors[name] = tensors[name]._replace(data=change(tensors[name].data))
 
     return one
 
@@ -125,9 +114,9 @@ def exchange(output: Path, other: Callable[[str], str], **facts: Any) -> Path:
     rewrite(output, stored.update)
 
     def change(tensors: Tensors) -> None:
-        for name, (entry, _) in tensors.items():
+        for name, tensor in tensors.items():
             if ".experts." in name:
-                tensors[name] = entry, stored[other(name)][1]
+                tensors[name] = tensor._replace(data=stored[other(name)].data)
 
     return rewrite(output, change, **facts)
 
@@ -356,7 +345,7 @@ def test_fp8_that_was_left(copy: Callable[[str], Path]) -> None:
 
     def half(tensors: Tensors) -> None:
         if name in tensors:
-            tensors[name] = {"dtype": "F8_E4M3", "shape": [256, 256]}, tensors[name][1][::2]
+            tensors[name] = Tensor("F8_E4M3", (256, 256), tensors[name].data[::2])
 
     (problem,) = problems(look(rewrite(copy("W4A16"), half)), "quantization")
     assert problem.startswith(name) and "without its scales" in problem

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rig import families, forks, oneshot
+from rig.safetensors import read_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE, HELDOUT = ROOT / "examples" / "qwen3-moe-small", ROOT / "examples" / "heldout.txt"
@@ -252,7 +253,7 @@ class Converted(NamedTuple):
                 tail = tail.replace(f".{theirs}.", f".{own}.")
             return f"{head}{experts}{tail}" if experts else name
 
-        return {ours(name): tensor for name, tensor in oneshot.tensors(self.theirs(name)).items()}
+        return {ours(name): tensor for name, tensor in read_folder(self.theirs(name)).items()}
 
 
 def convert(made: Converted, threads: int = 1, extras: bool = True) -> None:

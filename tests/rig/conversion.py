@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.pipeline.engine import journal
+from rig.safetensors import write_file
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 240.0  # seconds; a conversion takes half of one, a loaded machine many times that
@@ -32,21 +33,6 @@ Tree = dict[str, bytes | None]
 def bf16(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
     """Random weights of either sign between 1/128 and 1/32, as BF16 bits."""
     return rng.integers(0, 1 << 16, shape, np.uint16) & 0x80FF | 0x3C00
-
-
-def save(path: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """A safetensors file of BF16 tensors, byte by byte as its format says."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, data in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": data.shape, "data_offsets": [at, at + data.nbytes]}
-        at += data.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for data in tensors.values():
-            file.write(data.tobytes())
 
 
 def checkpoint(
@@ -67,7 +53,7 @@ def checkpoint(
     weight_map = {}
     for number, tensors in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save(folder / name, tensors)
+        write_file(folder / name, {key: ("BF16", data) for key, data in tensors.items()}, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"}

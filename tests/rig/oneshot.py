@@ -41,14 +41,6 @@ class Job(NamedTuple):
     fails: bool = False
 
 
-class Tensor(NamedTuple):
-    """One tensor as it is stored."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
 def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
     """Do the jobs in one process, since it takes long to start, and report on each:
 
@@ -89,25 +81,6 @@ def ignored(model: Path) -> list[str]:
     from ktconvert.layouts.outputs.ignore import ignore_list
 
     return list(ignore_list(recognise(open_checkpoint(str(model)))))
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, told in json.loads(data[8:start]).items():
-            if name != "__metadata__":
-                first, last = told["data_offsets"]
-                assert name not in found, name
-                found[name] = Tensor(told["dtype"], tuple(told["shape"]), data[start + first : start + last])
-    return found
-
-
-def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """The names of tensors that are missing, extra or not the same."""
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 # ---- the process of its own ------------------------------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"""Safetensors files read, written and edited by their specification alone: neither the library nor our own parser is asked.
+
+A file is 8 bytes that say how long its header is, the header (JSON: each tensor's dtype, shape and bytes), and the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[Any]
+Header = dict[str, Any]
+METADATA = "__metadata__"
+# What NumPy lacks comes as unsigned bits.
+NUMPY = {
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F32": np.float32,
+    "F64": np.float64,
+    "U8": np.uint8,
+    "U16": np.uint16,
+    "BOOL": np.bool_,
+    "BF16": np.uint16,
+    "F16": np.uint16,
+    "F8_E4M3": np.uint8,
+}
+
+
+class Tensor(NamedTuple):
+    """One tensor as it is stored; equal to another one of the same dtype, shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @property
+    def bits(self) -> Bits:
+        """Its elements; read-only."""
+        return np.frombuffer(self.data, NUMPY[self.dtype]).reshape(self.shape)
+
+
+Tensors = dict[str, Tensor]
+
+
+def encode(header: Header | bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    """The bytes of a file. length: what its first 8 bytes say, if that is not to be true."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def data_start(path: Path) -> int:
+    """Where the data begin."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def header_of(path: Path) -> Header:
+    """The whole header, its metadata included."""
+    with path.open("rb") as file:
+        found: Header = json.loads(file.read(data_start(path))[8:])
+    return found
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    found: dict[str, str] = header_of(path).get(METADATA, {})
+    return found
+
+
+def read_file(path: Path) -> Tensors:
+    """All tensors of a file, in the order of its header."""
+    data, start = path.read_bytes(), data_start(path)
+    return {
+        name: Tensor(e["dtype"], tuple(e["shape"]), data[slice(*(start + at for at in e["data_offsets"]))])
+        for name, e in header_of(path).items()
+        if name != METADATA
+    }
+
+
+def read_folder(folder: Path) -> Tensors:
+    """All tensors of a folder's files, none twice."""
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        more = read_file(path)
+        assert not found.keys() & more.keys(), path
+        found |= more
+    return found
+
+
+def bits_of(tensors: Tensors) -> dict[str, Bits]:
+    return {name: tensor.bits for name, tensor in tensors.items()}
+
+
+def differing(ours: Tensors, theirs: Tensors) -> list[str]:
+    """The names of tensors that are missing, extra or not the same."""
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor | tuple[str, Bits]], metadata: Mapping[str, str] | None = None
+) -> Path:
+    """Write tensors, or (dtype, array of its bits), one after the other, with a header whose size is a multiple of 8."""
+    table: Header = {} if metadata is None else {METADATA: dict(metadata)}
+    parts, offset = [], 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            tensor = Tensor(tensor[0], tensor[1].shape, np.ascontiguousarray(tensor[1]).tobytes())
+        table[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + len(tensor.data)],
+        }
+        offset += len(tensor.data)
+        parts.append(tensor.data)
+    text = json.dumps(table).encode()
+    path.write_bytes(encode(text.ljust(math.ceil(len(text) / 8) * 8), b"".join(parts)))
+    return path
+
+
+def edit_file(path: Path, change: Callable[[Tensors], object]) -> None:
+    """Change a file's tensors and write it again; its metadata stay."""
+    about, tensors = header_of(path).get(METADATA), read_file(path)
+    change(tensors)
+    path.chmod(0o644)
+    write_file(path, tensors, about)
+
+
+def edit_header(path: Path, change: Callable[[Header], object]) -> None:
+    """Change a header in place; it keeps its padded length, and may not become longer."""
+    header, start, data = header_of(path), data_start(path), path.read_bytes()
+    change(header)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert 8 + len(text) <= start
+    path.chmod(0o644)
+    path.write_bytes(encode(text.ljust(start - 8), data[start:]))
