@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 # Where multimodal models keep the language model's configuration.
@@ -51,18 +52,44 @@ def families(config: dict[str, Any]) -> list[str]:
     return names
 
 
-def scale_blocks(config: dict[str, Any]) -> list[tuple[int, int]]:
-    """The sizes (rows, columns) of FP8 scale blocks that quantization_config names."""
-    sizes: list[Any] = []
+@dataclass(frozen=True)
+class Quantization:
+    """What a config says of how weights are quantized, wherever it says it; empty where it says nothing.
+
+    method       quant_method, such as "compressed-tensors".
+    blocks       the sizes (rows, columns) of blocks that share an FP8 scale.
+    bits, groups widths of integer codes, and columns that share one of their scales, of compressed-tensors' config groups.
+    """
+
+    method: str = ""
+    blocks: tuple[tuple[int, int], ...] = ()
+    bits: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+
+
+def quantization(config: dict[str, Any]) -> Quantization:
+    """What a config says of quantization; values that are of no use are passed over."""
+    method, weights, sizes = "", [], []
     for scope in scopes(config):
         for key in ("quantization_config", "compression_config"):
             if isinstance(quant := scope.get(key), dict):
-                sizes.append(quant.get("weight_block_size"))
+                method = method or str(quant.get("quant_method") or "")
                 groups = quant.get("config_groups")
-                for group in groups.values() if isinstance(groups, dict) else ():
-                    weights = group.get("weights") if isinstance(group, dict) else None
-                    sizes.append(weights.get("block_structure") if isinstance(weights, dict) else None)
-    good = [
+                inner = (
+                    [g.get("weights") for g in groups.values() if isinstance(g, dict)]
+                    if isinstance(groups, dict)
+                    else []
+                )
+                schemes = [scheme for scheme in inner if isinstance(scheme, dict)]
+                sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
+                weights += schemes
+    blocks = [
         (s[0], s[1]) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and n > 0 for n in s)
     ]
-    return list(dict.fromkeys(good))
+    integers = [scheme for scheme in weights if scheme.get("type") == "int"]
+    return Quantization(
+        method,
+        tuple(dict.fromkeys(blocks)),
+        tuple(sorted({n for scheme in integers if type(n := scheme.get("num_bits")) is int})),
+        tuple(sorted({n for scheme in integers if type(n := scheme.get("group_size")) is int and n > 0})),
+    )

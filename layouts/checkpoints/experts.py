@@ -6,20 +6,15 @@ The tensors decide; the config is compared with them, and where the two disagree
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints import scales
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Fused, Separate, Style
-from ktconvert.layouts.checkpoints.match import Layer, Scan, scan
-from ktconvert.layouts.checkpoints.refusals import (
-    KINDS,
-    refuse_dtypes,
-    refuse_formats,
-    refuse_gaps,
-    refuse_strays,
-)
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.encodings import Weight
+from ktconvert.layouts.checkpoints.match import Scan, name_of, scan
+from ktconvert.layouts.checkpoints.refusals import refuse_formats, refuse_gaps, refuse_strays
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -45,10 +40,12 @@ class MoeModel:
     layers       numbers of the layers to convert, as the checkpoint numbers them.
     mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors names the expert tensors of these
                  and of blocks called mtp.
-    dtypes       the dtypes that expert weights have, sorted.
+    dtypes       the names of the encodings that expert weights are stored in, sorted.
     activation   key of ACTIVATIONS, or what the config calls it.
     weights_on   "output" or "input".
     notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output.
+    quantization what config.json says of it.
+    refusal      why no output can hold these experts; None if one can.
     """
 
     arch: Arch
@@ -62,7 +59,8 @@ class MoeModel:
     weights_on: str
     notes: tuple[str, ...]
     common_notes: tuple[str, ...] = ()
-    blocks: tuple[tuple[int, int], ...] = ()
+    quantization: Quantization = field(default_factory=Quantization)
+    refusal: str | None = None
     found: dict[int, MoeLayer] = field(default_factory=dict, repr=False)
 
     @property
@@ -75,10 +73,12 @@ class MoeModel:
         moe = self.found[layer]
         return moe.num_experts, moe.hidden, moe.width
 
-    def reading(self, layer: int) -> tuple[str, bool, tuple[tuple[int, int], ...]]:
-        """How this layer's tensors are understood, as far as the config had a say: style, orientation, FP8 blocks."""
+    def reading(self, layer: int) -> tuple[object, ...]:
+        """How this layer's tensors are understood, as far as the config had a say: style, orientation, FP8 blocks, and encodings that
+        the dtype of the values does not tell."""
         moe = self.found[layer]
-        return repr(moe.stored.style), moe.input_major, self.blocks
+        encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}
+        return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings)
 
     def expert(self, layer: int, expert: int) -> Expert:
         """Gate, up and down of one expert; of the weights nothing is read yet, the scales are."""
@@ -87,79 +87,77 @@ class MoeModel:
     def linear(self, layer: int, expert: int, projection: str) -> Matrix:
         """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I)."""
         moe = self.found[layer]
-        style = moe.stored.style
-        stored = self._matrix(moe, _part(style, projection), expert)
-        if not isinstance(style, Fused) or projection == "down":
+        stored = self._matrix(moe, part_of(moe.style, projection), expert)
+        if not isinstance(moe.style, Fused) or projection == "down":
             return stored
         second = int(projection == "up")
-        if style.interleaved:
+        if moe.style.interleaved:
             return stored.every_other(second)
         return stored.rows(second * moe.width, (second + 1) * moe.width)
 
-    def weight(self, layer: int, expert: int, projection: str) -> TensorInfo:
-        """The tensor, whole, in which this linear is stored."""
-        stored = self.found[layer].stored
-        part = _part(stored.style, projection)
-        return stored.weights[part, expert if isinstance(stored.style, Separate) else -1]
+    def weight(self, layer: int, expert: int, projection: str) -> Weight:
+        """The weight, whole, in which this linear is stored."""
+        moe = self.found[layer]
+        part = part_of(moe.style, projection)
+        return moe.weights[part, expert if isinstance(moe.style, Separate) else -1]
+
+    def weight_name(self, layer: int, expert: int, projection: str) -> str:
+        """What that weight is called where it is not quantized."""
+        moe = self.found[layer]
+        part = part_of(moe.style, projection)
+        return name_of(moe.style, moe.prefix, part, layer, expert)
 
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
-        """The bytes of one expert's weights and scales; of a 3-D tensor only this expert's part."""
-        stored = self.found[layer].stored
+        """The tensors that hold one expert's weights; of a tensor that holds all experts only this one's part."""
+        moe = self.found[layer]
         out: list[TensorInfo] = []
-        for part in stored.style.parts:
-            for tensors in (stored.weights, stored.scales):
-                if (info := tensors.get((part, expert))) is not None:
-                    out.append(info)
-                elif (info := tensors.get((part, -1))) is not None:
-                    out.append(_one(info, expert))
+        for part in moe.style.parts:
+            if (weight := moe.weights.get((part, expert))) is not None:
+                out += weight.tensors.values()
+            elif (weight := moe.weights.get((part, -1))) is not None:
+                out += weight.one(expert).values()
         return tuple(out)
 
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
-        """Every expert tensor of a layer, scales included, each whole, in the order of their names."""
-        stored = self.found[layer].stored
-        return tuple(sorted((*stored.weights.values(), *stored.scales.values()), key=lambda t: t.name))
+        """Every tensor of a layer's expert weights, each whole, in the order of their names."""
+        weights = self.found[layer].weights.values()
+        return tuple(sorted((info for w in weights for info in w.tensors.values()), key=lambda t: t.name))
 
     def expert_tensor_names(self) -> set[str]:
-        """Every routed-expert tensor of the converted layers, with scales and what else hangs on them; not MTP."""
+        """Every routed-expert tensor of the converted layers, with what else hangs on them; not MTP."""
         names: set[str] = set()
         for moe in self.found.values():
-            names.update(t.name for t in (*moe.stored.weights.values(), *moe.stored.scales.values()))
-            names.update(moe.stored.aside)
+            names.update(info.name for weight in moe.weights.values() for info in weight.tensors.values())
+            names.update(moe.aside)
         return names
 
     def _matrix(self, moe: MoeLayer, part: str, expert: int) -> Matrix:
-        key = part, expert if isinstance(moe.stored.style, Separate) else -1
-        weight, scale = moe.stored.weights[key], moe.stored.scales.get(key)
-        values = self.source.view(weight if key[1] >= 0 else _one(weight, expert))
-        if not values.flags.aligned:
-            values = values.copy()
-        matrix = Matrix(values, KINDS[weight.dtype])
-        if scale is not None:
-            shape, block = scales.grid(weight, scale, self.blocks, moe.input_major)
-            one = scale if key[1] >= 0 else _one(scale, expert)
-            matrix = replace(matrix, scales=scales.read(self.source, one, shape), block=block)
+        weight = moe.weights[part, expert if isinstance(moe.style, Separate) else -1]
+        matrix = weight.matrix(self.source, expert, moe.input_major)
         return matrix.T if moe.input_major else matrix
 
 
-def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS) -> MoeModel:
+def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
     """Finds the experts of a checkpoint, by headers alone.
 
+    to_read: a model that no output can hold is found too, where it can be read, and says so as `refusal`.
     Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or whose
     tensors and config disagree; both name the file and the tensor.
     """
     try:
-        return _recognise(source, archs)
+        return _recognise(source, archs, to_read)
     except (InputError, UnsupportedError) as e:
         named = re.search(r"tensors? '([^']+)'", str(e))
         info = source.tensors.get(named[1]) if named else None
         raise type(e)(f"{source.shards[info.shard].path if info else source.root}: {e}") from None
 
 
-def _recognise(source: TensorSource, archs: Sequence[Arch]) -> MoeModel:
+def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
     arch = _row(source, archs)
     notes: list[str] = []
-    if arch is not None and arch.refusal is not None:
-        raise UnsupportedError(f"{arch.name}: {arch.refusal}")
+    refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
+    if arch is not None and refusal is not None and not (to_read and arch.stored):
+        raise UnsupportedError(refusal)
     seen = scan(source.tensors, arch.stored if arch else ())
     if not seen.layers and not seen.foreign:
         arch, seen = _generic(source, archs, arch, notes)
@@ -168,13 +166,17 @@ def _recognise(source: TensorSource, archs: Sequence[Arch]) -> MoeModel:
     refuse_formats((kind, name) for (kind, n), name in seen.foreign.items() if limit is None or n < limit[1])
     prefix, layers, mtp = _converted(seen, limit)
     stored = {n: seen.layers[prefix, n] for n in layers}
-    refuse_dtypes(stored.values())
+    bias = next((name for n, name in sorted(seen.biases.items()) if n in stored), None)
+    if bias is not None and refusal is None:
+        refusal = f"tensor {bias!r}: kt-kernel's AMX formats have no place for biases of experts"
+        if not to_read:
+            raise UnsupportedError(refusal)
     refuse_strays(seen, prefix, mtp)
     refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
-    blocks = tuple(cfg.scale_blocks(source.config))
-    most = 1 + max((expert for layer in stored.values() for _, expert in layer.weights), default=0)
-    found = {n: measure(source.config, arch, layer, prefix, n, blocks, most) for n, layer in stored.items()}
-    mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in _names(seen.layers[prefix, n])}
+    quantization = cfg.quantization(source.config)
+    most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
+    found = {n: measure(source.config, arch, layer, prefix, n, quantization, most) for n, layer in stored.items()}
+    mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
     if seen.others:
         notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
     of_amx: list[str] = []
@@ -195,13 +197,14 @@ def _recognise(source: TensorSource, archs: Sequence[Arch]) -> MoeModel:
         layers=tuple(layers),
         mtp_layers=tuple(mtp),
         mtp_tensors=mtp_names,
-        dtypes=tuple(sorted({w.dtype for m in found.values() for w in m.stored.weights.values()})),
+        dtypes=tuple(sorted({w.encoding.name for m in found.values() for w in m.weights.values()})),
         has_shared_experts=seen.shared,
         activation=activation,
         weights_on=weights_on,
         notes=(*notes, *of_amx),
         common_notes=tuple(notes),
-        blocks=blocks,
+        quantization=quantization,
+        refusal=refusal,
         found=found,
     )
 
@@ -254,26 +257,16 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
         return prefixes[0], numbers, []
     layers = [n for n in numbers if n < limit[1]]
     if not layers:
-        first = next(iter(_names(seen.layers[prefixes[0], numbers[0]])))
+        first = seen.layers[prefixes[0], numbers[0]].names[0]
         raise InputError(
             f"tensor {first!r}: config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
         )
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 
-def _names(layer: Layer) -> Iterable[str]:
-    return [*(t.name for t in (*layer.weights.values(), *layer.scales.values())), *layer.aside]
-
-
-def _part(style: Style, projection: str) -> str:
+def part_of(style: Style, projection: str) -> str:
     """Which of the style's tensors holds this projection."""
     return "gate_up" if isinstance(style, Fused) and projection != "down" else projection
-
-
-def _one(info: TensorInfo, expert: int) -> TensorInfo:
-    """One expert's part of a tensor that holds all of them."""
-    each = info.nbytes // info.shape[0]
-    return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
 
 
 def _activation(source: TensorSource, arch: Arch) -> str:

@@ -6,38 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ktconvert.layouts.checkpoints import encodings, foreign
 from ktconvert.layouts.checkpoints.archs import PREFIXES, Separate, Style
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError
 
-# What may hang on a weight's name, and what it means. {t} is the template, {s} the template without ".weight".
-SCALE, BIAS, ASIDE = "scale", "bias", "aside"
-COMPANIONS = {
-    "{t}_scale_inv": SCALE,
-    "{t}_scale": SCALE,
-    "{s}.scale": SCALE,
-    "{s}.qscale_weight": SCALE,
-    "{s}.bias": BIAS,
-    "{s}_bias": BIAS,
-    "{s}.input_scale": ASIDE,  # scales of activations: kt-kernel makes its own
-    "{s}_input_scale": ASIDE,
-    "{s}.qscale_act": ASIDE,
-    "{s}.activation_scale": ASIDE,
-    "{s}_activation_scale": ASIDE,
-    "{t}_packed": "compressed-tensors packed 4-bit",
-    "{t}_blocks": "MXFP4",
-    "{t}_scales": "MXFP4",
-    "{t}_shape": "compressed-tensors packed 4-bit",
-    "{t}_zero_point": "compressed-tensors integer",
-    "{t}_scale_2": "NVFP4",
-    "{t}_global_scale": "NVFP4",
-    "{s}.input_global_scale": "NVFP4",
-    "{s}.qweight": "GPTQ or AWQ 4-bit",
-    "{s}.qzeros": "GPTQ or AWQ 4-bit",
-    "{s}.scales": "GPTQ or AWQ 4-bit",
-    "{s}.g_idx": "GPTQ or AWQ 4-bit",
-    "{t}_g_idx": "GPTQ or AWQ 4-bit",
-}
+BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
 
 NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
@@ -49,12 +23,19 @@ SHARED = re.compile(r"\.shared?_(?:expert|mlp)")
 
 @dataclass
 class Layer:
-    """The expert tensors of one layer, all stored in one style. Keys: (part of the style, expert), expert -1 if 3-D."""
+    """The expert tensors of one layer, all stored in one style, by weight and role.
+
+    Keys of tensors: (part of the style, expert), expert -1 if the weight holds all of them.
+    """
 
     style: Style
-    weights: dict[tuple[str, int], TensorInfo] = field(default_factory=dict)
-    scales: dict[tuple[str, int], TensorInfo] = field(default_factory=dict)
+    tensors: dict[tuple[str, int], dict[str, TensorInfo]] = field(default_factory=dict)
     aside: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor of the layer's experts, with what stands aside."""
+        return [*(info.name for tensors in self.tensors.values() for info in tensors.values()), *self.aside]
 
 
 @dataclass
@@ -63,7 +44,8 @@ class Scan:
 
     layers   expert tensors by prefix and layer number.
     mtp      expert tensors of multi-token-prediction blocks that have names of their own.
-    foreign  a tensor of each kind that no input can be made of, by kind and layer.
+    foreign  a tensor of each format that is no input, by what the format is called and layer.
+    biases   a bias of each layer that has some.
     strays   names that stand among experts but match nothing.
     others   names that look like routed experts of another part of the model.
     routers  (prefix, layer) that have a router.
@@ -73,6 +55,7 @@ class Scan:
     layers: dict[tuple[str, int], Layer] = field(default_factory=dict)
     mtp: list[str] = field(default_factory=list)
     foreign: dict[tuple[str, int], str] = field(default_factory=dict)
+    biases: dict[int, str] = field(default_factory=dict)
     strays: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     routers: set[tuple[str, int]] = field(default_factory=set)
@@ -85,7 +68,8 @@ class _Rule:
     style: Style
     prefix: str
     part: str
-    role: str
+    role: str  # of the table of encodings, BIAS or ASIDE; what the format is called if it is foreign
+    foreign: bool
     name: str  # to be formatted with layer and expert
     layer: int  # which of the name's numbers is the layer, which the expert (-1: none)
     expert: int
@@ -127,21 +111,24 @@ def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
 
 
 def _sort(out: Scan, rule: _Rule, layer: int, expert: int, name: str, info: TensorInfo) -> None:
-    if rule.role not in ("weight", SCALE, ASIDE):
+    if rule.foreign:
         out.foreign.setdefault((rule.role, layer), name)
+        return
+    if rule.role == BIAS:
+        out.biases.setdefault(layer, name)
         return
     found = out.layers.setdefault((rule.prefix, layer), Layer(rule.style))
     if found.style != rule.style:
         raise InputError(f"tensor {name!r}: layer {layer} is stored in two ways; remove the one that does not belong")
-    key = rule.part, expert
-    if rule.role == "weight":
-        found.weights[key] = info
-    elif rule.role == ASIDE:
+    if rule.role == ASIDE:
         found.aside.append(name)
-    elif key in found.scales:
-        raise InputError(f"tensors {found.scales[key].name!r} and {name!r} both claim to be the scale of one weight")
-    else:
-        found.scales[key] = info
+        return
+    tensors = found.tensors.setdefault((rule.part, expert), {})
+    if rule.role in tensors:
+        raise InputError(
+            f"tensors {tensors[rule.role].name!r} and {name!r} both claim to be the {rule.role} of one weight"
+        )
+    tensors[rule.role] = info
 
 
 def _rules(styles: Iterable[Style]) -> tuple[dict[str, _Rule], set[str]]:
@@ -153,8 +140,10 @@ def _rules(styles: Iterable[Style]) -> tuple[dict[str, _Rule], set[str]]:
                 slots = SLOT.findall(name)
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
-                for suffixed, role in _companions(name):
-                    rules.setdefault(_shape(suffixed), _Rule(style, prefix, part, role, suffixed, layer, expert))
+                for suffixed, role, unread in _beside(name):
+                    rules.setdefault(
+                        _shape(suffixed), _Rule(style, prefix, part, role, unread, suffixed, layer, expert)
+                    )
                 shape = _shape(name)
                 if "experts." in shape:
                     containers.add(shape[: shape.rindex("experts.") + len("experts.")])
@@ -168,13 +157,16 @@ def _prefixed(template: str) -> Iterator[tuple[str, str]]:
         yield from ((p, template.replace("{prefix}", p)) for p in PREFIXES)
 
 
-def _companions(name: str) -> Iterator[tuple[str, str]]:
-    yield name, "weight"
-    stem = name.removesuffix(".weight")
-    for pattern, role in COMPANIONS.items():
-        made = pattern.replace("{t}", name).replace("{s}", stem)
-        if made != name:
-            yield made, role
+def _beside(template: str) -> Iterator[tuple[str, str, bool]]:
+    """(name, role, whether it is foreign) of every tensor that may belong to the weight of this template."""
+    known = [(pattern, role, False) for pattern, role in encodings.roles().items()]
+    known += [(pattern, BIAS, False) for pattern in foreign.BIASES]
+    known += [(pattern, ASIDE, False) for pattern in foreign.ASIDE]
+    known += [(pattern, what, True) for pattern, what in foreign.FOREIGN.items()]
+    names: dict[str, tuple[str, bool]] = {}
+    for pattern, role, unread in known:
+        names.setdefault(encodings.spelled(pattern, template), (role, unread))
+    yield from ((name, *what) for name, what in names.items())
 
 
 def _shape(template: str) -> str:

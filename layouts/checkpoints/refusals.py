@@ -5,33 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ktconvert.layouts.checkpoints.archs import Style
-from ktconvert.layouts.checkpoints.match import BIAS, Layer, Scan, name_of
+from ktconvert.layouts.checkpoints.match import Scan, name_of
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.native_quant.matrix import BF16, F32, FP8_E4M3, FP16
-
-# safetensors dtype of a weight -> Matrix.kind
-KINDS = {"BF16": BF16, "F16": FP16, "F32": F32, "F8_E4M3": FP8_E4M3}
-# What a weight of another dtype is: by itself, else by the dtype of the scale beside it.
-BY_WEIGHT = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}
-BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
 
 
-def refuse_formats(foreign: Iterable[tuple[str, str]]) -> None:
-    """Tensors (kind, name) whose names already say that they are no input. Raises UnsupportedError."""
-    for kind, name in foreign:
-        if kind == BIAS:
-            raise UnsupportedError(f"tensor {name!r}: kt-kernel's AMX formats have no place for biases of experts")
-        raise _no_input(name, kind)
+def refuse_formats(found: Iterable[tuple[str, str]]) -> None:
+    """Tensors (format, name) whose names already say that they are no input. Raises UnsupportedError."""
+    for what, name in found:
+        raise no_input(name, what)
 
 
-def refuse_dtypes(layers: Iterable[Layer]) -> None:
-    """Weights that are neither BF16, FP16, F32 nor FP8 E4M3. Raises UnsupportedError."""
-    for layer in layers:
-        for key, weight in layer.weights.items():
-            if weight.dtype not in KINDS:
-                scale = layer.scales.get(key)
-                what = BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
-                raise _no_input(weight.name, f"{BY_WEIGHT.get(weight.dtype, what)} ({weight.dtype})")
+def no_input(name: str, what: str) -> UnsupportedError:
+    """The sentence for a tensor that no row of the table of encodings reads."""
+    return UnsupportedError(f"tensor {name!r}: {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
 
 
 def refuse_strays(seen: Scan, prefix: str, mtp: Iterable[int]) -> None:
@@ -57,7 +43,3 @@ def refuse_gaps(seen: Scan, style: Style, prefix: str, layers: Collection[int], 
             raise InputError(f"layer {n} has a router but no experts ({name!r} is missing); download the model again")
         if n > min(layers) and (prefix, n) not in seen.present:
             raise InputError(f"layer {n} is missing ({name!r} and all else); download the model again")
-
-
-def _no_input(name: str, what: str) -> UnsupportedError:
-    return UnsupportedError(f"tensor {name!r}: {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import Separate
-from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.checkpoints.match import name_of
+from ktconvert.layouts.checkpoints.experts import MoeModel, part_of
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.shards import Entry, ShardPlan, plan_shard
 from ktconvert.layouts.outputs.layout import PROJECTIONS
@@ -141,14 +140,11 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
     Of experts that are stored together, the name that their family gives single ones, in whatever block they lie (transformers
     looks for w1, w3, w2 of Mixtral in any), else gate_proj, up_proj, down_proj.
     """
-    style = model.found[layer].stored.style
-    info = model.weight(layer, expert, projection)
-    if isinstance(style, Separate):
-        return info.name.removesuffix(".weight")
-    part = next(p for p in style.parts if model.found[layer].stored.weights.get((p, -1)) == info)
-    container = _container(getattr(style, part))
-    prefix = info.name.removesuffix(name_of(style, "", part, layer, -1))
-    base = container.replace("{prefix}", prefix).format(layer=layer)
+    moe = model.found[layer]
+    if isinstance(moe.style, Separate):
+        return model.weight_name(layer, expert, projection).removesuffix(".weight")
+    container = _container(getattr(moe.style, part_of(moe.style, projection)))
+    base = container.replace("{prefix}", moe.prefix).format(layer=layer)
     return f"{base}{expert}.{words_of(model)[projection]}"
 
 

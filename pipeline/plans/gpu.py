@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.beside import Beside, beside
+from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -83,7 +84,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     form = COMPRESSED[settings["quant_type"]]
     loading = check_shapes(model, form, request.tuning.get("tp_size") or (1,))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
-    rest = beside(source, model.expert_tensor_names(), model.blocks)
+    rest = beside(source, model.expert_tensor_names(), model.quantization)
 
     facts = _facts(model, form, settings)
     about = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
@@ -169,7 +170,7 @@ def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, met
     of_gptq.check_model(model)
     settings = of_gptq.settings_of(model, given)
     shape = of_gptq.shape_of(model, settings, given)
-    beside_experts = {carried.key: carried for carried in carry_over.carried(rest, model.source)}
+    beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}
 
     def require_ready() -> None:
         now = machine.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
@@ -201,7 +202,7 @@ QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Compressed, Beside, Mappin
 def _carried(
     rest: Beside, model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]
 ) -> list[Stage[Any]]:
-    stage = carry_over.stage(model.source, carry_over.carried(rest, model.source), max_shard_size, metadata)
+    stage = carry_over.stage(model.source, carry_over.carried(rest), max_shard_size, metadata)
     return [stage] if stage.units else []
 
 
@@ -233,7 +234,7 @@ def name_template(model: MoeModel, projection: str) -> str:
 
 def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
     notes = list(model.common_notes)
-    decoded = sum(scaled is not None for scaled in rest.tensors.values())
+    decoded = sum(isinstance(stored, Weight) for stored in rest.tensors.values())
     if any(dtype.startswith("F8") for dtype in model.dtypes):
         notes.append("FP8 to integers rounds twice: where there is a BF16 release, convert that for better accuracy")
     if decoded:

@@ -39,7 +39,7 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
     for name, form in COMPRESSED.items():
         try:
             check_shapes(model, form)
-            rest = carried(beside(model.source, model.expert_tensor_names(), model.blocks), model.source)
+            rest = carried(beside(model.source, model.expert_tensor_names(), model.quantization))
         except (InputError, UnsupportedError) as error:
             made.append({"quant_type": name, "refused": str(error), "bytes": 0})
             continue

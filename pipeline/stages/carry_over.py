@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.beside import Beside, Scaled
+from ktconvert.layouts.checkpoints.beside import Beside
+from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
@@ -26,23 +28,22 @@ DEFAULT_SHARD = 5 * 10**9  # bytes; what transformers writes
 
 @dataclass(frozen=True)
 class Carried:
-    """One tensor of the output: its name there, the stored one, and its scales where it is to be decoded to BF16."""
+    """One tensor of the output: its name there, and the stored one, or the weight that is to be decoded to BF16."""
 
     key: str
-    info: TensorInfo
-    scaled: Scaled | None = None
+    stored: TensorInfo | Weight
 
     @property
     def entry(self) -> Entry:
         """What it will be."""
-        if self.scaled is None:
-            return Entry(self.key, self.info.dtype, self.info.shape, self.info.nbytes)
-        return Entry(self.key, "BF16", self.info.shape, 2 * self.info.nbytes)
+        if isinstance(self.stored, Weight):
+            return Entry(self.key, "BF16", self.stored.shape, 2 * math.prod(self.stored.shape))
+        return Entry(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
 
     @property
     def reads(self) -> tuple[TensorInfo, ...]:
         """The stored tensors that it is made of."""
-        return (self.info,) if self.scaled is None else (self.info, self.scaled.scale)
+        return tuple(self.stored.tensors.values()) if isinstance(self.stored, Weight) else (self.stored,)
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,15 @@ def renamed(model: MoeModel) -> tuple[Carried, ...]:
         key = merged.rename_non_expert(name)
         if key in found:
             raise InputError(
-                f"{source.root}: tensors {found[key].info.name} and {name} would both be called {key}; use --non-experts skip."
+                f"{source.root}: tensors {found[key].reads[0].name} and {name} would both be called {key}; use --non-experts skip."
             )
         found[key] = Carried(key, info)
     return tuple(found.values())
 
 
-def carried(rest: Beside, source: TensorSource) -> tuple[Carried, ...]:
-    """Everything but routed experts under its own name, what is FP8 to be decoded."""
-    return tuple(Carried(name, source.tensors[name], scaled) for name, scaled in rest.tensors.items())
+def carried(rest: Beside) -> tuple[Carried, ...]:
+    """Everything but routed experts under its own name, what is quantized to be decoded."""
+    return tuple(Carried(name, stored) for name, stored in rest.tensors.items())
 
 
 def stage(
@@ -91,7 +92,7 @@ def stage(
             ("metadata", tuple(sorted(metadata.items()))),
             ("names", tuple(t.key for t in group)),
         ]
-        decoded = tuple((t.key, t.scaled.block) for t in group if t.scaled is not None)
+        decoded = tuple((t.key, t.stored.fit()) for t in group if isinstance(t.stored, Weight))
         params += [("decoded", decoded)] if decoded else []
         units.append(
             Unit(
@@ -127,12 +128,14 @@ def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
 
 def pieces(source: TensorSource, tensor: Carried) -> Iterator[npt.NDArray[np.uint8]]:
     """The bytes of a tensor as it will be, a few MiB at a time."""
-    if tensor.scaled is None:
-        data = source.view(replace(tensor.info, dtype="U8", shape=(tensor.info.nbytes,)))
+    stored = tensor.stored
+    if not isinstance(stored, Weight):
+        data = source.view(replace(stored, dtype="U8", shape=(stored.nbytes,)))
         for start in range(0, data.size, publish.STAGING_BYTES):
             yield np.ascontiguousarray(data[start : start + publish.STAGING_BYTES])
         return
-    for linear in tensor.scaled.linears(source):
+    for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):
+        linear = stored.matrix(source, expert)
         rows = max(1, publish.STAGING_BYTES // (2 * linear.shape[1]))
         for start in range(0, linear.shape[0], rows):
             bits = kernels.decode(linear.rows(start, min(start + rows, linear.shape[0])))

@@ -107,7 +107,7 @@ def stage(
 
 def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> list[Carried]:
     """The tensors of a decoder layer that are no routed experts, by their names."""
-    expert = model.weight(model.layers[0], 0, "gate").name
+    expert = model.weight_name(model.layers[0], 0, "gate")
     before, _, _ = f".{expert}".partition(f".{model.layers[0]}.")
     prefix = f"{before}.{layer}.".removeprefix(".")
     return [carried for name, carried in rest.items() if name.startswith(prefix)]

@@ -76,8 +76,8 @@ def compare_gpu_source(
 
     differing, equal, errors = gather(model, layers, one, threads, reporter)
     problems += differing
-    rest = beside(model.source, model.expert_tensor_names(), model.blocks)
-    carried = carry_over.carried(rest, model.source)
+    rest = beside(model.source, model.expert_tensor_names(), model.quantization)
+    carried = carry_over.carried(rest)
     for tensor in carried:
         problems += _compare_carried(output, model, tensor)
     more = sorted(output.others.keys() - {tensor.key for tensor in carried})

@@ -124,7 +124,7 @@ def _absent(place: Place, what: str, stored: Stored | None, wanted: int) -> str:
 
 
 def _non_finite(model: MoeModel, part: Part, error: kernels.NonFinite, origin: tuple[int, int]) -> str:
-    info = model.weight(part.layer, part.expert, part.projection)
+    info = model.weight(part.layer, part.expert, part.projection).values
     row, column = origin[0] + error.row, origin[1] + error.column
     if part.backward:
         row, column = column, row

@@ -174,7 +174,7 @@ class LayeredModel:
         """A stored tensor: a view of the file where its bytes can be used as they are."""
         import torch
 
-        info = carried.info
+        info = carried.reads[0]
         entry = carried.entry
         kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
         if kind is None:
@@ -182,13 +182,13 @@ class LayeredModel:
                 f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which GPTQ cannot compute"
                 " with; use the model's BF16 release, or --quant-method RTN."
             )
-        if carried.scaled is None and info.start % kind.itemsize == 0:
+        if carried.stored is info and info.start % kind.itemsize == 0:
             raw = self.source.view(info).reshape(-1).view(np.uint8)
         else:
             raw = np.concatenate(list(pieces(self.source, carried)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the map is read-only: nothing writes to weights here
-            return torch.from_numpy(raw).view(kind).reshape(info.shape)
+            return torch.from_numpy(raw).view(kind).reshape(entry.shape)
 
     # --- computing --------------------------------------------------------------------------------
 

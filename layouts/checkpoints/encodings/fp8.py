@@ -1,18 +1,17 @@
-"""Reads the scales that stand beside an FP8 weight and says which block of it each one covers."""
+"""FP8 E4M3 with scales: one for each block, for each row, or for the whole weight."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.encodings.encoding import FLOATS, Encoding, Tensors, aligned, read_scales
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
 
 DEFAULT_BLOCK = (128, 128)  # where no config names one: every block-scaled release so far
-FLOATS = ("F32", "BF16", "F16")
 
 Grid = tuple[tuple[int, int], tuple[int, int]]
 
@@ -22,7 +21,6 @@ def grid(
     scale: TensorInfo,
     blocks: Sequence[tuple[int, int]],
     input_major: bool,
-    where: str = "config.json",
 ) -> Grid:
     """(shape of the scale grid, rows and columns of a block) for one stored 2-D weight, or for each of a 3-D one.
 
@@ -42,6 +40,8 @@ def grid(
         if shape[:1] != of[:1]:
             raise _misfit(weight, scale, blocks)
         shape, of = shape[1:], of[1:]
+    if len(of) != 2:
+        raise _misfit(weight, scale, blocks)
     rows, columns = of
     channels = (1, columns) if input_major else (rows, 1)
     if len(shape) <= 1:
@@ -57,27 +57,32 @@ def grid(
     raise _misfit(weight, scale, blocks)
 
 
-def read(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-    """The scales as float32 [shape]. Raises InputError, naming the place, where one is not finite."""
-    raw = source.view(scale)
-    if scale.dtype == "BF16":
-        values = (raw.astype(np.uint32) << 16).view(np.float32)
-    elif scale.dtype == "F16":
-        values = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
-    else:
-        values = raw.astype(np.float32)
-    values = values.reshape(shape)
-    if not np.isfinite(values).all():
-        row, column = np.argwhere(~np.isfinite(values))[0]
-        raise InputError(
-            f"{source.shards[scale.shard].path}: tensor {scale.name!r}: scale [{row}, {column}] is {values[row, column]}; download it again"
-        )
-    return values
-
-
 def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
     return InputError(
         f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {weight.name!r} of shape "
         f"{list(weight.shape)} in blocks of {named}; check weight_block_size in config.json, or download both again"
     )
+
+
+def _matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+    weight, scale = tensors["weight"], tensors["scale"]
+    shape, block = grid(weight, scale, quantization.blocks, input_major)
+    return Matrix(aligned(source, weight), FP8_E4M3, read_scales(source, scale, shape), block)
+
+
+def _fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[int, int]:
+    return grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
+
+
+ROWS = (
+    Encoding(
+        "F8_E4M3",
+        "FP8",
+        {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")},
+        ("F8_E4M3",),
+        _matrix,
+        fit=_fit,
+        input_types=("fp8",),
+    ),
+)

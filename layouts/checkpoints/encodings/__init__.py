@@ -1,0 +1,85 @@
+"""The table of encodings: every way in which a checkpoint may store a linear's weight. A row is data and a few functions.
+
+To add one, write its file beside these and name its rows here. Nothing else knows what a weight's tensors are called, what they hold
+or how they become numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.encodings import fp8, plain
+from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, Weight
+from ktconvert.layouts.checkpoints.source import TensorInfo
+from ktconvert.layouts.errors import InputError
+
+__all__ = [
+    "ENCODINGS",
+    "Encoding",
+    "Tensors",
+    "Weight",
+    "beside_weight",
+    "of_tensors",
+    "roles",
+    "spelled",
+    "weight",
+]
+
+ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS)
+
+
+def roles() -> dict[str, str]:
+    """Every name that a tensor of a weight may have, as a pattern, and its role."""
+    return {pattern: role for row in ENCODINGS for role, patterns in row.tensors.items() for pattern in patterns}
+
+
+def spelled(pattern: str, template: str) -> str:
+    """The pattern for the weight that is called `template` in BF16."""
+    return pattern.replace("{t}", template).replace("{s}", template.removesuffix(".weight"))
+
+
+def of_tensors(tensors: Tensors, quantization: Quantization) -> Encoding | None:
+    """The row of a weight that is stored in these tensors; None if no row reads them."""
+    return next((row for row in ENCODINGS if row.holds(tensors, quantization)), None)
+
+
+def weight(row: Encoding, template: str, tensors: Tensors, quantization: Quantization) -> Weight:
+    """The weight that the tensors make up by a row that holds them. InputError where one is missing or does not belong."""
+    values = tensors[row.values]
+    for role, info in tensors.items():
+        if role not in row.tensors:
+            raise InputError(f"tensor {info.name!r} scales {values.name!r}, which is {row.title} and needs none")
+    for role, patterns in row.tensors.items():
+        if role not in tensors and role not in row.optional:
+            raise InputError(
+                f"tensor {values.name!r} is {row.title} but {spelled(patterns[0], template)} is missing; download again"
+            )
+    ordered = {role: tensors[role] for role in row.tensors if role in tensors}
+    return Weight(row, ordered, row.shape(ordered, quantization), quantization)
+
+
+def beside_weight(name: str, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, dict[str, list[TensorInfo]]]]:
+    """For each row that a tensor of this name may hold the values of: what the weight would be called in BF16, and the tensors that
+    stand beside it, by role."""
+    seen: set[str] = set()
+    for row in ENCODINGS:
+        for pattern in row.tensors[row.values]:
+            template = _template(name, pattern)
+            if template is None or template in seen:
+                continue
+            seen.add(template)
+            found: dict[str, list[TensorInfo]] = {}
+            for other, role in roles().items():
+                if (info := tensors.get(spelled(other, template))) is not None and info not in found.get(role, []):
+                    found.setdefault(role, []).append(info)
+            yield template, found
+
+
+def _template(name: str, pattern: str) -> str | None:
+    """What a weight is called in BF16 whose tensor of this pattern has this name; None if none would be called so."""
+    suffix = pattern.removeprefix("{t}").removeprefix("{s}")
+    if not name.endswith(suffix):
+        return None
+    stem = name.removesuffix(suffix)
+    return stem if pattern.startswith("{t}") else f"{stem}.weight"

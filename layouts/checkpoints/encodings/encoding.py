@@ -1,0 +1,143 @@
+"""What a row of the table of encodings says, and a weight that is stored in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.errors import InputError
+from ktconvert.native_quant.matrix import Matrix
+
+Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
+FLOATS = ("F32", "BF16", "F16")
+
+
+def shape_of_values(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+    """The logical shape where each item of the first tensor is a column."""
+    return next(iter(tensors.values())).shape
+
+
+def always(tensors: Tensors, quantization: Quantization) -> bool:
+    """Nothing besides names and the dtype of the values has to be asked."""
+    return True
+
+
+def nothing_to_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> Any:
+    """There is one tensor, or any others will do."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a linear's weight is stored.
+
+    A weight is a linear [n, k], or a stack of E of them: then each of its tensors has E as its first axis. Functions get the tensors by
+    role and what config.json says; those that get `input_major` are told that what is stored is [k, n].
+
+    name         in facts and messages: the dtype of the values as the container spells it, if that says it all.
+    title        what people call it.
+    tensors      role -> the names that its tensor may have: {t} is what the weight is called in BF16 ("....gate_proj.weight"), {s} that
+                 without ".weight". The first role holds the values. A name has the same role in all rows.
+    dtypes       of the values.
+    matrix       (source, tensors, quantization, input_major) -> one linear as stored. InputError where a tensor's content is wrong.
+    shape        (tensors, quantization) -> logical shape, [n, k] or [E, n, k]. InputError, UnsupportedError.
+    fit          checks the tensors against each other: InputError, UnsupportedError; gives what of the reading neither names, dtypes nor
+                 shapes say (FP8: the rows and columns of a block), for fingerprints.
+    claims       whether tensors with these roles and dtypes are of this row, where rows share them.
+    optional     roles whose tensors may be missing.
+    quantized    a GPU output has such a weight in BF16, wherever it stands.
+    input_types  what --input-type calls it.
+    """
+
+    name: str
+    title: str
+    tensors: Mapping[str, tuple[str, ...]]
+    dtypes: tuple[str, ...]
+    matrix: Callable[[TensorSource, Tensors, Quantization, bool], Matrix]
+    shape: Callable[[Tensors, Quantization], tuple[int, ...]] = shape_of_values
+    fit: Callable[[Tensors, Quantization, bool], Any] = nothing_to_fit
+    claims: Callable[[Tensors, Quantization], bool] = always
+    optional: frozenset[str] = frozenset()
+    quantized: bool = True
+    input_types: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> str:
+        """The role of the tensor that holds the values."""
+        return next(iter(self.tensors))
+
+    def holds(self, tensors: Tensors, quantization: Quantization) -> bool:
+        """Whether these tensors, of any roles, are a weight of this row, complete or not."""
+        values = tensors.get(self.values)
+        return values is not None and values.dtype in self.dtypes and self.claims(tensors, quantization)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A stored weight: its row, its tensors in the order of the row, and its logical shape, [n, k] or [E, n, k]."""
+
+    encoding: Encoding
+    tensors: Tensors
+    shape: tuple[int, ...]
+    quantization: Quantization
+
+    @property
+    def values(self) -> TensorInfo:
+        """The tensor that holds the values; what messages name."""
+        return self.tensors[self.encoding.values]
+
+    @property
+    def name(self) -> str:
+        """Its name, as messages say it."""
+        return self.values.name
+
+    def one(self, expert: int) -> Tensors:
+        """The tensors of one linear: of a stack, the expert's part of each."""
+        if len(self.shape) == 2:
+            return self.tensors
+        return {role: one_of(info, expert) for role, info in self.tensors.items()}
+
+    def fit(self, input_major: bool = False) -> Any:
+        """What Encoding.fit gives. Raises InputError or UnsupportedError where the tensors do not fit each other."""
+        return self.encoding.fit(self.tensors, self.quantization, input_major)
+
+    def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
+        """One linear as it is stored: [k, n] if it is input-major. Raises InputError where a tensor's content is wrong."""
+        return self.encoding.matrix(source, self.one(expert), self.quantization, input_major)
+
+
+def one_of(info: TensorInfo, expert: int) -> TensorInfo:
+    """One expert's part of a tensor that holds all of them."""
+    each = info.nbytes // info.shape[0]
+    return replace(info, shape=info.shape[1:], start=info.start + expert * each, nbytes=each)
+
+
+def aligned(source: TensorSource, info: TensorInfo) -> npt.NDArray[Any]:
+    """A tensor as it is stored: a view where the file is aligned, else a copy."""
+    values = source.view(info)
+    return values if values.flags.aligned else values.copy()
+
+
+def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    """The scales as float32 [shape]. Raises InputError, naming the place, where one is not finite."""
+    raw = source.view(scale)
+    if scale.dtype == "BF16":
+        values = (raw.astype(np.uint32) << 16).view(np.float32)
+    elif scale.dtype == "F16":
+        values = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+    else:
+        values = raw.astype(np.float32)
+    values = values.reshape(shape)
+    if not np.isfinite(values).all():
+        row, column = np.argwhere(~np.isfinite(values))[0]
+        raise InputError(
+            f"{source.shards[scale.shard].path}: tensor {scale.name!r}: scale [{row}, {column}] is "
+            f"{values[row, column]}; download it again"
+        )
+    return values

@@ -1,0 +1,58 @@
+"""Ways of storing a weight that are recognised and are no input: by the names of their tensors, and by dtypes that no row reads."""
+
+from __future__ import annotations
+
+from ktconvert.layouts.checkpoints.source import TensorInfo
+
+# Scales of activations, which nothing here needs.
+ASIDE = (
+    "{s}.input_scale",
+    "{s}_input_scale",
+    "{s}.qscale_act",
+    "{s}.activation_scale",
+    "{s}_activation_scale",
+)
+BIASES = ("{s}.bias", "{s}_bias")
+# Names as in the table of encodings, and what they belong to. A name that a row of the table reads is no longer looked up here.
+FOREIGN = {
+    "{t}_packed": "compressed-tensors packed 4-bit",
+    "{t}_blocks": "MXFP4",
+    "{t}_scales": "MXFP4",
+    "{t}_shape": "compressed-tensors packed 4-bit",
+    "{t}_zero_point": "compressed-tensors integer",
+    "{t}_scale_2": "NVFP4",
+    "{t}_global_scale": "NVFP4",
+    "{s}.input_global_scale": "NVFP4",
+    "{s}.qweight": "GPTQ or AWQ 4-bit",
+    "{s}.qzeros": "GPTQ or AWQ 4-bit",
+    "{s}.scales": "GPTQ or AWQ 4-bit",
+    "{s}.g_idx": "GPTQ or AWQ 4-bit",
+    "{t}_g_idx": "GPTQ or AWQ 4-bit",
+}
+# Values that no row reads: by their own dtype, else by that of the scale beside them.
+BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}
+BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
+# Beside the experts: what a name ends in, and weights of these dtypes.
+SUFFIXES = {
+    ".weight_packed": "packed by compressed-tensors",
+    ".weight_zero_point": "packed by compressed-tensors",
+    ".weight_scale_2": "NVFP4",
+    ".weight_global_scale": "NVFP4",
+    ".qweight": "GPTQ or AWQ 4-bit",
+    ".qzeros": "GPTQ or AWQ 4-bit",
+}
+DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F8_E5M2": "FP8 E5M2", "F8_E8M0": "FP8 E8M0"}
+
+
+def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
+    """What the values of an expert's weight are, where no row reads them."""
+    what = BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
+    return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
+
+
+def beside_experts(info: TensorInfo) -> str | None:
+    """What a tensor beside the experts is, if no loader of an output in BF16 would understand it."""
+    by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
+    if by_name is None and (info.name.endswith(".weight") or len(info.shape) == 3):
+        return DTYPES.get(info.dtype)
+    return by_name
