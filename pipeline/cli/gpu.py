@@ -175,7 +175,7 @@ def gpu(**given: Any) -> None:
 
 def calibration(given: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
     """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on, unless it is to start over."""
-    from ktconvert.pipeline.engine.execute import begun_with
+    from ktconvert.pipeline.engine.existing import begun_with
     from ktconvert.pipeline.walk.calibration import local_files
     from ktconvert.pipeline.walk.environment import this_machine
 

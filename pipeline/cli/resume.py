@@ -30,7 +30,8 @@ Examples:
 @options.talk
 def resume(output: Path, **given: Any) -> None:
     """Finish a conversion that was cut off. Nothing else needs to be said again: the plan lies beside the output."""
-    from ktconvert.pipeline.engine.execute import execute, saved_plan, tidy
+    from ktconvert.pipeline.engine.execute import execute, tidy
+    from ktconvert.pipeline.engine.existing import saved_plan
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.engine.workdir import locate
     from ktconvert.pipeline.plans.commands import plan_request

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,9 +17,8 @@ from ktconvert.layouts.checkpoints.companions import require_copyable
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import INDEX, TensorSource
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name
-from ktconvert.pipeline.engine.execute import hash_inputs
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 
@@ -76,7 +76,7 @@ def source_files(
     """Every file that is read, weights first; with --verify-inputs their sha256 too."""
     digests: list[str | None] = [None] * len(source.shards)
     if request.tuning.get("verify_inputs") and hashed is not None:
-        digests = list(hash_inputs([s.path for s in source.shards], int(request.tuning["cpuinfer_threads"]), hashed))
+        digests = list(_hash_inputs([s.path for s in source.shards], int(request.tuning["cpuinfer_threads"]), hashed))
     files = [
         SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
         for s, digest in zip(source.shards, digests, strict=True)
@@ -163,3 +163,15 @@ def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequen
     """What every shard says of itself: the format, these facts, and what it was made from."""
     about = {"format": "pt", "ktconvert_format": "1"}
     return about | {name: str(facts[name]) for name in names} | {"source": source_identity(source)}
+
+
+def _hash_inputs(paths: list[Path], threads: int, advance: Callable[[int], None]) -> list[str]:
+    """sha256 of whole files, several at a time."""
+
+    def one(path: Path) -> str:
+        digest = publish.sha256_file(path)
+        advance(path.stat().st_size)
+        return digest
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(one, paths))

@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs import LAYOUTS, Layout, card, loose, numa
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.execute import begun_with
+from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.loop import LANES, WAITING
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage, Unit

@@ -145,7 +145,7 @@ def _unfinished(path: Path) -> Places | None:
 
 def look_unfinished(places: Places) -> dict[str, Any]:
     """Where a conversion stands. With its source at hand, every unit; without, what the journal says."""
-    from ktconvert.pipeline.engine.execute import saved_plan, unit_states
+    from ktconvert.pipeline.engine.existing import saved_plan, unit_states
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.commands import plan_request
 

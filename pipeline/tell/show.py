@@ -9,17 +9,9 @@ from typing import Any
 import click
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.execute import (
-    adopts,
-    agree,
-    already_finished,
-    disk_needed,
-    fit_threads,
-    room_sentence,
-    saved_plan,
-    unit_states,
-)
+from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
 from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.room import disk_needed, fit_threads, room_sentence
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.tell.report import size
 

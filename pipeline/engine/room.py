@@ -1,0 +1,70 @@
+"""Whether disk and memory hold what a plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ktconvert.layouts.errors import ResourceError
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
+from ktconvert.pipeline.tell.report import Reporter, size
+
+SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal and directory entries
+
+
+def require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
+    """Raise ResourceError where disk or memory cannot do; returns the number of threads that memory allows."""
+    todo = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
+    needed = disk_needed(plan, todo)
+    free = machine.disk_free(work.places.root)
+    if sum(needed.values()) > free:
+        raise ResourceError(
+            f"{work.places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
+        )
+    limit = machine.file_size_limit()
+    copied = [path.stat().st_size for _, path in plan.assembly.companions]
+    largest = max([unit.bytes_out for unit in todo if not unit.folder] + copied, default=0)
+    if limit is not None and largest + SLACK > limit:
+        raise ResourceError(
+            f"{work.places.root}: a file of {size(largest)} is over the file size limit of {size(limit)} (ulimit -f); "
+            "raise it or set --max-shard-size."
+        )
+    return fit_threads(plan, reporter)
+
+
+def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> dict[str, int]:
+    """What making these units and the end takes of the disk, at most at any time: what for -> bytes."""
+    todo = list(todo)
+    chained = any(unit.stage == stage.name for stage in plan.stages if stage.chain for unit in todo)
+    return {
+        "of weights": sum(unit.bytes_out for unit in todo),
+        "of files that exist only meanwhile": plan.scratch_bytes if chained else 0,
+        "of companion files": plan.extra_bytes,
+        "to spare for headers, index, manifest and journal": SLACK,
+    }
+
+
+def room_sentence(needed: Mapping[str, int]) -> str:
+    """The sum, and what it consists of."""
+    parts = [f"{size(nbytes)} {what}" for what, nbytes in needed.items() if nbytes]
+    return f"{size(sum(needed.values()))} needed" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
+    """As many threads as asked for, fewer where memory does not hold their buffers. Raises ResourceError when one is too many."""
+    asked = int(plan.request.tuning["cpuinfer_threads"])
+    budget = plan.request.tuning.get("max_memory") or machine.memory_available()
+    threads = asked
+    while threads > 1 and plan.conversion.peak_memory(threads) > budget:
+        threads -= 1
+    if plan.conversion.peak_memory(threads) > budget:
+        limit = "--max-memory" if plan.request.tuning.get("max_memory") else "free memory"
+        raise ResourceError(
+            f"one thread needs {size(plan.conversion.peak_memory(1))}, {limit} is {size(budget)}. {plan.remedies}"
+        )
+    if threads < asked and reporter is not None:
+        reporter.note(f"{threads} of {asked} threads, so that memory stays below {size(budget)}")
+    return threads
