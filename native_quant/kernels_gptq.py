@@ -20,10 +20,11 @@ _RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}
 STRIP = 32  # rows that the kernel works on at a time: a thread gets whole strips
 
 Floats = npt.NDArray[np.float32]
+CodeRange = tuple[int, int]  # the least and the greatest code, both included
 
 
 def gptq_block(
-    bits: int,
+    code_range: CodeRange,
     kind: str,
     inverse: Floats,
     scale: Floats,
@@ -33,16 +34,18 @@ def gptq_block(
     *,
     threads: int = 1,
 ) -> None:
-    """Quantizes the columns of a block one after the other to 4 or 8 bits and corrects those to the right of each.
+    """Quantizes the columns of a block one after the other and corrects those to the right of each.
 
-    All arrays are float32. inverse [width, width]: the block's factor of the inverse Hessian, of which the upper triangle is
-    read. scale [n, width]: of each weight; kind: "bf16" or "f32", its type before it became float32, to which values are
-    rounded. weight [n, width] becomes what the corrections leave of it; value, what the codes stand for, and error, [n, width],
-    are written. width: at most MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit.
+    code_range: the least and the greatest code, -128 <= least <= 0 <= greatest <= 127. All arrays are float32. inverse [width, width]:
+    the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of each weight; kind: "bf16" or
+    "f32", its type before it became float32, to which values are rounded. weight [n, width] becomes what the corrections leave of it;
+    value, what the codes stand for, and error, [n, width], are written. width: at most MAX_COLUMNS. NaN stays NaN. The number of
+    threads changes no bit.
     Equations: NUMERICS.md, section 7.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, not {bits}")
+    least, most = code_range
+    if not -128 <= least <= 0 <= most <= 127:
+        raise ValueError(f"code_range must hold 0 and lie in -128 to 127, not {least} to {most}")
     if kind not in _RESULTS:
         raise ValueError(f"kind '{kind}' is not one of bf16, f32")
     if threads < 1:
@@ -61,7 +64,7 @@ def gptq_block(
     read_environment()
     strips = -(-n // STRIP)
     step = -(-strips // threads) * STRIP
-    part = partial(_rows, bits, _RESULTS[kind], inverse, scale, weight, value, error, step)
+    part = partial(_rows, code_range, _RESULTS[kind], inverse, scale, weight, value, error, step)
     if step >= n:
         raise_error(part(0))
         return
@@ -71,7 +74,7 @@ def gptq_block(
 
 
 def _rows(
-    bits: int,
+    code_range: CodeRange,
     kind: int,
     inverse: Floats,
     scale: Floats,
@@ -86,5 +89,5 @@ def _rows(
         ffi.from_buffer("float[]", array[first : first + step]) for array in (scale, weight, value, error)
     ]
     n, width = weight[first : first + step].shape
-    result: int = lib.ktq_gptq_block(bits, kind, n, width, ffi.from_buffer("float[]", inverse), *rows)
+    result: int = lib.ktq_gptq_block(*code_range, kind, n, width, ffi.from_buffer("float[]", inverse), *rows)
     return result

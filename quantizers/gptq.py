@@ -1,18 +1,20 @@
-"""GPTQ behind plain functions: torch tensors in, torch tensors out; the arithmetic is llmcompressor's and compressed-tensors' own.
+"""GPTQ as plain functions over torch tensors: the Hessian, its factor with the order of columns, and the compensation of errors.
 
 GPTQ (Frantar et al., 2022, arXiv 2210.17323) rounds a linear column by column and corrects the columns that are left, by the inverse of
-H = 2 X X^T over the inputs X of calibration. Rows are independent of each other: linears that read the same inputs share one H, and are
-quantized as one tall matrix with one factorization, to the same bits. Columns are taken in order of falling diag(H) ("static" activation
-order), which leaves the stored format as it is. llmcompressor is imported only when something here is called.
+H = 2 X X^T over the inputs X of calibration. Rows are independent of each other: linears that read the same inputs share one H and one
+factor, and are quantized as one tall matrix, to the same bits. Columns are taken in order of falling diag(H) ("static" activation
+order), which leaves the stored format as it is. The three steps together are llmcompressor's quantize_weight bit for bit; codes, range
+and scales are the caller's, so that any symmetric format with one scale per group of columns, or per row, can be compensated for.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant import kernels_gptq
+from ktconvert.native_quant.kernels_gptq import CodeRange
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +24,10 @@ BLOCK = 128  # columns between two corrections of all that is left, llmcompresso
 
 
 class NotFinite(ValueError):
-    """A Hessian or a loss that is NaN or infinite; says which."""
+    """A Hessian or a loss that is NaN or infinite; the message says which."""
+
+
+# --- the Hessian ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -30,153 +35,211 @@ class Hessian:
     """Sum of 2 x x^T over calibration inputs, float32 [k, k], and how many batches went in."""
 
     sum: torch.Tensor
-    batches: torch.Tensor
+    batches: int = 0
 
     @classmethod
     def empty(cls, width: int, device: Any = "cpu") -> Hessian:
-        """Nothing seen yet, for linears of k = width inputs."""
+        """No input yet, for linears of k = width inputs."""
         import torch
-        from llmcompressor.modifiers.gptq.helpers import make_empty_hessian
 
-        return cls(make_empty_hessian(_reader(width), device=torch.device(device)), torch.zeros((), device=device))
+        return cls(torch.zeros((width, width), dtype=torch.float32, device=device))
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Count a batch of inputs [T, k] in."""
-        from llmcompressor.modifiers.gptq.helpers import accumulate_hessian
+        """Count a batch of inputs [T, k] in; T may be 0, which counts as a batch too, as in llmcompressor."""
+        import torch
 
-        accumulate_hessian(inputs, _reader(inputs.shape[-1]), self.sum, self.batches)
-
-    def skip(self) -> None:
-        """Count a batch in that held no input, as llmcompressor does."""
         self.batches += 1
+        if len(inputs):
+            x = math.sqrt(2) * inputs.t().to(
+                self.sum.device, torch.float32
+            )  # the root before the product: the library's bits
+            self.sum += x.matmul(x.t())
+
+
+# --- the factor and the order of columns ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """What became of a linear [n, k].
+class Factor:
+    """What compensation needs of a Hessian.
 
-    weight     BF16 [n, k], the values that its codes and scales stand for, as llmcompressor rounds them
-    packed     int32 [n, k * bits / 32], compressed-tensors' weight_packed
-    loss       the sum of squared corrections, over all rows
-    fell_back  whether H could not be factorized, and the linear was rounded to nearest
+    order      int64 [k], the columns in the order in which they are quantized
+    upper      float32 [k, k], in that order: the upper Cholesky factor of the inverse of the dampened Hessian
+    dead       bool [k], by column: no input was ever other than 0, so that weights count as 0
+    fell_back  whether the Hessian could not be factorized; `upper` is the identity then, which rounds to nearest
     """
 
-    weight: torch.Tensor
-    packed: torch.Tensor
-    loss: float
+    order: torch.Tensor
+    upper: torch.Tensor
+    dead: torch.Tensor
     fell_back: bool
 
 
-def quantize(
-    bits: int,
-    group: int,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    hessian: Hessian,
-    dampening: float,
-    rounding: str = "library",
-) -> Quantized:
-    """Quantize a linear, BF16 [n, k], with its scales, BF16 [n, k / group], for the inputs that the Hessian has seen.
+def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True) -> Factor:
+    """The factor of the mean of 2 x x^T.
 
-    dampening  the fraction of mean(diag(H)) that is added to the diagonal
-    rounding   "library": codes are found again from the BF16 weight by a division in BF16, as compressed-tensors does, which moves one
-               8-bit code in 400 by one; "float32": the codes that GPTQ chose
-    Raises NotFinite for a Hessian or loss that is not finite.
+    dampening      the fraction of mean(diag(H)) that is added to the diagonal
+    by_activation  whether columns are taken in order of falling diag(H); else from left to right
+    Raises NotFinite for a Hessian that is not finite.
     """
     import torch
-    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-    _offer_kernel()
-    mean = hessian.sum / hessian.batches
-    if not bool(torch.isfinite(torch.diagonal(mean)).all()):
+    h = hessian.sum / torch.full((), hessian.batches, dtype=torch.float32, device=hessian.sum.device)
+    diagonal = torch.diagonal(h)
+    if not bool(torch.isfinite(diagonal).all()):
         raise NotFinite("the Hessian of its calibration inputs is not finite")
-    made, losses, fell_back = quantize_weight(  # type: ignore[misc]  # it says two
-        weights=weight.to(torch.float32)[None],
-        hessians=mean[None],
-        scale=scale[None],
-        zero_point=torch.zeros_like(scale)[None],
-        global_scale=None,
-        quant_args=_arguments(bits, group),
-        blocksize=BLOCK,
-        percdamp=dampening,
-    )
-    loss = float(losses[0])
-    if loss != loss or loss in (float("inf"), float("-inf")):
+    dead = diagonal == 0
+    order = torch.arange(len(h), device=h.device)
+    if by_activation:
+        order = torch.argsort(diagonal, descending=True)
+        h = h.index_select(0, order).index_select(1, order)
+    torch.diagonal(h).masked_fill_(dead[order], 1.0)
+    torch.diagonal(h).add_(dampening * torch.mean(torch.diag(h)))
+    info = torch.empty((), dtype=torch.int32, device=h.device)
+    torch.linalg.cholesky_ex(h, check_errors=False, out=(h, info))
+    if not info.item():
+        torch.cholesky_inverse(h, out=h)
+        # Of a Hessian that is all but singular, the inverse may have no factor either, where the library ends in an error.
+        torch.linalg.cholesky_ex(h, upper=True, check_errors=False, out=(h, info))
+    fell_back = bool(info.item())
+    if fell_back:
+        h.copy_(torch.eye(len(h), device=h.device))
+    return Factor(order, h, dead, fell_back)
+
+
+# --- compensation ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compensated:
+    """What became of a linear [n, k].
+
+    values  float32 [n, k], what the chosen codes stand for: code * scale, rounded to the dtype of the scales
+    loss    the sum of squared corrections, over all rows
+    """
+
+    values: torch.Tensor
+    loss: float
+
+
+def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> Compensated:
+    """Quantize a linear [n, k] to codes of this range, column after column, each error made good in the columns that are left.
+
+    scale  BF16 or float32 [n, g], of g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0, codes are 0.
+    Raises NotFinite for a loss that is not finite.
+    """
+    import torch
+
+    n, k = weight.shape
+    scale = _usable(scale, k)
+    group_of = factor.order // (k // scale.shape[1])
+    columns = weight.index_select(1, factor.order).to(torch.float32).masked_fill_(factor.dead[factor.order], 0)
+    losses = torch.zeros(n, device=weight.device)
+    for first in range(0, k, BLOCK):
+        block, left = slice(first, first + BLOCK), slice(first + BLOCK, k)
+        work = columns[:, block].contiguous()
+        value, error = torch.empty_like(work), torch.empty_like(work)
+        inverse = factor.upper[block, block].contiguous()
+        _compensate_block(work, inverse, scale.index_select(1, group_of[block]), value, error, code_range)
+        columns[:, block] = value
+        losses += error.square().sum(1) / 2
+        # A batch of one: a plain product may take another way through the library of matrix products, to other bits.
+        columns[:, left] -= torch.bmm(error[None], factor.upper[None, block, left])[0]
+    loss = float(losses.sum())
+    if not math.isfinite(loss):
         raise NotFinite(f"the loss of GPTQ is {loss}")
-    rounded = made[0].to(weight.dtype)
-    exact = rounding == "float32"
-    packed = pack(bits, group, made[0] if exact else rounded, scale.float() if exact else scale)
-    return Quantized(rounded, packed, loss, bool(fell_back[0]))
+    return Compensated(columns.index_select(1, torch.argsort(factor.order)), loss)
 
 
-@cache
-def _offer_kernel() -> None:
-    """Give the library our kernel for its inner loop, which it then takes for what the kernel can do: the same bits, sooner."""
+def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
+    """The codes, int8 [n, k], of values [n, k] with these scales [n, g]; the division is rounded to their common dtype.
+
+    With both in float32, the codes that GPTQ chose. With both in BF16, as compressed-tensors finds them again, one 8-bit code in 400
+    is a neighbour of the one chosen.
+    """
     import torch
-    from compressed_tensors.utils.impl_backend import ImplBackend
-    from llmcompressor.modifiers.gptq.helpers import column_scale_window
 
-    kinds = {torch.bfloat16: "bf16", torch.float32: "f32"}
-
-    def is_for_it(
-        W1: Any, Hinv1: Any, Q1: Any, Err1: Any, losses1: Any, *, scale: Any, quant_args: Any, **_: Any
-    ) -> bool:
-        plain = all(
-            x.dim() == 3 and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
-            for x in (W1, Q1, Err1, losses1)
-        )
-        fits = W1.shape[-1] <= kernels_gptq.MAX_COLUMNS and Hinv1.dtype == torch.float32 and scale.dtype in kinds
-        a = quant_args
-        return plain and fits and (a.type, a.strategy, a.symmetric) == ("int", "group", True) and a.num_bits in (4, 8)
-
-    def gptq_block_update_ktconvert(
-        W1: Any, Hinv1: Any, Q1: Any, Err1: Any, losses1: Any, *, scale: Any, quant_args: Any, i1: int, **others: Any
-    ) -> None:
-        rows, width = W1.shape[-2:]
-        window = others["zero_point"], others["global_scale"], others["g_idx"], quant_args, rows, i1, i1 + width
-        each, _ = column_scale_window(scale, *window)
-        kind, threads = kinds[each.dtype], torch.get_num_threads()
-        for inverse, *block in zip(Hinv1.contiguous(), each.float(), W1, Q1, Err1, strict=True):
-            arrays = [x.detach().numpy() for x in (inverse, *block)]
-            kernels_gptq.gptq_block(quant_args.num_bits, kind, *arrays, threads=threads)
-        torch.square(Err1, out=losses1)
-
-    ImplBackend.register("gptq_block_update", is_for_it, 1)(gptq_block_update_ktconvert)
+    n, k = values.shape
+    scale = _usable(scale, k)
+    quotient = values.reshape(n, scale.shape[1], -1) / scale[:, :, None]
+    return torch.round(torch.clamp(quotient, *code_range)).to(torch.int8).reshape(n, k)
 
 
-def pack(bits: int, group: int, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """weight_packed, int32 [n, k * bits / 32], of a linear [n, k] that was quantized with these scales; divides in their dtype."""
+def _usable(scale: torch.Tensor, k: int) -> torch.Tensor:
+    """The scales without zeros: a group with the scale 0 holds nothing but zeros and subnormal values, of which 1 makes the code 0."""
     import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-    from compressed_tensors.quantization.lifecycle.forward import quantize as to_codes
 
-    codes = to_codes(x=weight, scale=scale, zero_point=None, args=_arguments(bits, group), dtype=torch.int8)
-    words: torch.Tensor = pack_to_int32(codes, bits)
-    return words
+    if not scale.shape[1] or k % scale.shape[1]:
+        raise ValueError(f"{k} columns do not fall into {scale.shape[1]} groups of equal size")
+    return torch.where(scale == 0, 1, scale)
 
 
-def dequantize(bits: int, group: int, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What codes, int32 [n, k * bits / 32], and scales, BF16 [n, k / group], stand for: BF16 [n, k]."""
+KINDS = {"torch.bfloat16": "bf16", "torch.float32": "f32"}  # dtype of the scales -> what the kernel calls it
+LIBRARY_BITS = {(-8, 7): 4, (-128, 127): 8}  # ranges that compressed-tensors has a name for
+
+
+def _compensate_block(
+    work: torch.Tensor,
+    inverse: torch.Tensor,
+    scale: torch.Tensor,
+    value: torch.Tensor,
+    error: torch.Tensor,
+    code_range: CodeRange,
+) -> None:
+    """The columns of one block (NUMERICS.md, section 7): by our kernel on a CPU, elsewhere by the library's where it knows the range."""
     import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-    from compressed_tensors.quantization.lifecycle.forward import dequantize as to_values
 
-    shape = torch.Size((packed.shape[0], packed.shape[1] * 32 // bits))
-    codes = unpack_from_int32(packed, bits, shape)
-    values: torch.Tensor = to_values(x_q=codes, scale=scale, zero_point=None, args=_arguments(bits, group))
-    return values
+    if str(scale.dtype) not in KINDS:
+        raise ValueError(f"scales must be bfloat16 or float32, not {scale.dtype}")
+    if work.device.type == "cpu":
+        arrays = [x.detach().numpy() for x in (inverse, scale.float(), work, value, error)]
+        kernels_gptq.gptq_block(code_range, KINDS[str(scale.dtype)], *arrays, threads=torch.get_num_threads())
+    elif code_range in LIBRARY_BITS:
+        _compensate_block_by_library(work, inverse, scale, value, error, code_range)
+    else:
+        _compensate_block_by_torch(work, inverse, scale, value, error, code_range)
 
 
-def _arguments(bits: int, group: int) -> Any:
+def _compensate_block_by_library(
+    work: torch.Tensor,
+    inverse: torch.Tensor,
+    scale: torch.Tensor,
+    value: torch.Tensor,
+    error: torch.Tensor,
+    code_range: CodeRange,
+) -> None:
+    """llmcompressor's own inner loop: Triton's where that is there, else its eager one."""
+    import torch
     from compressed_tensors.quantization import QuantizationArgs
+    from llmcompressor.modifiers.gptq.gptq_quantize import gptq_block_update
 
-    return QuantizationArgs(
-        num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group, actorder="static"
+    width = work.shape[1]
+    bits = LIBRARY_BITS[code_range]
+    gptq_block_update(
+        *(x[None] for x in (work, inverse, value, error)),
+        torch.empty_like(work)[None],  # squared errors
+        scale=scale[None],
+        zero_point=None,
+        global_scale=None,
+        g_idx=torch.arange(width, device=work.device)[None],  # a scale for each column is a group of one
+        quant_args=QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=width),
+        i1=0,
     )
 
 
-def _reader(width: int) -> Any:
-    """What llmcompressor's Hessians ask a linear for: that it is one, and its number of inputs."""
+def _compensate_block_by_torch(
+    work: torch.Tensor,
+    inverse: torch.Tensor,
+    scale: torch.Tensor,
+    value: torch.Tensor,
+    error: torch.Tensor,
+    code_range: CodeRange,
+) -> None:
+    """The definition, a column at a time."""
     import torch
 
-    return torch.nn.Linear(width, 1, bias=False, device="meta")
+    for i in range(work.shape[1]):
+        code = torch.round(torch.clamp(work[:, i] / scale[:, i], *code_range))
+        value[:, i] = (code * scale[:, i].float()).to(scale.dtype)
+        error[:, i] = (work[:, i] - value[:, i]) / inverse[i, i]
+        work[:, i:] -= error[:, i, None] * inverse[i, i:]

@@ -42,11 +42,11 @@ typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns
    group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value is not finite, else 1. */
 typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale);
 
-/* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). rounded: what a code stands for is rounded to BF16.
-   inverse[width][width]: only its upper triangle is read. Tiles [width][KT_STRIP_ROWS] on a boundary of 64 bytes: weight becomes what
-   the corrections leave, scale the values that the codes stand for; error is written. */
+/* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). least, most: the range of codes. rounded: what a code stands for
+   is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles [width][KT_STRIP_ROWS] on a boundary of 64 bytes:
+   weight becomes what the corrections leave, scale the values that the codes stand for; error is written. */
 typedef struct {
-    int bits, rounded;
+    int least, most, rounded;
     int64_t width;
     const float *inverse;
     float *weight, *scale, *error;

@@ -21,13 +21,14 @@ from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.compressed import Compressed, linear_name
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.quantizers import gptq
+from ktconvert.quantizers import gptq, groups
 
 if TYPE_CHECKING:
     import torch
 
 Packed = npt.NDArray[np.int32]
 Scales = npt.NDArray[np.uint16]
+Rounding = tuple["torch.Tensor", Packed]  # what codes stand for, BF16 [n, k], and weight_packed
 # (expert, projection) -> weight_packed and weight_scale, rounded to nearest; raises InputError for a value that is not finite
 Rounded = Callable[[int, str], tuple[Packed, Scales]]
 
@@ -38,7 +39,7 @@ class Work:
 
     lengths    tokens of each sequence; its rows follow each other in the files
     dampening  fraction of mean(diag(H)) added to the diagonal
-    rounding   "library" or "float32", as gptq.quantize says
+    rounding   "library": codes are found again by a division in BF16, as compressed-tensors does; "float32": those that GPTQ chose
     routed     whether an expert is calibrated on the tokens routed to it only, instead of on all
     floor      with routed: an expert with fewer tokens is rounded to nearest
     group      experts that are in memory at a time
@@ -187,10 +188,6 @@ def _calibrate(work: Work, lm: LayeredModel, inputs: Inputs, linears: dict[int, 
                 seen = x
                 if own.entering is not None:
                     tokens, _ = torch.where(ids == e)
-                    if not len(tokens):
-                        own.entering.skip()
-                        own.inner.skip()
-                        continue
                     seen = x[tokens.to(lm.device)]
                     own.entering.add(seen)
                 own.inner.add(inner(_linear(seen, own.gate), _linear(seen, own.up)))
@@ -206,21 +203,22 @@ def _quantized(
     for batch in [[e] for e in linears] if alone else [list(linears)]:
         nearest = {(e, p): rounded(e, p) for e in batch for p in PROJECTIONS}
         entering = linears[batch[0]].entering if alone else inputs.hessian
-        tall: list[torch.Tensor] = []
-        words: list[torch.Tensor] = []
+        tall: list[Rounding] = []
         if entering is not None:
             parts = [(e, p) for e in batch for p in ("gate", "up")]
             weight = torch.cat([getattr(linears[e], p) for e, p in parts])
             made = _quantize(work, weight, [nearest[part][1] for part in parts], entering, batch, "gate and up", told)
-            tall, words = list(made.weight.chunk(len(parts))), list(made.packed.chunk(len(parts)))
+            tall = list(zip(made[0].chunk(len(parts)), np.split(made[1], len(parts)), strict=True))
         for n, e in enumerate(batch):
             own = linears[e]
             stored = {p: nearest[e, p] for p in PROJECTIONS}
             if entering is not None and own.inner is not None:
-                below = _quantize(work, own.down, [stored["down"][1]], own.inner, [e], "down", told)
-                packed = {"gate": words[2 * n], "up": words[2 * n + 1], "down": below.packed}
-                stored = {p: (packed[p].cpu().numpy(), scale) for p, (_, scale) in stored.items()}
-                own = Linears(tall[2 * n], tall[2 * n + 1], below.weight, None, None)
+                three = (
+                    *tall[2 * n : 2 * n + 2],
+                    _quantize(work, own.down, [stored["down"][1]], own.inner, [e], "down", told),
+                )
+                stored = {p: (packed, stored[p][1]) for p, (_, packed) in zip(PROJECTIONS, three, strict=True)}
+                own = Linears(three[0][0], three[1][0], three[2][0], None, None)
             else:
                 device = own.gate.device
                 gate, up, down = (_values(work, *stored[p]).to(device) for p in PROJECTIONS)
@@ -236,24 +234,29 @@ def _quantize(
     experts: list[int],
     what: str,
     told: Told,
-) -> gptq.Quantized:
+) -> Rounding:
     import torch
 
     scale = torch.cat([from_bits(s, weight.device) for s in scales])
-    quantizer = work.form.quantizer
+    bits = work.form.quantizer.bits
+    code_range = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
     try:
         with torch.inference_mode():
-            made = gptq.quantize(quantizer.bits, quantizer.group, weight, scale, hessian, work.dampening, work.rounding)
+            factor = gptq.factorize(hessian, work.dampening)
+            values = gptq.compensate(weight, factor, scale, code_range).values
+            rounded = values.to(weight.dtype)
+            exact = work.rounding == "float32"
+            codes = gptq.codes(values if exact else rounded, scale.float() if exact else scale, code_range)
     except gptq.NotFinite as error:
         which = f"expert {experts[0]}" if len(experts) == 1 else f"experts {experts[0]} to {experts[-1]}"
         raise VerificationError(
             f"layer {work.layer}, {what} of {which}: {error}; the model gives NaN or infinity on this data set. Try another "
             "--dataset, or --quant-method RTN, which needs none."
         ) from error
-    if made.fell_back:
+    if factor.fell_back:
         parts = ("gate", "up") if what != "down" else ("down",)
         told.fell_back += [linear_name(work.model, work.layer, e, p) for e in experts for p in parts]
-    return made
+    return rounded, groups.pack_words(bits, codes.cpu().numpy())
 
 
 def _compute(work: Work, lm: LayeredModel, inputs: Inputs, linears: dict[int, Linears], outputs: RowFile) -> None:
@@ -287,8 +290,7 @@ def _weight(model: MoeModel, layer: int, expert: int, projection: str) -> torch.
 def _values(work: Work, packed: Packed, scale: Scales) -> torch.Tensor:
     import torch
 
-    quantizer = work.form.quantizer
-    return gptq.dequantize(quantizer.bits, quantizer.group, torch.from_numpy(packed), from_bits(scale, "cpu"))
+    return torch.from_numpy(work.form.unpack(packed, scale)).to(torch.bfloat16)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

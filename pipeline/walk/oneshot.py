@@ -36,7 +36,7 @@ def quantize_model(
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts
-    from ktconvert.quantizers import gptq
+    from ktconvert.quantizers import gptq, groups
 
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -66,8 +66,8 @@ def quantize_model(
         if not hasattr(linear, "weight_scale"):
             raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")
         scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
-        quantizer = form.quantizer
-        words = gptq.pack(quantizer.bits, quantizer.group, linear.weight.detach().cpu(), scale)
-        return words.numpy(), scale.view(torch.uint16).numpy()
+        bits = form.quantizer.bits
+        codes = gptq.codes(linear.weight.detach().cpu(), scale, (-(1 << (bits - 1)), (1 << (bits - 1)) - 1))
+        return groups.pack_words(bits, codes.numpy()), scale.view(torch.uint16).numpy()
 
     return made

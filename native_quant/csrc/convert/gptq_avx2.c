@@ -16,7 +16,7 @@ KT_TARGET_AVX2 static inline __m256 to_bf16(__m256 y) {
 }
 
 KT_TARGET_AVX2 void kt_gptq_avx2(const kt_gptq *job) {
-    const __m256 least = _mm256_set1_ps(job->bits == 4 ? -8.0f : -128.0f), most = _mm256_set1_ps(job->bits == 4 ? 7.0f : 127.0f);
+    const __m256 least = _mm256_set1_ps((float)job->least), most = _mm256_set1_ps((float)job->most);
     for (int64_t i = 0; i < job->width; i++) {
         const float *inverse = job->inverse + i * job->width;
         const __m256 diagonal = _mm256_set1_ps(inverse[i]);

@@ -17,7 +17,7 @@ KT_TARGET_AVX512 static inline __m512 to_bf16(__m512 y) {
 }
 
 KT_TARGET_AVX512 void kt_gptq_avx512(const kt_gptq *job) {
-    const __m512 least = _mm512_set1_ps(job->bits == 4 ? -8.0f : -128.0f), most = _mm512_set1_ps(job->bits == 4 ? 7.0f : 127.0f);
+    const __m512 least = _mm512_set1_ps((float)job->least), most = _mm512_set1_ps((float)job->most);
     for (int64_t i = 0; i < job->width; i++) {
         const float *inverse = job->inverse + i * job->width;
         const __m512 diagonal = _mm512_set1_ps(inverse[i]);

@@ -5,13 +5,13 @@
 #include "kernels.h"
 
 void kt_gptq_scalar(const kt_gptq *job) {
-    const float least = job->bits == 4 ? -8.0f : -128.0f;
+    const float least = (float)job->least, most = (float)job->most;
     for (int64_t i = 0; i < job->width; i++) {
         const float *inverse = job->inverse + i * job->width;
         for (int r = 0; r < KT_STRIP_ROWS; r++) {
             float *w = job->weight + r, *scale = job->scale + i * KT_STRIP_ROWS + r;
             float q = w[i * KT_STRIP_ROWS] / *scale;
-            q = q < least ? least : q > -least - 1.0f ? -least - 1.0f : q; /* NaN stays NaN */
+            q = q < least ? least : q > most ? most : q; /* NaN stays NaN */
             float y = rintf(q) * *scale;
             if (job->rounded) y = kt_from_bf16(kt_to_bf16(y));
             float e = (w[i * KT_STRIP_ROWS] - y) / inverse[i];

@@ -1,0 +1,235 @@
+"""The three steps of GPTQ: together they are llmcompressor's function; with one scale per row, GPTQ as its paper states it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.quantizers import groups, reference
+
+if find_spec("torch") is None or find_spec("llmcompressor") is None:
+    pytest.skip("llmcompressor is not installed", allow_module_level=True)
+
+import torch
+
+from ktconvert.quantizers import gptq
+
+RANGES = {"W4A16": (-8, 7), "W8A16": (-128, 127)}
+BITS = {"W4A16": 4, "W8A16": 8}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def calibrated(k: int, dead: int = 0, batches: tuple[int, ...] = (900, 0, 7), seed: int = 0) -> gptq.Hessian:
+    """A Hessian of inputs that are correlated and of different size; the first `dead` columns are 0."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(k, k, generator=generator) * torch.linspace(0.1, 3, k)
+    hessian = gptq.Hessian.empty(k)
+    for tokens in batches:
+        x = torch.randn(tokens, k, generator=generator) @ mixing
+        x[:, :dead] = 0
+        hessian.add(x.bfloat16())
+    return hessian
+
+
+def linear(n: int, k: int, group: int, bits: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and their scales by absmax, both BF16."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()
+    scale = groups.group_scales(bits, group, weight.view(torch.uint16).numpy())
+    return weight, torch.from_numpy(scale).view(torch.bfloat16)
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+def by_library(
+    bits: int, group: int, weight: torch.Tensor, scale: torch.Tensor, hessian: Any, dampening: float, order: Any
+) -> tuple[torch.Tensor, float, bool]:
+    """quantize_weight of llmcompressor: values float32 [n, k], the loss, and whether it rounded to nearest."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+
+    args = QuantizationArgs(
+        num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group, actorder=order
+    )
+    values, losses, fell_back = quantize_weight(  # type: ignore[misc]  # it says two
+        weights=weight.float()[None],
+        hessians=hessian[None].clone(),
+        scale=scale[None],
+        zero_point=torch.zeros_like(scale)[None],
+        global_scale=None,
+        quant_args=args,
+        percdamp=dampening,
+    )
+    return values[0], float(losses[0]), bool(fell_back[0])
+
+
+@pytest.mark.parametrize("order", ["static", None])
+@pytest.mark.parametrize("dampening", [1e-6, 0.1])
+@pytest.mark.parametrize(
+    ("n", "k", "group", "dead"),
+    [(65, 320, 64, 0), (1, 128, 128, 127), (33, 200, 40, 150), (300, 384, 128, 3), (4, 130, 130, 1)],
+)
+@pytest.mark.parametrize("form", RANGES)
+def test_together_they_are_the_librarys(
+    form: str, n: int, k: int, group: int, dead: int, dampening: float, order: str | None
+) -> None:
+    """Bit for bit: values, loss and fall-back; and the codes that compressed-tensors packs."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+
+    bits, code_range = BITS[form], RANGES[form]
+    weight, scale = linear(n, k, group, bits)
+    hessian = calibrated(k, dead)
+    mean = hessian.sum / torch.tensor(float(hessian.batches))
+    values, loss, fell_back = by_library(bits, group, weight, scale, mean, dampening, order)
+    factor = gptq.factorize(hessian, dampening, by_activation=order is not None)
+    have = gptq.compensate(weight, factor, scale, code_range)
+    assert torch.equal(have.values.view(torch.int32), values.view(torch.int32))
+    assert (have.loss, factor.fell_back) == (loss, fell_back)
+    assert int(factor.dead.sum()) == dead
+
+    args = QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group)
+    for x, s in ((values, scale.float()), (values.bfloat16(), scale)):
+        want = quantize(x=x, scale=s, zero_point=None, args=args, dtype=torch.int8)
+        codes = gptq.codes(x, s, code_range)
+        assert torch.equal(codes, want)
+        if k * bits % 32 == 0:
+            assert np.array_equal(groups.pack_words(bits, codes.numpy()), pack_to_int32(want, bits).numpy())
+
+
+def test_hessians_are_the_librarys() -> None:
+    from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
+
+    reader = torch.nn.Linear(96, 1, bias=False, device="meta")
+    theirs, count = make_empty_hessian(reader, device=torch.device("cpu")), torch.zeros(())
+    ours = gptq.Hessian.empty(96)
+    for tokens in (1, 50, 3):
+        x = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+        accumulate_hessian(x, reader, theirs, count)
+        ours.add(x)
+    assert torch.equal(ours.sum, theirs) and ours.batches == int(count) == 3
+
+
+def test_a_hessian_that_has_no_factor_rounds_to_nearest() -> None:
+    """As the library does; here one that is not positive definite."""
+    weight, scale = linear(9, 64, 32, 4)
+    hessian = calibrated(64)
+    hessian.sum[3, 5] = hessian.sum[5, 3] = 1e9
+    factor = gptq.factorize(hessian, 0.01)
+    have = gptq.compensate(weight, factor, scale, (-8, 7))
+    want, loss, fell_back = by_library(4, 32, weight, scale, hessian.sum / hessian.batches, 0.01, "static")
+    assert fell_back and factor.fell_back and torch.equal(have.values, want) and have.loss == loss
+    nearest, _ = groups.quantize_groups(4, 32, weight.view(torch.uint16).numpy(), "float32")
+    assert np.array_equal(gptq.codes(have.values, scale.float(), (-8, 7)).numpy(), nearest)
+
+
+@pytest.mark.parametrize("dampening", [1e-5, 1e-6, 1e-7])
+def test_a_hessian_that_is_all_but_singular_rounds_to_nearest(dampening: float) -> None:
+    """Fewer tokens than columns and next to no dampening: its inverse may have no factor, for which the library ends in an error."""
+    weight, scale = linear(3, 384, 128, 4)
+    hessian = calibrated(384, dead=3, batches=(100,))
+    try:
+        _, _, fell_back = by_library(4, 128, weight, scale, hessian.sum / hessian.batches, dampening, "static")
+    except torch.linalg.LinAlgError:
+        fell_back = True
+    factor = gptq.factorize(hessian, dampening)
+    assert factor.fell_back == fell_back == torch.equal(factor.upper, torch.eye(384))
+    assert np.isfinite(gptq.compensate(weight, factor, scale, (-8, 7)).loss)
+
+
+def test_linears_that_share_a_hessian_may_be_one_tall_matrix() -> None:
+    factor = gptq.factorize(calibrated(160), 0.01)
+    parts = [linear(n, 160, 32, 4, seed=n) for n in (5, 64, 1)]
+    tall = gptq.compensate(torch.cat([w for w, _ in parts]), factor, torch.cat([s for _, s in parts]), (-8, 7)).values
+    for part, (weight, scale) in zip(tall.split([5, 64, 1]), parts, strict=True):
+        assert torch.equal(part, gptq.compensate(weight, factor, scale, (-8, 7)).values)
+
+
+def test_what_is_not_finite_or_does_not_fit_is_refused() -> None:
+    weight, scale = linear(3, 64, 32, 4)
+    broken = calibrated(64)
+    broken.sum[7, 7] = torch.inf
+    with pytest.raises(gptq.NotFinite, match="Hessian of its calibration inputs"):
+        gptq.factorize(broken, 0.01)
+    with pytest.raises(gptq.NotFinite, match="Hessian"):
+        gptq.factorize(gptq.Hessian.empty(64), 0.01)  # no batch
+    factor = gptq.factorize(calibrated(64), 0.01)
+    with pytest.raises(gptq.NotFinite, match="loss of GPTQ is"):
+        gptq.compensate(weight * torch.inf, factor, scale, (-8, 7))
+    with pytest.raises(ValueError, match="64 columns do not fall into 3 groups"):
+        gptq.compensate(weight, factor, scale[:, [0, 1, 1]], (-8, 7))
+    with pytest.raises(ValueError, match=r"must be bfloat16 or float32, not torch\.float16"):
+        gptq.compensate(weight, factor, scale.half(), (-8, 7))
+
+
+# --- one scale per row ----------------------------------------------------------------------------
+
+
+def oracle(weight: Any, hessian: Any, scale: Any, code_range: tuple[int, int], dampening: float, ordered: bool) -> Any:
+    """GPTQ in float64 without Cholesky and blocks (arXiv 2210.17323, equations 2 and 3): the codes [n, k].
+
+    After each column, the inverse of what is left of H follows by one step of Gaussian elimination.
+    """
+    h, w = hessian.copy(), weight.astype(np.float64)
+    k = len(h)
+    dead = np.diag(h) == 0
+    h[dead, dead] = 1
+    w[:, dead] = 0
+    order = np.argsort(-np.diag(hessian), kind="stable") if ordered else np.arange(k)
+    inverse = np.linalg.inv(h + dampening * np.diag(h).mean() * np.eye(k))
+    codes = np.zeros(w.shape, np.int64)
+    for i in order:
+        codes[:, i] = np.clip(np.rint(w[:, i] / scale), *code_range)
+        error = (w[:, i] - codes[:, i] * scale) / inverse[i, i]
+        w -= np.outer(error, inverse[i])
+        inverse -= np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+        inverse[i, i] = np.inf  # taken
+    return codes
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("bits", "step", "code_range"), [(4, 16, (-7, 7)), (8, 1, (-127, 127))])
+def test_a_scale_for_each_row(bits: int, step: int, code_range: tuple[int, int], ordered: bool) -> None:
+    """The codes of AMXINT4 and AMXINT8: those of the oracle but for what lies within rounding of a tie, and nearer than rounding."""
+    n, k, dead = 64, 320, 4
+    generator = torch.Generator().manual_seed(bits)
+    weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()
+    weight[5] = 0  # whose scale is 0
+    nearest, row_scale = reference.quantize(bits, weight.view(torch.uint16).numpy())
+    assert row_scale[5] == 0
+    scale = torch.from_numpy(row_scale * np.float32(step))[:, None]
+    hessian = calibrated(k, dead)
+    factor = gptq.factorize(hessian, 0.01, by_activation=ordered)
+    values = gptq.compensate(weight, factor, scale, code_range).values
+    codes = gptq.codes(values, scale, code_range)
+    assert torch.equal(values, codes * scale)  # in float32, as NUMERICS.md says of these formats
+    assert code_range[0] <= int(codes.min()) and int(codes.max()) <= code_range[1]
+    assert not codes[:, :dead].any() and not codes[5].any()
+
+    h = hessian.sum.double().numpy() / hessian.batches
+    x, s = weight.double().numpy(), np.where(row_scale == 0, 1, row_scale * step).astype(np.float64)
+    want = oracle(x, h, s, code_range, 0.01, ordered)
+    differ = (codes.numpy() != want).mean()
+    print(f"{bits} bits: {differ:.2%} of codes differ")
+    assert differ < 0.02
+
+    def loss(of: Any) -> float:
+        error = x - of * s[:, None]
+        return float(np.einsum("ni,ij,nj->", error, h, error))
+
+    print(f"loss {loss(codes.numpy()):.4g}, oracle {loss(want):.4g}, nearest {loss(nearest.astype(np.int64)):.4g}")
+    assert loss(codes.numpy()) == pytest.approx(loss(want), rel=0.02)
+    assert loss(codes.numpy()) < 0.7 * loss(nearest.astype(np.int64))
