@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rig import conversion, forks, killpoint
+from rig import conversion, forks, killpoint, shims
 
 INDEX = "model.safetensors.index.json"
 
@@ -44,17 +44,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     tiny = conversion.checkpoint(base / "tiny", layers=2, experts=1)
     done = conversion.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
     assert done.returncode == 0, done.stderr
-    no_links = _refusing(base, "EPERM", "link", "linkat")
-    return Inputs(small, tiny, base / "loose", shim, no_links, _refusing(base, "EINVAL", "renameat2"))
-
-
-def _refusing(folder: Path, reason: str, *calls: str) -> Path:
-    """A shim for a file system that cannot do something, such as FAT and some network shares: these calls fail."""
-    source, library = folder / f"no_{calls[0]}.c", folder / f"no_{calls[0]}.so"
-    bodies = [f"int {call}() {{ errno = {reason}; return -1; }}" for call in calls]
-    source.write_text("\n".join(["#include <errno.h>", *bodies]))
-    subprocess.run([os.environ.get("CC", "cc"), "-w", "-shared", "-fPIC", "-o", library, source], check=True)
-    return library
+    no_links = shims.refusing(base, "EPERM", "link", "linkat")
+    return Inputs(small, tiny, base / "loose", shim, no_links, shims.refusing(base, "EINVAL", "renameat2"))
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def test_every_instruction_set_and_pool_gives_the_same_bits(
         for name in kernels.available_isas():
             kernels.set_isa(name)
             for pool in pools:
-                other = Experts(experts._packed, exact=exact, pool=pool)  # type: ignore[arg-type]
+                other = Experts(experts.packed, exact=exact, pool=pool)
                 np.testing.assert_array_equal(other.forward(*call), expected, err_msg=name)
     finally:
         kernels.set_isa(None)
@@ -175,7 +175,7 @@ def test_a_token_does_not_see_its_batch(method: str, parts: int, make: Make) -> 
 def test_permuting_experts_permutes_the_output(make: Make) -> None:
     experts, x, ids, weights = make(tokens=20)
     order = np.random.default_rng(2).permutation(8)
-    permuted = Experts(experts._packed, order=order)  # type: ignore[arg-type]
+    permuted = Experts(experts.packed, order=order)
     place = np.argsort(order)
     np.testing.assert_array_equal(permuted.forward(x, place[ids], weights), experts.forward(x, ids, weights))
 
@@ -244,7 +244,7 @@ def test_arrays_that_do_not_fit_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="skip"):
         experts.forward(x, ids, weights, skip=np.zeros(7, bool))
     with pytest.raises(ValueError, match="order"):
-        Experts(experts._packed, order=np.arange(7))  # type: ignore[arg-type]
+        Experts(experts.packed, order=np.arange(7))
 
 
 def test_subnormals_of_the_caller_stay(make: Make) -> None:

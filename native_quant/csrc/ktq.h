@@ -13,7 +13,7 @@
 /* cdef begin */
 
 /* What a function returns; ktq_strerror has the sentences. */
-enum { KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM, KTQ_ENOMEM };
+enum { KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM, KTQ_ENOMEM, KTQ_ECLOSED, KTQ_EFORK };
 
 /* The encodings of a source. */
 enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3 };
@@ -79,6 +79,9 @@ int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uin
    a time; other callers wait. A child made by fork() starts threads of its own. */
 typedef struct ktq_pool ktq_pool;
 int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **pool);
+/* Does what was submitted, and ends the threads; from then on forwards and jobs end with KTQ_ECLOSED. ktq_pool_free also frees the pool:
+   nothing may use it any more, a job that is not pending aside. */
+void ktq_pool_close(ktq_pool *pool);
 void ktq_pool_free(ktq_pool *pool);
 
 /* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. */
@@ -112,6 +115,7 @@ int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
 
 /* The same in the background, one after the other in the order of submission. A job may be submitted again once it was
    waited for; submit and wait can be given to cudaLaunchHostFunc. moe and call are copied, what they point to is not.
+   In a child made by fork() a job that was pending ends with KTQ_EFORK, and can be submitted again.
    ktq_job_wait returns at once if nothing was submitted; ktq_job_result says how the last run ended. */
 typedef struct ktq_job ktq_job;
 int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **job);

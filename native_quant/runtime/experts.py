@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from ktconvert.layouts.outputs import layout_named, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.pool import Pool, default_pool
+from ktconvert.native_quant.runtime.pool import Pool, default_pool, no_threads
 
 U16 = npt.NDArray[np.uint16]
 I64 = npt.NDArray[np.int64]
@@ -39,11 +40,11 @@ class Job:
         self.pointer, self._keep = pointer, keep
 
     def submit(self) -> None:
-        """Queue it (again); waits for its last run first."""
+        """Queue it (again); waits for its last run first. Experts that were closed meanwhile stay as long as the job."""
         lib.ktq_job_submit(self.pointer)
 
     def wait(self) -> None:
-        """Return when it is done. Raises what forward() raises."""
+        """Return when it is done. Raises what forward() raises, and RuntimeError in a child that was forked while it was pending."""
         lib.ktq_job_wait(self.pointer)
         _check(lib.ktq_job_result(self.pointer))
 
@@ -72,9 +73,8 @@ class Experts:
         self.parts, self.nbytes = grid.numa, packed.nbytes
         self.pool = pool or default_pool()
         self.exact = exact
-        self._packed: weights.LayerWeights | None = packed
-        self._table = _table(packed, _checked_order(order, packed.experts))
-        self._moe = ffi.new(
+        table = _table(packed, _checked_order(order, packed.experts))
+        moe = ffi.new(
             "ktq_moe *",
             {
                 "bits": packed.layout.quantizer.bits,
@@ -82,9 +82,10 @@ class Experts:
                 "parts": self.parts,
                 "hidden": self.hidden,
                 "width": self.intermediate // self.parts,
-                "expert": self._table,
+                "expert": table,
             },
         )
+        self._weights: _Weights | None = _Weights(moe, table, packed)
 
     @classmethod
     def load(
@@ -145,11 +146,11 @@ class Experts:
     def forward(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16 | None = None) -> U16:
         """hidden [T, H] BF16 bits, ids [T, k], weights [T, k] -> out [T, H] BF16 bits.
 
-        Ids below 0, not below E, or marked in skip [E] add nothing. Raises ValueError for arrays that do not fit, MemoryError.
+        Ids below 0, not below E, or marked in skip [E] add nothing. Raises ValueError for arrays that do not fit and after close(),
+        MemoryError, ResourceError where a forked process cannot start the pool's threads.
         """
         out = np.empty(hidden.shape, np.uint16) if out is None else out
-        call = self._call(hidden, ids, weights, skip, out)
-        _check(lib.ktq_forward(self.pool.pointer, self._moe, call))
+        self.forward_call(self._call(hidden, ids, weights, skip, out))
         return out
 
     def submit(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16) -> Job:
@@ -160,9 +161,10 @@ class Experts:
 
     def job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
         """A job that can be submitted many times; call: what call_at() gives. Reads its arrays anew each time."""
+        used = self._open()
         made = ffi.new("ktq_job **")
-        _check(lib.ktq_job_new(self.pool.pointer, self._moe, call, made))
-        return Job(made[0], (self, *keep))
+        _check(lib.ktq_job_new(self.pool.pointer, used.moe, call, made))
+        return Job(made[0], (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """A call by addresses, for callers whose arrays are no NumPy arrays and who have checked them; skip: 0 for none."""
@@ -182,7 +184,8 @@ class Experts:
 
     def forward_call(self, call: Any) -> None:
         """forward() for what call_at() gives."""
-        _check(lib.ktq_forward(self.pool.pointer, self._moe, call))
+        used = self._open()  # another thread may close us meanwhile
+        _check(lib.ktq_forward(self.pool.pointer, used.moe, call))
 
     def save(self, folder: Path | str) -> None:
         """Write this layer as kt-kernel's loose .kt files: folder/_layer_N, whole or not at all; an old one is replaced."""
@@ -191,10 +194,10 @@ class Experts:
         final = root / loose.layer_folder(self.layer)
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
-        assert self._packed is not None
-        for part, (weight, scale) in self._packed.arrays.items():
+        packed = self.packed
+        for part, (weight, scale) in packed.arrays.items():
             for what, data in (("quant", weight), ("scale", scale.view(np.uint8))):
-                path = partial / loose.path_in_layer(part, self._packed.layout, what)
+                path = partial / loose.path_in_layer(part, packed.layout, what)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 publish.write_unsynced(path, data)
         publish.sync_tree(partial)
@@ -204,10 +207,14 @@ class Experts:
         else:
             publish.publish(partial, final)
 
+    @property
+    def packed(self) -> weights.LayerWeights:
+        """The weights. Raises ValueError after close()."""
+        return self._open().packed
+
     def close(self) -> None:
-        """Let go of the weights; nothing can be computed any more."""
-        self._packed, self._table = None, None
-        self._moe.experts = 0
+        """Let go of the weights: nothing new can be computed. They are freed when the jobs that were made of them are gone."""
+        self._weights = None
 
     def __enter__(self) -> Experts:
         return self
@@ -216,6 +223,12 @@ class Experts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _open(self) -> _Weights:
+        used = self._weights
+        if used is None:
+            raise ValueError(f"the experts of layer {self.layer} were closed; load them again")
+        return used
 
     def _call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16) -> Any:
         if hidden.ndim != 2 or hidden.shape[1] != self.hidden:
@@ -237,6 +250,15 @@ class Experts:
             _address("out", out, np.uint16, writable=True),
         )
         return self.call_at(tokens, ids.shape[1], *addresses)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a forward reads: ktq_moe, the table that it points to, and the arrays that the table points to."""
+
+    moe: Any
+    table: Any
+    packed: weights.LayerWeights
 
 
 def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
@@ -288,11 +310,7 @@ def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writab
 def _check(error: int) -> None:
     if error == lib.KTQ_OK:
         return
+    if error == lib.KTQ_ESYSTEM:
+        raise no_threads()
     text = ffi.string(lib.ktq_strerror(error)).decode()
-    raise (
-        MemoryError(text)
-        if error == lib.KTQ_ENOMEM
-        else OSError(text)
-        if error == lib.KTQ_ESYSTEM
-        else ValueError(text)
-    )
+    raise {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}.get(error, ValueError)(text)

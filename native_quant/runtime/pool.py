@@ -10,8 +10,9 @@ import atexit
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
+from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 
@@ -23,10 +24,10 @@ class Pool:
 
     numa_nodes  the nodes, one group of threads each; a node that this machine has not is a group that is not pinned. Default:
                 every node that has CPUs for us.
-    Raises ValueError for counts that make no sense, OSError where the system gives no more threads.
+    Raises ValueError for counts that make no sense, ResourceError where the system starts no more threads.
     """
 
-    _null: ClassVar[Any] = ffi.NULL  # the module's names may be gone when the last pools go
+    _free = staticmethod(lib.ktq_pool_free)  # the module's names may be gone when the last pools go
 
     def __init__(self, threads: int | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
         cores = machine.core_cpus()
@@ -44,19 +45,24 @@ class Pool:
         if error == lib.KTQ_EINVAL:
             raise ValueError(f"{threads} threads are more than a pool can have")
         if error != lib.KTQ_OK:
-            raise OSError(f"the system gives no {threads} threads; ask for fewer")
+            raise no_threads()
         self.pointer: Any = made[0]
         _alive.add(self)
 
     def close(self) -> None:
-        """Stop and join the threads. Nothing may be computing."""
-        if self.pointer != self._null:
-            lib.ktq_pool_free(self.pointer)
-            self.pointer = self._null
+        """Finish what was submitted, then stop and join the threads; what comes later is refused with ValueError."""
+        lib.ktq_pool_close(self.pointer)
 
     def __del__(self) -> None:
         if hasattr(self, "pointer"):
-            self.close()
+            self._free(self.pointer)
+
+
+def no_threads() -> ResourceError:
+    """The system (ulimit -u or -v, a container's limit of processes) starts no more threads."""
+    return ResourceError(
+        "the system starts no more threads for this process; ask for fewer, or raise its limits (ulimit -u, ulimit -v)."
+    )
 
 
 def _cpus(cores: dict[int, tuple[int, ...]], node: int, count: int) -> list[int]:

@@ -27,8 +27,9 @@ static int check(const ktq_moe *moe, const ktq_call *call) {
 
 /* --- which token goes where ---------------------------------------------------------------------------------------- */
 
+/* Callers may change ids and skip meanwhile: each pair is read once. */
 static int64_t expert_at(const kt_pass *pass, int64_t i) {
-    int64_t id = pass->call->ids[pass->first_token * pass->call->topk + i];
+    int64_t id = __atomic_load_n(&pass->call->ids[pass->first_token * pass->call->topk + i], __ATOMIC_RELAXED);
     return id < 0 || id >= pass->moe->experts || (pass->call->skip && pass->call->skip[id]) ? -1 : id;
 }
 
@@ -38,12 +39,12 @@ static int by_tokens(const void *left, const void *right) {
     return a->expert < b->expert ? -1 : a->expert > b->expert;
 }
 
-/* Fills bucket, the most wanted expert first, and row_of. place: [experts]. */
+/* Fills bucket, the most wanted expert first, and row_of, which holds experts before it holds rows. place: [experts]. */
 static void sort_tokens(kt_pass *pass, int64_t *place) {
     int64_t pairs = pass->tokens * pass->call->topk;
     memset(place, 0, (size_t)pass->moe->experts * sizeof *place);
     for (int64_t i = 0; i < pairs; i++) {
-        int64_t id = expert_at(pass, i);
+        int64_t id = pass->row_of[i] = expert_at(pass, i);
         if (id >= 0) place[id]++;
     }
     pass->buckets = 0;
@@ -55,10 +56,8 @@ static void sort_tokens(kt_pass *pass, int64_t *place) {
         place[pass->bucket[b].expert] = pass->bucket[b].first = pass->rows;
         pass->rows += pass->bucket[b].m;
     }
-    for (int64_t i = 0; i < pairs; i++) {
-        int64_t id = expert_at(pass, i);
-        pass->row_of[i] = id < 0 ? -1 : place[id]++;
-    }
+    for (int64_t i = 0; i < pairs; i++)
+        if (pass->row_of[i] >= 0) pass->row_of[i] = place[pass->row_of[i]]++;
 }
 
 /* --- in which pieces ----------------------------------------------------------------------------------------------- */
@@ -220,23 +219,17 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
     int workers = kt_pool_workers(pool);
     arena counted = {0};
     lay_out_sorting(pass, &counted);
-    uint8_t *block = kt_pool_block(pool, counted.used);
-    if (!block) return KTQ_ENOMEM;
-    arena first = {.base = block};
+    arena first = {.base = kt_pool_block(pool, counted.used, 0)};
+    if (!first.base) return KTQ_ENOMEM;
     sort_tokens(pass, lay_out_sorting(pass, &first));
     choose_panels(pass);
 
     counted = (arena){0};
     kt_pass copy = *pass;
     lay_out(&copy, workers, &counted);
-    uint8_t *whole = kt_pool_block(pool, counted.used);
-    if (!whole) return KTQ_ENOMEM;
-    arena second = {.base = whole};
-    if (whole != block) { /* it moved: sort again where it lies now */
-        sort_tokens(pass, lay_out_sorting(pass, &second));
-        second.used = 0;
-    }
-    lay_out(pass, workers, &second);
+    arena whole = {.base = kt_pool_block(pool, counted.used, first.used)}; /* begins with what was sorted */
+    if (!whole.base) return KTQ_ENOMEM;
+    lay_out(pass, workers, &whole);
 
     for (int g = 0; g < pass->groups; g++) plan_group(pass, &pass->group[g], kt_blocks(workers, pass->groups));
     pass->next_merge = 0;

@@ -10,10 +10,20 @@ struct ktq_job {
     ktq_pool *pool;
     ktq_moe moe;
     ktq_call call;
+    kt_queue *queue;
     ktq_job *next;
     int result;
-    atomic_int pending;
+    atomic_uint pending; /* 0: no; otherwise 1 + kt_pool_forks() where it was submitted */
 };
+
+/* Whether it waits or is computed. In a child of the process that submitted it nobody will. */
+static int is_pending(ktq_job *job) {
+    unsigned since = atomic_load(&job->pending);
+    if (since == 0 || since == 1 + kt_pool_forks()) return since != 0;
+    job->result = KTQ_EFORK;
+    atomic_compare_exchange_strong(&job->pending, &since, 0);
+    return 0;
+}
 
 static void *serve(void *argument) {
     kt_queue *queue = argument;
@@ -46,29 +56,32 @@ void ktq_job_submit(void *argument) {
     ktq_job *job = argument;
     ktq_job_wait(job); /* the same buffers */
     kt_queue *queue = kt_pool_queue(job->pool, serve);
-    if (!queue) {
-        job->result = ktq_forward(job->pool, &job->moe, &job->call); /* no thread to be had: now */
-        return;
+    if (queue) {
+        pthread_mutex_lock(&queue->lock);
+        while (is_pending(job)) pthread_cond_wait(&queue->finished, &queue->lock); /* another thread submitted it, too */
+        if (!queue->stop) {
+            job->queue = queue;
+            job->next = NULL;
+            atomic_store(&job->pending, 1 + kt_pool_forks());
+            ktq_job **last = &queue->first;
+            while (*last) last = &(*last)->next;
+            *last = job;
+            pthread_cond_signal(&queue->submitted);
+            pthread_mutex_unlock(&queue->lock);
+            return;
+        }
+        pthread_mutex_unlock(&queue->lock);
     }
-    pthread_mutex_lock(&queue->lock);
-    job->next = NULL;
-    atomic_store(&job->pending, 1);
-    ktq_job **last = &queue->first;
-    while (*last) last = &(*last)->next;
-    *last = job;
-    pthread_cond_signal(&queue->submitted);
-    pthread_mutex_unlock(&queue->lock);
+    job->result = ktq_forward(job->pool, &job->moe, &job->call); /* no thread to be had: now */
 }
 
 void ktq_job_wait(void *argument) {
     ktq_job *job = argument;
-    for (int spin = 0; spin < SPINS && atomic_load(&job->pending); spin++) kt_pause();
-    if (!atomic_load(&job->pending)) return;
-    kt_queue *queue = kt_pool_queue(job->pool, serve);
-    if (!queue) return;
-    pthread_mutex_lock(&queue->lock);
-    while (atomic_load(&job->pending)) pthread_cond_wait(&queue->finished, &queue->lock);
-    pthread_mutex_unlock(&queue->lock);
+    for (int spin = 0; spin < SPINS && is_pending(job); spin++) kt_pause();
+    if (!is_pending(job)) return;
+    pthread_mutex_lock(&job->queue->lock);
+    while (is_pending(job)) pthread_cond_wait(&job->queue->finished, &job->queue->lock);
+    pthread_mutex_unlock(&job->queue->lock);
 }
 
 int ktq_job_result(const ktq_job *job) {

@@ -38,8 +38,9 @@ struct ktq_pool {
     worker *worker;
 
     pthread_mutex_t busy; /* held from enter to leave */
-    unsigned born_in;     /* which fork the threads belong to */
+    atomic_uint born_in;  /* which fork the threads belong to */
     int running;          /* threads that exist, besides the caller */
+    int closing, closed;  /* takes no more jobs (guarded by `starting`); does no more (by `busy`) */
 
     kt_work_fn *work;
     void *job;
@@ -55,11 +56,11 @@ struct ktq_pool {
     unsigned queue_born_in;
 };
 
-/* Counts the forks between the process that loaded the library and this one: threads do not survive them. */
+/* Threads do not survive a fork. */
 static unsigned forks;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Held while a queue is started; a child must not find it held. */
+/* Held while threads of a child or of a queue are started; a child must not find it held. */
 static pthread_mutex_t starting = PTHREAD_MUTEX_INITIALIZER;
 
 static void count_fork(void) {
@@ -127,7 +128,6 @@ static int start_threads(ktq_pool *pool) {
     atomic_store(&pool->sleepers, 0);
     atomic_store(&pool->inside, 0);
     pool->running = 0;
-    pool->born_in = forks;
     for (int i = 1; i < pool->workers; i++) {
         worker *one = &pool->worker[i];
         if (start_quietly(&one->thread, live, one) != 0) {
@@ -142,11 +142,25 @@ static int start_threads(ktq_pool *pool) {
             pthread_setaffinity_np(one->thread, sizeof set, &set);
         }
     }
+    atomic_store(&pool->born_in, forks); /* last: who sees it may lock `busy` */
     return KTQ_OK;
 }
 
+/* In a child: `busy` may be held by a thread that is not there, and only one of the callers may replace it. */
+static int start_after_fork(ktq_pool *pool) {
+    int error = KTQ_OK;
+    pthread_mutex_lock(&starting);
+    if (pool->closing) {
+        error = KTQ_ECLOSED;
+    } else if (atomic_load(&pool->born_in) != forks) {
+        pthread_mutex_init(&pool->busy, NULL);
+        error = start_threads(pool);
+    }
+    pthread_mutex_unlock(&starting);
+    return error;
+}
+
 static void stop_queue(kt_queue *queue) {
-    if (!queue->started) return;
     pthread_mutex_lock(&queue->lock);
     queue->stop = 1;
     pthread_cond_signal(&queue->submitted);
@@ -184,14 +198,23 @@ int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **mad
     return KTQ_OK;
 }
 
+void ktq_pool_close(ktq_pool *pool) {
+    pthread_mutex_lock(&starting);
+    int was_closing = pool->closing, has_queue = pool->queue.started && pool->queue_born_in == forks;
+    pool->closing = 1;
+    pthread_mutex_unlock(&starting);
+    if (was_closing) return;
+    if (has_queue) stop_queue(&pool->queue);
+    if (atomic_load(&pool->born_in) != forks) return;
+    pthread_mutex_lock(&pool->busy);
+    pool->closed = 1;
+    stop_threads(pool);
+    pthread_mutex_unlock(&pool->busy);
+}
+
 void ktq_pool_free(ktq_pool *pool) {
     if (!pool) return;
-    if (pool->queue_born_in == forks) stop_queue(&pool->queue);
-    if (pool->born_in == forks) {
-        pthread_mutex_lock(&pool->busy);
-        stop_threads(pool);
-        pthread_mutex_unlock(&pool->busy);
-    }
+    ktq_pool_close(pool);
     if (pool->block) munmap(pool->block, pool->block_size);
     free(pool->worker);
     free(pool);
@@ -200,7 +223,7 @@ void ktq_pool_free(ktq_pool *pool) {
 kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *)) {
     kt_queue *queue = &pool->queue;
     pthread_mutex_lock(&starting);
-    if (!queue->started || pool->queue_born_in != forks) {
+    if (!pool->closing && (!queue->started || pool->queue_born_in != forks)) {
         *queue = (kt_queue){.started = 0};
         pthread_mutex_init(&queue->lock, NULL);
         pthread_cond_init(&queue->submitted, NULL);
@@ -208,8 +231,13 @@ kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *)) {
         pool->queue_born_in = forks;
         queue->started = start_quietly(&queue->thread, serve, queue) == 0;
     }
+    int is_there = queue->started && !pool->closing;
     pthread_mutex_unlock(&starting);
-    return queue->started ? queue : NULL;
+    return is_there ? queue : NULL;
+}
+
+unsigned kt_pool_forks(void) {
+    return forks;
 }
 
 int kt_pool_groups(const ktq_pool *pool) {
@@ -221,16 +249,14 @@ int kt_pool_workers(const ktq_pool *pool) {
 }
 
 int kt_pool_enter(ktq_pool *pool) {
-    /* In a child the mutex may be held by a thread that is not there. */
-    if (__atomic_load_n(&pool->born_in, __ATOMIC_ACQUIRE) != forks) {
-        pthread_mutex_init(&pool->busy, NULL);
-        pthread_mutex_lock(&pool->busy);
-        int error = start_threads(pool);
-        if (error) pthread_mutex_unlock(&pool->busy);
-        return error;
+    if (atomic_load(&pool->born_in) != forks) {
+        int error = start_after_fork(pool);
+        if (error) return error;
     }
     pthread_mutex_lock(&pool->busy);
-    return KTQ_OK;
+    if (!pool->closed) return KTQ_OK;
+    pthread_mutex_unlock(&pool->busy);
+    return KTQ_ECLOSED;
 }
 
 void kt_pool_leave(ktq_pool *pool) {
@@ -251,15 +277,18 @@ void kt_pool_run(ktq_pool *pool, kt_work_fn *work, void *job) {
     }
 }
 
-void *kt_pool_block(ktq_pool *pool, size_t size) {
+void *kt_pool_block(ktq_pool *pool, size_t size, size_t keep) {
     if (size <= pool->block_size) return pool->block;
     size = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     void *block = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block == MAP_FAILED) return NULL;
     madvise(block, size, MADV_HUGEPAGE);
-    if (pool->block) munmap(pool->block, pool->block_size);
-    pool->block = block;
+    void *old = pool->block;
+    size_t old_size = pool->block_size;
+    if (keep) memcpy(block, old, keep);
+    pool->block = block; /* before the old one goes: another thread may fork */
     pool->block_size = size;
+    if (old) munmap(old, old_size);
     return block;
 }
 
