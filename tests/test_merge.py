@@ -111,3 +111,155 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path, cli: Any, loose: Pa
     shutil.rmtree(fewer / "_layer_1" / "_numa_1")
     assert cli("merge", "-i", fewer, "-o", tmp_path / "o", code=5).stderr
     assert not (tmp_path / "o").exists()
+
+
+# ---- layers that are missing, or of another model --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, cli: Any, write_qwen: Any, random_experts: Any) -> tuple[Path, Path]:
+    """A model of four layers with experts and one dense layer before them, and its loose folder with a manifest."""
+    base = tmp_path_factory.mktemp("four")
+    source = write_qwen(base / "in", {n: random_experts(2, 128, 128, seed=n) for n in range(1, 5)})
+    cli("cpu", "-i", source, "-o", base / "loose", "--no-merge-safetensor", "--threadpool-count", 1)
+    return source, base / "loose"
+
+
+def without_manifest(folder: Path, where: Path) -> Path:
+    """As kt-kernel leaves a loose folder."""
+    return Path(
+        shutil.copytree(
+            folder,
+            where,
+            ignore=lambda at, names: [n for n in names if Path(at, n).is_file() and not n.endswith(".kt")],
+        )
+    )
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
+@pytest.mark.parametrize("original", [True, False], ids=["with the original", "without"])
+@pytest.mark.parametrize("gone", [1, 2, 4])
+def test_a_missing_layer_is_named(
+    gone: int, manifest: bool, original: bool, tmp_path: Path, cli: Any, four: tuple[Path, Path]
+) -> None:
+    source, whole = four
+    loose = (
+        Path(shutil.copytree(whole, tmp_path / "loose")) if manifest else without_manifest(whole, tmp_path / "loose")
+    )
+    shutil.rmtree(loose / f"_layer_{gone}")
+    words = ["merge", "-i", loose, "-o", tmp_path / "out", *(["-r", source] if original else [])]
+    if gone == 2 or manifest or original:
+        done = cli(*words, code=5)
+        assert f"layer {gone} is missing" in done.stderr and "--layers" in done.stderr
+        assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
+def test_layers_are_left_out_where_others_are_named(
+    manifest: bool, tmp_path: Path, cli: Any, four: tuple[Path, Path]
+) -> None:
+    source, whole = four
+    loose = (
+        Path(shutil.copytree(whole, tmp_path / "loose")) if manifest else without_manifest(whole, tmp_path / "loose")
+    )
+    shutil.rmtree(loose / "_layer_2")
+    words = ["merge", "-i", loose, "-o", tmp_path / "out", "-r", source]
+    assert "layer 2 has no experts here" in cli(*words, "--layers", "1-2", code=2).stderr
+    cli(*words, "--layers", "1,3")
+    assert {int(name.split(".")[1]) for name in tensors(tmp_path / "out")} == {1, 3}
+    cli("verify", tmp_path / "out", "--against", source)
+
+
+def test_layers_left_out_of_the_conversion_are_not_missed(tmp_path: Path, cli: Any, four: tuple[Path, Path]) -> None:
+    source, _ = four
+    options = ["--no-merge-safetensor", "--threadpool-count", 1, "--layers", "1,3"]
+    cli("cpu", "-i", source, "-o", tmp_path / "loose", *options)
+    cli("merge", "-i", tmp_path / "loose", "-o", tmp_path / "out", "-r", source)
+    cli("verify", tmp_path / "out")
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
+def test_the_original_of_another_model_is_refused(
+    manifest: bool, tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any, four: tuple[Path, Path]
+) -> None:
+    source = write_qwen(tmp_path / "in", {n: random_experts(2, 128, 128, seed=n) for n in range(4)})
+    cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", "--threadpool-count", 1)
+    loose = tmp_path / "loose" if manifest else without_manifest(tmp_path / "loose", tmp_path / "bare")
+    original = tmp_path / "original"
+    original.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    for change, sentence in (
+        ({"first_k_dense_replace": 1}, "says by first_k_dense_replace that layer 0 is dense"),
+        ({"mlp_only_layers": [0, 2]}, "says by mlp_only_layers that layer 0 is dense"),
+        ({"decoder_sparse_step": 2}, "says by decoder_sparse_step that layer 0 is dense"),
+        ({"num_hidden_layers": 3}, "says num_hidden_layers = 3, and layer 3 has experts"),
+        ({"num_experts": 4}, "says num_experts = 4, layer 0 has experts 2"),
+        ({"hidden_size": 256}, "says hidden_size = 256, layer 0 has hidden size 128"),
+        ({"moe_intermediate_size": 256}, "says moe_intermediate_size = 256, layer 0 has expert width 128"),
+    ):
+        (original / "config.json").write_text(json.dumps(config | change))
+        done = cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", original, code=5)
+        assert f"config.json {sentence}" in done.stderr
+    (original / "config.json").write_text(json.dumps(config))
+    cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", original)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"first_k_dense_replace": 1}))
+    assert "layer 0 is dense" in cli("verify", tmp_path / "out", code=6).stdout
+
+
+def test_a_config_that_is_no_object_is_named(tmp_path: Path, cli: Any, loose: Path) -> None:
+    for text in ("[]", "7", "[" * 100_000, "{", "\xff"):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        done = cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", tmp_path, code=5)
+        assert str(tmp_path / "config.json") in done.stderr
+
+
+@pytest.mark.parametrize("odd", ["_layer_01", "_layer_1/_numa_00", "_layer_x"])
+def test_folders_that_kt_kernel_does_not_read_are_refused(odd: str, tmp_path: Path, cli: Any, loose: Path) -> None:
+    copy = Path(shutil.copytree(loose, tmp_path / "in"))
+    origin = copy / "_layer_1" / "_numa_0" if "numa" in odd else copy / "_layer_1"
+    shutil.copytree(origin, copy / odd)
+    done = cli("merge", "-i", copy, "-o", tmp_path / "out", code=5)
+    assert f"{odd}: not a name that kt-kernel reads" in done.stderr
+    assert Path(odd).name in cli("verify", copy, code=6).stdout
+    name = next((copy / "_layer_1" / "_numa_0").glob("INT4_up_5_*_quant_.kt"))
+    shutil.rmtree(copy / odd)
+    for other in (name.with_name(name.name.replace("_5_", "_05_")), copy / "_layer_1" / name.name):
+        name.rename(other)
+        assert str(other) in cli("merge", "-i", copy, "-o", tmp_path / "out", code=5).stderr
+        other.rename(name)
+
+
+# ---- layers of different widths --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["widths", "experts"])
+def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
+    what: str, tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any, write_safetensors: Any
+) -> None:
+    """`cpu` puts them into safetensors, and kt-kernel loads each layer by itself."""
+    sizes = [(2, 128), (2, 256)] if what == "widths" else [(2, 128), (3, 128)]
+    layers = {n: random_experts(e, 128, w, seed=n) for n, (e, w) in enumerate(sizes)}
+    source = tmp_path / "in"
+    config = {"moe_intermediate_size": [w for _, w in sizes], "num_experts": [e for e, _ in sizes]}
+    bits = {}
+    for layer, stacked in layers.items():
+        for projection, array in stacked.items():
+            for expert, one in enumerate(array):
+                bits[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"] = ("BF16", one)
+    write_qwen(source, {n: random_experts(2, 128, 128) for n in range(2)}, **config)
+    write_safetensors(source / "model.safetensors", bits)
+    options = ["--threadpool-count", 1]
+    cli("cpu", "-i", source, "-o", tmp_path / "direct", *options)
+    cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
+    bare = without_manifest(tmp_path / "loose", tmp_path / "bare")
+    wanted = tensors(tmp_path / "direct")
+    for at, (folder, original) in enumerate(
+        ((tmp_path / "loose", []), (tmp_path / "loose", ["-r", source]), (bare, ["-r", source]))
+    ):
+        out = tmp_path / f"out-{at}"
+        cli("merge", "-i", folder, "-o", out, *original)
+        assert same(tensors(out), wanted)
+        cli("verify", out, "--against", source)
+    done = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
+    assert f"layers differ in {'expert width' if what == 'widths' else 'experts'}" in done.stderr
+    assert "neither a manifest.json beside them nor --original-path" in done.stderr

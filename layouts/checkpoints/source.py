@@ -194,7 +194,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSou
             tensors[e.name] = TensorInfo(e.name, e.dtype, e.shape, number, e.start, e.nbytes)
     if index is not None:
         _agree(root, names, index, tensors)
-    return TensorSource(root, _config(root), tuple(shards), tensors, ignored, alone=not path.is_dir())
+    return TensorSource(root, read_config(root), tuple(shards), tensors, ignored, alone=not path.is_dir())
 
 
 def _listed(root: Path) -> tuple[list[str], dict[str, str] | None, tuple[str, ...]]:
@@ -292,7 +292,8 @@ def _no_weights(root: Path, files: list[str]) -> Exception:
     return InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
-def _config(root: Path) -> dict[str, Any]:
+def read_config(root: Path) -> dict[str, Any]:
+    """config.json of a directory, or params.json; {} where there is neither. Raises InputError where it is no JSON object."""
     for name in ("config.json", "params.json"):
         path = root / name
         try:

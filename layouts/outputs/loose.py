@@ -10,11 +10,11 @@ from ktconvert.layouts.outputs.layout import Layout
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 
 FILE = re.compile(
-    r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>\d+)"
-    r"_(?P<nbytes>\d+)Byte_(?P<what>quant|scale)_\.kt"
+    r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>0|[1-9][0-9]*)"
+    r"_(?P<nbytes>0|[1-9][0-9]*)Byte_(?P<what>quant|scale)_\.kt"
 )
-LAYER = re.compile(r"_layer_(\d+)")
-NUMA = re.compile(r"_numa_(\d+)")
+LAYER = re.compile(r"_layer_(0|[1-9][0-9]*)")
+NUMA = re.compile(r"_numa_(0|[1-9][0-9]*)")
 
 
 def layer_folder(layer: int) -> str:
@@ -59,6 +59,16 @@ def layers_in(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def require_plain_numbers(root: Path) -> None:
+    """Raise InputError for a folder such as _layer_01 or _numa_x, which kt-kernel never opens."""
+    for folder in sorted((*root.glob("_layer_*"), *root.glob("_layer_*/_numa_*"))):
+        if folder.is_dir() and not (LAYER.fullmatch(folder.name) or NUMA.fullmatch(folder.name)):
+            raise InputError(
+                f"{folder}: not a name that kt-kernel reads (no zeros before a number); "
+                "rename the folder, or move it away."
+            )
+
+
 def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
     """(NUMA node, parsed name, path) of every .kt file of one layer, whoever wrote it.
 
@@ -68,6 +78,8 @@ def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
     for node_dir in sorted(layer_dir.iterdir()):
         node = NUMA.fullmatch(node_dir.name)
         if not node or not node_dir.is_dir():
+            if node_dir.suffix == ".kt":
+                raise InputError(f"{node_dir}: kt-kernel reads .kt files in _numa_N folders only; move the file away.")
             continue
         for path in sorted(node_dir.iterdir()):
             match = FILE.fullmatch(path.name)

@@ -32,6 +32,9 @@ Examples:
     help="Original checkpoint: config, tokenizer and the like are copied.",
 )
 @click.option("--max-tensors", type=click.IntRange(min=1), default=3000, show_default=True, help="Tensors per shard.")
+@click.option(
+    "--layers", default=None, help="Merge these layers, e.g. 3-60,62, though others are missing. [default: all]"
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Merge again what came from files that were touched since.")
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
@@ -47,11 +50,12 @@ def merge(**given: Any) -> None:
 
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     original = given["original_path"]
+    chosen = {} if given["layers"] in (None, "all") else {"layers": given["layers"]}
     request = Request(
         command="merge",
         input=str(given["input_path"].expanduser().absolute()),
         output=given["output"].expanduser().absolute(),
-        settings={"max_tensors": given["max_tensors"], "companions": original is not None},
+        settings={"max_tensors": given["max_tensors"], "companions": original is not None, **chosen},
         tuning={
             "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
             "max_memory": given["max_memory"],

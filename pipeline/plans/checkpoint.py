@@ -6,7 +6,7 @@ import contextlib
 import gc
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -16,9 +16,10 @@ from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.companions import require_copyable
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import INDEX, TensorSource
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name
+from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 
@@ -46,23 +47,45 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
     return (parse_arch(arch_file), *ARCHS)
 
 
+def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
+    """ "3-60,62" as layer numbers; "all" is every MoE layer. Raises UsageError for anything else or a layer that is not there."""
+    if text == "all":
+        return present
+    wanted: set[int] = set()
+    for piece in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
+        if match is None:
+            raise UsageError(f"--layers {text}: give layer numbers and ranges like 3-60,62.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UsageError(f"--layers {text}: the range {first}-{last} runs backwards; write {last}-{first}.")
+        absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
+        if absent:
+            raise UsageError(
+                f"--layers {text}: layer {absent[0]} has no experts here; those that do are {ranges(present)}."
+            )
+        wanted.update(range(first, last + 1))
+    return tuple(sorted(wanted))
+
+
 def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
     """What these layers' experts are, for the manifest: one number where all layers have the same, else all there are."""
-    shapes = [model.shape(layer) for layer in layers]
-
-    def only(position: int) -> int | list[int]:
-        values = sorted({shape[position] for shape in shapes})
-        return values[0] if len(values) == 1 else values
-
+    experts, hidden, intermediate = map(one_or_all, zip(*(model.shape(layer) for layer in layers), strict=True))
     return {
         "layers": list(layers),
-        "experts": only(0),
-        "hidden": only(1),
-        "intermediate": only(2),
+        "experts": experts,
+        "hidden": hidden,
+        "intermediate": intermediate,
         "activation": model.activation,
         "weights_on": model.weights_on,
         "dtypes": sorted(model.dtypes),
     }
+
+
+def one_or_all(values: Iterable[int]) -> int | list[int]:
+    """The number where all are the same, else each once, sorted."""
+    distinct = sorted(set(values))
+    return distinct[0] if len(distinct) == 1 else distinct
 
 
 def source_identity(source: TensorSource) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     collector_at_rest,
     companions,
     number_shards,
+    parse_layers,
     rows_for,
     shape_facts,
     shard_metadata,
@@ -138,25 +138,6 @@ class CpuConversion:
 
     def check(self, assembled: Path) -> None:
         """Sizes are known before the first byte is written: nothing to check."""
-
-
-def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
-    """ "3-60,62" as layer numbers; "all" is every MoE layer. Raises UsageError for anything else or a layer that is not there."""
-    if text == "all":
-        return present
-    wanted: set[int] = set()
-    for piece in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
-        if match is None:
-            raise UsageError(f"--layers {text}: give layer numbers and ranges like 3-60,62.")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise UsageError(f"--layers {text}: the range {first}-{last} runs backwards; write {last}-{first}.")
-        absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
-        if absent:
-            raise UsageError(f"--layers {text}: layer {absent[0]} is no MoE layer here; there are {ranges(present)}.")
-        wanted.update(range(first, last + 1))
-    return tuple(sorted(wanted))
 
 
 def _choose_layers(

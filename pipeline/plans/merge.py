@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.companions import companion_files
+from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import LAYOUTS, PROJECTIONS, Layout, card, loose
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, SourceFile, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
-from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards
+from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards, one_or_all, parse_layers
+from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, require_whole
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
@@ -31,10 +32,15 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
     Raises InputError for a missing, extra or cut-off file, UnsupportedError where there is nothing to merge.
     """
     root = Path(request.input)
-    layers = loose.layers_in(root) if root.is_dir() else {}
-    if not layers:
+    folders = loose.layers_in(root) if root.is_dir() else {}
+    if root.is_dir():
+        loose.require_plain_numbers(root)
+    if not folders:
         raise InputError(f"{root}: holds no _layer_N folders; give the output of --no-merge-safetensor.")
-    files = [f for layer, folder in layers.items() for f in _files_of(layer, folder)]
+    chosen = request.settings.get("layers")
+    numbers = parse_layers(chosen, tuple(folders)) if chosen else tuple(folders)
+    by_layer = {layer: _files_of(layer, folders[layer]) for layer in numbers}
+    files = [file for layer in by_layer.values() for file in layer]
     prefixes = {loose.FILE.fullmatch(f.path.name)["prefix"] for f in files}  # type: ignore[index]
     if len(prefixes) != 1:
         raise InputError(
@@ -45,10 +51,15 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         raise UnsupportedError(
             f"{root}: {prefix} files are no expert weights that can be merged; {', '.join(METHODS)} can."
         )
-    facts = _facts(files, METHODS[prefix], list(layers), root)
+    method = METHODS[prefix]
+    layers = {layer: measure_layer(own, _layout(method)) for layer, own in by_layer.items()}
+    document = manifest.read(root)
+    recorded = dict(document["model"]) if document else None
     original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
     beside = _companions(original)
     config = _config(original)
+    require_whole(root, layers, recorded, config, chosen=bool(chosen))
+    facts = _facts(layers, method, recorded)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
     identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
     originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in beside)
@@ -143,55 +154,30 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
     return [found[key] for key in wanted]
 
 
-def _facts(files: list[LooseFile], method: str, layers: list[int], root: Path) -> dict[str, Any]:
+def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
     """What can be known from names and sizes; H and I follow from the scales of an AMX method."""
-    nodes, experts = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
-    for file in files:
-        nodes[file.part.layer] = max(nodes[file.part.layer], file.part.numa + 1)
-        experts[file.part.layer] = max(experts[file.part.layer], file.part.expert + 1)
-    numa = max(nodes.values())
-    for layer, count in nodes.items():
-        if count != numa:
-            raise InputError(
-                f"{root / loose.layer_folder(layer)}: has {count} NUMA nodes where other layers have {numa}; convert this layer again."
-            )
+    layout = _layout(method)
     facts: dict[str, Any] = {
         "architecture": "unknown",
         "method": method,
         "layout_version": 1,
-        "numa": numa,
-        "layers": layers,
+        "numa": max(layer.numa for layer in layers.values()),
+        "layers": list(layers),
+        "experts": one_or_all(layer.experts for layer in layers.values()),
+        "activation": "not recorded",
+        "dtypes": ["not recorded"],
+        "bits": layout.quantizer.bits if layout else int(method[-1]),
+        "hidden": one_or_all(layer.hidden for layer in layers.values()) if layout else "not recorded",
+        "intermediate": one_or_all(layer.width for layer in layers.values()) if layout else "not recorded",
     }
-    facts |= {"experts": max(experts.values()), "activation": "not recorded", "dtypes": ["not recorded"]}
-    layout = next((x for x in LAYOUTS.values() if x.name == method), None)
-    facts["bits"] = layout.quantizer.bits if layout else int(method[-1])
-    facts |= _sizes(files, layout, numa)
-    before = manifest.read(root)
-    if before:
-        facts |= {
-            key: before["model"][key]
-            for key in ("architecture", "activation", "dtypes", "weights_on")
-            if key in before["model"]
-        }
-    facts["backward"] = any(f.part.backward for f in files)
+    known = ("architecture", "activation", "dtypes", "weights_on")
+    facts |= {key: recorded[key] for key in known if recorded and key in recorded}
+    facts["backward"] = any(layer.backward for layer in layers.values())
     return facts
 
 
-def _sizes(files: list[LooseFile], layout: Layout | None, numa: int) -> dict[str, Any]:
-    """H and I, from the byte counts of one expert; every other file must agree."""
-    rows = {(f.part.projection, f.part.backward): f.nbytes // 4 for f in files if f.what == "scale"}
-    hidden, width = rows.get(("down", False), 0), rows.get(("gate", False), 0)
-    if layout is None:
-        return {"hidden": "not recorded", "intermediate": "not recorded"}
-    for file in files:
-        n, k = (hidden, width) if (file.part.projection == "down") != file.part.backward else (width, hidden)
-        wanted = layout.weight_bytes(n, k) if file.what == "weight" else layout.scale_bytes(n)
-        if file.nbytes != wanted:
-            raise InputError(
-                f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} "
-                f"in {numa} parts ({wanted} would)."
-            )
-    return {"hidden": hidden, "intermediate": width * numa}
+def _layout(method: str) -> Layout | None:
+    return next((layout for layout in LAYOUTS.values() if layout.name == method), None)
 
 
 def _companions(original: Path | None) -> list[tuple[str, Path]]:
@@ -203,10 +189,4 @@ def _companions(original: Path | None) -> list[tuple[str, Path]]:
 
 
 def _config(original: Path | None) -> dict[str, Any] | None:
-    if original is None or not (original / CONFIG).exists():
-        return None
-    try:
-        config = json.loads((original / CONFIG).read_bytes())
-    except ValueError as error:
-        raise InputError(f"{original / CONFIG}: not JSON ({error}); download it again.") from error
-    return dict(config)
+    return read_config(original) if original is not None and (original / CONFIG).exists() else None

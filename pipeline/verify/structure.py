@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.archs import ARCHS, HIDDEN, NUM_EXPERTS, NUM_LAYERS, Arch
 from ktconvert.layouts.checkpoints.source import INDEX, PART
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import LAYOUTS, Layout, numa
@@ -85,7 +85,8 @@ def weights_whole(output: Output) -> bool:
 
 def _strange_without_manifest(output: Output) -> list[str]:
     if output.loose:
-        return []
+        known = {*output.damaged, *(s.file for s in output.tensors.values()), *(file for _, file in output.strays)}
+        return [name for name in files_of(output.root) if name.endswith(".kt") and name not in known]
     if output.weight_map is not None:
         named = set(output.weight_map.values())
         return [shard for shard in output.shards if shard not in named]
@@ -254,17 +255,10 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     config = output.config
     if not config:
         return None
-    row = _row(output)
-    keys = {"experts": row.experts if row else NUM_EXPERTS, "hidden size": row.hidden if row else HIDDEN}
-    if row:
-        keys["expert width"] = row.width
-    problems, notes = [], []
-    for layer, shape in measure.shapes.items():
-        for what, size in zip(("experts", "hidden size", "expert width"), shape, strict=True):
-            told = cfg.number(config, keys[what], layer) if what in keys else None
-            if told is not None and told[1] != size:
-                problems.append(f"config.json says {told[0]} = {told[1]}, layer {layer} has {what} {size}")
-    limit = cfg.number(config, row.layers if row else NUM_LAYERS)
+    problems, notes = list(claims.size_problems(config, measure.shapes)), []
+    if not _layers_are_certain(output):
+        problems += claims.layer_problems(config, list(measure.shapes))
+    limit = claims.num_layers(config)
     if limit is not None and measure.shapes and output.manifest is None:
         absent = [n for n in range(limit[1]) if n not in measure.shapes]
         if absent:
@@ -300,16 +294,17 @@ def _usual(measure: Measure) -> tuple[int, int, int]:
     return max(shapes, key=shapes.count, default=(0, 0, 0))
 
 
-def _row(output: Output) -> Arch | None:
-    names = cfg.families(output.config)
-    return next((arch for name in names for arch in ARCHS if name in arch.matches), None)
+def _layers_are_certain(output: Output) -> bool:
+    """Whether the layers were read from the checkpoint itself, or named by the user, so that the config does not decide."""
+    made = output.manifest
+    return made is not None and (made["command"] != "merge" or made["settings"].get("layers") is not None)
 
 
 def _by_layer(output: Output, fact: str) -> bool:
     """Whether manifest or config allow the layers to differ in "experts" or "intermediate"."""
     if output.manifest is not None and isinstance(output.manifest["model"].get(fact), list):
         return True
-    row = _row(output)
+    row = claims.family(output.config)
     found = cfg.find(output.config, row.experts if fact == "experts" else row.width) if row else None
     return found is not None and isinstance(found[1], list)
 
