@@ -61,14 +61,9 @@ class DirectFile:
         self._staging = aligned_buffer(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
         self._staged = 0
         self._offset = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with explained(path):
-            try:
-                self._fd = os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._fd = os.open(path, flags, 0o600)  # tmpfs and others know no O_DIRECT
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._direct = self._set_direct(True)
             if size:
                 try:
                     os.posix_fallocate(self._fd, 0, -(-size // ALIGNMENT) * ALIGNMENT)
@@ -82,17 +77,24 @@ class DirectFile:
         view, done = memoryview(data.data), 0
         with explained(self.path):
             while done < len(view):
+                direct = self._direct  # before the write: another thread may give it up meanwhile
                 try:
                     done += os.pwrite(self._fd, view[done:], offset + done)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not self._buffered():
+                    if error.errno != errno.EINVAL or not direct:
                         raise
+                    self._direct = self._set_direct(False)
 
-    def _buffered(self) -> bool:
-        """Give up direct writes; False if they were given up already."""
+    def _set_direct(self, wanted: bool) -> bool:
+        """Begin or give up direct writes; whether writes are direct now. Not by open(): some systems refuse it but leave the file."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return bool(flags & os.O_DIRECT)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+        except OSError:
+            if not wanted:
+                raise
+            return False  # tmpfs and others know no O_DIRECT
+        return wanted
 
     def append(self, data: bytes | Bytes | memoryview) -> None:
         """Write and hash the next bytes of the file, any length."""
@@ -278,12 +280,21 @@ def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ())
             path.unlink()
 
 
-def exchange(new: Path, old: Path) -> None:
-    """Swap two names in one step (renameat2 with RENAME_EXCHANGE). Raises OSError where the file system cannot."""
+def exchange(new: Path, old: Path, aside: Path) -> None:
+    """Swap two names: in one step, or by way of `aside` where the file system cannot (network shares, FAT), replacing what lies there.
+
+    Cut off in the second way, `old` may be missing: it is in `aside` then.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(old))
+        remove_tree(aside)
+        old.rename(aside)
+        try:
+            new.rename(old)
+        except OSError:
+            aside.rename(old)
+            raise
+        aside.rename(new)
     sync_folder(old.parent)
 
 

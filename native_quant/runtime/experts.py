@@ -202,7 +202,7 @@ class Experts:
                 publish.write_unsynced(path, data)
         publish.sync_tree(partial)
         if final.exists():
-            publish.exchange(partial, final)
+            publish.exchange(partial, final, aside=partial.with_suffix(".old"))
             publish.remove_tree(partial)
         else:
             publish.publish(partial, final)

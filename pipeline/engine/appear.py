@@ -39,12 +39,7 @@ def _rename(places: Places, may_replace: bool) -> None:
                     f"{output}: something was put there while the conversion ran; "
                     "move it away and resume, or run the same command with --overwrite."
                 ) from error
-            try:
-                publish.exchange(places.assembly, output)
-            except OSError:  # a file system that cannot swap
-                publish.remove_tree(places.old)
-                output.rename(places.old)
-                places.assembly.rename(output)
+            publish.exchange(places.assembly, output, aside=places.old)
     publish.sync_folder(output.parent)
 
 

@@ -1,0 +1,126 @@
+"""Files and folders that appear on file systems which refuse what they could do without: direct writes, swaps of two names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import shims
+
+# Direct writes fail, but not before all threads have begun one.
+REFUSED_AT_WRITE = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <errno.h>
+    #include <fcntl.h>
+    #include <unistd.h>
+    ssize_t pwrite64(int fd, const void *data, size_t count, off64_t offset) {
+        if (fcntl(fd, F_GETFL) & O_DIRECT) {
+            usleep(200000);
+            errno = EINVAL;
+            return -1;
+        }
+        return ((ssize_t (*)(int, const void *, size_t, off64_t))dlsym(RTLD_NEXT, "pwrite64"))(fd, data, count, offset);
+    }
+    ssize_t pwrite(int fd, const void *data, size_t count, off_t offset) { return pwrite64(fd, data, count, offset); }
+"""
+
+# As tmpfs before Linux 6.6: O_DIRECT is refused when the file has been made already.
+REFUSED_AT_OPEN = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <errno.h>
+    #include <fcntl.h>
+    #include <stdarg.h>
+    #include <unistd.h>
+    int open64(const char *path, int flags, ...) {
+        va_list more;
+        va_start(more, flags);
+        int mode = va_arg(more, int), fd;
+        va_end(more);
+        fd = ((int (*)(const char *, int, ...))dlsym(RTLD_NEXT, "open64"))(path, flags & ~O_DIRECT, mode);
+        if (fd < 0 || !(flags & O_DIRECT)) return fd;
+        close(fd);
+        errno = EINVAL;
+        return -1;
+    }
+    int open(const char *path, int flags, ...) {
+        va_list more;
+        va_start(more, flags);
+        int mode = va_arg(more, int);
+        va_end(more);
+        return open64(path, flags, mode);
+    }
+    int fcntl64(int fd, int command, ...) {
+        va_list more;
+        va_start(more, command);
+        void *argument = va_arg(more, void *);
+        va_end(more);
+        if (command == F_SETFL && (long)argument & O_DIRECT) {
+            errno = EINVAL;
+            return -1;
+        }
+        return ((int (*)(int, int, ...))dlsym(RTLD_NEXT, "fcntl64"))(fd, command, argument);
+    }
+    int fcntl(int fd, int command, ...) {
+        va_list more;
+        va_start(more, command);
+        void *argument = va_arg(more, void *);
+        va_end(more);
+        return fcntl64(fd, command, argument);
+    }
+"""
+
+WRITE = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from ktconvert.layouts.files import publish
+
+pages = publish.aligned_buffer(4 * 4096)
+for page in range(4):
+    pages[page * 4096 : (page + 1) * 4096] = page + 1
+path = Path(sys.argv[1])
+with publish.DirectFile(path, pages.size + 5) as file, ThreadPoolExecutor(4) as pool:
+    list(pool.map(lambda page: file.write_at(page * 4096, pages[page * 4096 : (page + 1) * 4096]), range(4)))
+    file.skip(pages)
+    file.append(b"and 5")
+    digest = file.close()
+assert path.read_bytes() == pages.tobytes() + b"and 5"
+assert digest == publish.sha256_file(path)
+"""
+
+
+@pytest.mark.parametrize("code", [REFUSED_AT_WRITE, REFUSED_AT_OPEN, ""], ids=["write", "open", "nowhere"])
+def test_direct_writes_may_be_refused(code: str, tmp_path: Path) -> None:
+    env = {**os.environ, "LD_PRELOAD": str(shims.build(tmp_path, "refusing", code))}
+    command = [sys.executable, "-c", WRITE, tmp_path / "file"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+SAVE = """
+import sys
+from pathlib import Path
+import numpy as np
+from ktconvert.native_quant.runtime.experts import Experts
+
+root = Path(sys.argv[1])
+for value in (0x3F80, 0x4000):
+    weight = np.full((2, 64, 64), value, np.uint16)
+    Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "saved")
+Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
+"""
+
+
+def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path: Path, read_tree: Any) -> None:
+    env = {**os.environ, "LD_PRELOAD": str(shims.refusing(tmp_path, "EINVAL", "renameat2"))}
+    done = subprocess.run([sys.executable, "-c", SAVE, tmp_path], env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
+    assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
