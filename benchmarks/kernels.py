@@ -1,4 +1,4 @@
-"""GB/s of quantize+pack for every instruction set, beside memcpy and pure reading of memory in the same run.
+"""GB/s of quantize+pack, and of packing alone, for every instruction set, beside memcpy and pure reading of memory in the same run.
 
     python benchmarks/kernels.py [--json] [--size-mib 256] [--rounds 7] [--isa avx512 ...]
 
@@ -25,7 +25,7 @@ from ktconvert.native_quant import kernels
 
 MIB = 1 << 20
 SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "fp8_e4m3": 1}
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "fp8_e4m3": 1, "int8": 1}
 BLOCK = 128
 PAGE = 4096
 
@@ -70,6 +70,16 @@ def make_source(kind: str, size: int) -> Any:
     return buffer
 
 
+def make_codes(size: int) -> Any:
+    """Random codes, -7..7."""
+    buffer = aligned(size, 8)
+    piece = np.random.default_rng(0).integers(-7, 8, 4 * MIB).astype(np.int8).view(np.uint8)
+    for start in range(0, size, piece.size):
+        part = buffer[start : start + piece.size]
+        part[:] = piece[: part.size]
+    return buffer
+
+
 def quantize_job(
     isa: str, kind: str, bits: int, n: int, k: int, source: Any, target: Any, reused: bool, transposed: bool = False
 ) -> Job:
@@ -95,6 +105,20 @@ def quantize_job(
     return Job(name, isa, kind, bits, n, k, reused, transposed, count * matrix_bytes, run)
 
 
+def codes_job(isa: str, bits: int, n: int, k: int, source: Any, target: Any) -> Job:
+    """Packing alone: codes of one byte that were chosen elsewhere."""
+    packed_bytes = n * k * bits // 8
+    count = max(1, source.size // (n * k) // (16 if isa == "scalar" else 1))
+
+    def run() -> None:
+        kernels.set_isa(isa)
+        for i in range(count):
+            codes = source[i * n * k : (i + 1) * n * k].view(np.int8).reshape(n, k)
+            kernels.pack_codes(bits, codes, target[:packed_bytes])
+
+    return Job(f"codes -> int{bits}", isa, "int8", bits, n, k, True, False, count * n * k, run)
+
+
 def yardsticks(source: Any, target: Any) -> list[Job]:
     words = source[: source.size // 64 * 64].view(np.uint64)
     block = 4 * MIB
@@ -118,7 +142,8 @@ def yardsticks(source: Any, target: Any) -> list[Job]:
 
 
 def all_jobs(isas: list[str], size: int) -> list[Job]:
-    sources = {kind: make_source(kind, size) for kind in ITEM_BYTES}
+    sources = {kind: make_source(kind, size) for kind in ITEM_BYTES if kind != "int8"}
+    codes = make_codes(size)
     target = aligned(size)
     jobs = yardsticks(sources["bf16"], target)
     for isa in isas:
@@ -129,6 +154,7 @@ def all_jobs(isas: list[str], size: int) -> list[Job]:
                 for kind in ("fp8_e4m3", "fp16", "f32"):
                     jobs.append(quantize_job(isa, kind, bits, n, k, sources[kind], target, True))
                 jobs.append(quantize_job(isa, "bf16", bits, n, k, sources["bf16"], target, True, transposed=True))
+                jobs.append(codes_job(isa, bits, n, k, codes, target))
     return jobs
 
 

@@ -15,6 +15,7 @@ class Lib:
     KTQ_ENOMEM: int
     KTQ_ECLOSED: int
     KTQ_EFORK: int
+    KTQ_ERANGE: int
     KTQ_BF16: int
     KTQ_FP16: int
     KTQ_F32: int
@@ -27,6 +28,9 @@ class Lib:
     def ktq_tile_columns(self, bits: int) -> int: ...
     def ktq_quantize_pack(
         self, bits: int, n: int, k: int, source: Any, scratch: Any, weight: Any, scale: Any, bad_row: Any
+    ) -> int: ...
+    def ktq_pack_codes(
+        self, bits: int, n: int, k: int, codes: Any, row_stride: int, weight: Any, bad_row: Any
     ) -> int: ...
     def ktq_quantize_groups(
         self,

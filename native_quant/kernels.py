@@ -39,6 +39,7 @@ __all__ = [
     "error_sums",
     "gemm",
     "isa",
+    "pack_codes",
     "quantize_groups",
     "quantize_pack",
     "set_isa",
@@ -153,6 +154,33 @@ def quantize_pack(
     if error == lib.KTQ_ENONFINITE:
         raise _non_finite(bad_row[0], matrix)
     del keep
+    raise_error(error)
+
+
+def pack_codes(bits: int, codes: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8]) -> None:
+    """Packs codes that were chosen elsewhere in kt-kernel's AMXINT4 or AMXINT8 order.
+
+    codes: int8 [n, k], -7..7 or -127..127, each row contiguous. weight: uint8 [n*k*bits/8] is written. ValueError names
+    the first code that is out of range; weight is then partly written.
+    """
+    if codes.ndim != 2 or codes.dtype != np.int8:
+        raise ValueError(f"codes must be int8 [n, k], not {codes.dtype} of shape {codes.shape}")
+    (n, k), (row_stride, column_stride) = codes.shape, codes.strides
+    _check_bits(bits, n, k)
+    if column_stride != 1 or row_stride < 0:
+        raise ValueError(f"each row of codes must be contiguous, and none before another, not strides {codes.strides}")
+    _check_array("weight", weight, _UINT8, (n * k * bits // 8,), writable=True)
+    if np.may_share_memory(codes, weight):
+        raise ValueError("codes and weight must not share memory")
+    read_environment()
+    bad_row = ffi.new("int64_t *")
+    first = ffi.cast("int8_t *", codes.__array_interface__["data"][0])
+    error = lib.ktq_pack_codes(bits, n, k, first, row_stride, ffi.from_buffer(_BYTES, weight), bad_row)
+    if error == lib.KTQ_ERANGE:
+        row, largest = codes[bad_row[0]].astype(np.int16), 2 ** (bits - 1) - 1
+        column = int(np.argmax(np.abs(row) > largest))
+        where = f"row {bad_row[0]}, column {column}"
+        raise ValueError(f"the code at {where} is {row[column]}, not in -{largest}..{largest}")
     raise_error(error)
 
 

@@ -31,6 +31,11 @@ static inline const kt_geometry *kt_geometry_of(int bits) {
     return &kt_geometries[bits];
 }
 
+/* Codes are in -largest..largest: the smallest number of two's complement is none. */
+static inline int kt_largest_code(int bits) {
+    return (1 << (bits - 1)) - 1;
+}
+
 /* KTQ_OK if a weight [n, k] can be packed with this many bits, else KTQ_EINVAL or KTQ_ESHAPE. */
 int kt_check_shape(int bits, int64_t n, int64_t k);
 
@@ -39,6 +44,11 @@ typedef struct {
     const uint8_t *block;
     int64_t row;
 } kt_strip;
+
+/* Where the byte of row r, column j lies in a half tile, whose bytes are 16 rows of 64; INT4: of columns j and j + 64. */
+static inline int64_t kt_byte_in_half(int64_t r, int64_t j) {
+    return j / 4 * 64 + r * 4 + j % 4;
+}
 
 /* Strip number `index` of a packed weight [n, k]. */
 static inline kt_strip kt_strip_of(int bits, const void *weight, int64_t k, int64_t index) {
@@ -50,6 +60,13 @@ static inline kt_strip kt_strip_of(int bits, const void *weight, int64_t k, int6
 static inline const uint8_t *kt_strip_tiles(int bits, const kt_strip *strip, int64_t k, int64_t first) {
     int64_t block_rows = kt_geometry_of(bits)->block_rows, columns = k - first < KT_K_BLOCK ? k - first : KT_K_BLOCK;
     return strip->block + (first * block_rows + strip->row * columns) * bits / 8;
+}
+
+/* Where the half tiles of rows row .. row + 15 begin, of the column block that begins at `first`; KT_TILE_BYTES apart. */
+static inline uint8_t *kt_half_tiles(int bits, uint8_t *weight, int64_t k, int64_t row, int64_t first) {
+    kt_strip strip = kt_strip_of(bits, weight, k, row / KT_STRIP_ROWS);
+    int64_t tiles = kt_strip_tiles(bits, &strip, k, first) - weight;
+    return weight + tiles + row % KT_STRIP_ROWS / KT_HALF_ROWS * KT_HALF_BYTES;
 }
 
 #endif

@@ -38,6 +38,10 @@ typedef struct {
 typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
                         const kt_ahead *ahead);
 
+/* Writes the half tiles of 16 rows of `columns` codes, as kt_pack_fn does. rows, row_stride (bytes): any alignment. Returns 1, or 0
+   if a code is out of range; what was written for it then means nothing. */
+typedef int kt_pack_codes_fn(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles, const kt_ahead *ahead);
+
 /* One row of k BF16 values in groups (NUMERICS.md, section 6): k * bits / 8 bytes of codes and k / group scales. row: any alignment;
    group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value is not finite, else 1. */
 typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale);

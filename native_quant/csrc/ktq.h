@@ -13,7 +13,9 @@
 /* cdef begin */
 
 /* What a function returns; ktq_strerror has the sentences. */
-enum { KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM, KTQ_ENOMEM, KTQ_ECLOSED, KTQ_EFORK };
+enum {
+    KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM, KTQ_ENOMEM, KTQ_ECLOSED, KTQ_EFORK, KTQ_ERANGE
+};
 
 /* The encodings of a source. */
 enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3 };
@@ -40,6 +42,10 @@ int64_t ktq_tile_columns(int bits);
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; weight and scale are then partly written. */
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
                       float *scale, int64_t *bad_row);
+
+/* Packs codes[n][k], rows row_stride bytes apart: -7..7 (4 bits) or -127..127 (8 bits). weight: n*k*bits/8 bytes.
+   KTQ_ERANGE: *bad_row is the first row that holds another code; weight is then partly written. */
+int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t row_stride, uint8_t *weight, int64_t *bad_row);
 
 /* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. */
 enum { KTQ_LIBRARY, KTQ_FLOAT32 };

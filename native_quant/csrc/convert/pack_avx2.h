@@ -25,8 +25,8 @@ KT_TARGET_AVX2 static inline __m256i kt_int8_codes(const uint8_t *bf16, __m256 r
     return _mm256_packs_epi16(kt_int16_codes(bf16, reciprocal), kt_int16_codes(bf16 + 32, reciprocal));
 }
 
-/* rows[8], quads in the order of vpacksswb -> 32 bytes at half + 64 * quad. */
-KT_TARGET_AVX2 static inline void kt_store_quads(const __m256i *rows, uint8_t *half) {
+/* rows[8], quads in order or in the order of vpacksswb -> 32 bytes at half + 64 * quad. */
+KT_TARGET_AVX2 static inline void kt_store_quads(const __m256i *rows, int in_order, uint8_t *half) {
     __m256i turned[2][4]; /* [g][q]: in lane l, the q-th quad of lane l of rows 4g..4g+3 */
     for (int g = 0; g < 2; g++) {
         const __m256i *r = rows + 4 * g;
@@ -38,9 +38,10 @@ KT_TARGET_AVX2 static inline void kt_store_quads(const __m256i *rows, uint8_t *h
         turned[g][3] = _mm256_unpackhi_epi64(high01, high23);
     }
     for (int q = 0; q < 4; q++) {
-        uint8_t *to = half + 64 * (q < 2 ? q : q + 2); /* the first quad of lane l is 2l, the third 2l + 4 */
+        /* vpacksswb: the first quad of lane l is 2l, the third 2l + 4. */
+        uint8_t *to = half + 64 * (in_order || q < 2 ? q : q + 2), *upper = to + (in_order ? 256 : 128);
         _mm256_storeu_si256((__m256i *)to, _mm256_permute2x128_si256(turned[0][q], turned[1][q], 0x20));
-        _mm256_storeu_si256((__m256i *)(to + 128), _mm256_permute2x128_si256(turned[0][q], turned[1][q], 0x31));
+        _mm256_storeu_si256((__m256i *)upper, _mm256_permute2x128_si256(turned[0][q], turned[1][q], 0x31));
     }
 }
 

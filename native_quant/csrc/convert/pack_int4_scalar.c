@@ -18,7 +18,7 @@ void kt_pack_int4_scalar(const uint8_t *rows, int64_t row_stride, int64_t column
             for (int64_t j = 0; j < 64; j++) {
                 unsigned low = to_nibble(kt_to_int8(kt_load16(row + 2 * (first + j)), reciprocal[r]));
                 unsigned high = to_nibble(kt_to_int8(kt_load16(row + 2 * (first + j + 64)), reciprocal[r]));
-                tile[j / 4 * 64 + r * 4 + j % 4] = (uint8_t)(high << 4 | low);
+                tile[kt_byte_in_half(r, j)] = (uint8_t)(high << 4 | low);
             }
         }
     }

@@ -14,8 +14,8 @@ KT_TARGET_AVX2 void kt_pack_int8_avx2(const uint8_t *rows, int64_t row_stride, i
                 right[r] = kt_int8_codes(row + 64, factor);
                 kt_fetch(ahead, first + r, c, 64);
             }
-            kt_store_quads(left, tiles + 4 * first);
-            kt_store_quads(right, tiles + 4 * first + 8 * 64);
+            kt_store_quads(left, 0, tiles + 4 * first);
+            kt_store_quads(right, 0, tiles + 4 * first + 8 * 64);
         }
     }
 }

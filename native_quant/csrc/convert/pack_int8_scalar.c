@@ -1,4 +1,4 @@
-/* AMXINT8 half tile, 16 rows x 64 columns: byte (r, c) at (c div 4) * 64 + r * 4 + c mod 4. */
+/* AMXINT8 half tile: 16 rows x 64 columns, a byte each. */
 #include "kernels.h"
 #include "quantize_scalar.h"
 
@@ -9,8 +9,7 @@ void kt_pack_int8_scalar(const uint8_t *rows, int64_t row_stride, int64_t column
         const uint8_t *row = rows + r * row_stride;
         for (int64_t c = 0; c < columns; c++) {
             uint8_t *tile = tiles + c / 64 * KT_TILE_BYTES;
-            int64_t j = c % 64;
-            tile[j / 4 * 64 + r * 4 + j % 4] = (uint8_t)kt_to_int8(kt_load16(row + 2 * c), reciprocal[r]);
+            tile[kt_byte_in_half(r, c % 64)] = (uint8_t)kt_to_int8(kt_load16(row + 2 * c), reciprocal[r]);
         }
     }
 }

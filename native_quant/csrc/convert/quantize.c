@@ -45,13 +45,10 @@ static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *so
 
 /* 16 rows to their half tiles. */
 static void pack(kt_pack_fn *kernel, int bits, int64_t first, int64_t k, const half_tile *half, uint8_t *weight, const kt_ahead *ahead) {
-    kt_strip strip = kt_strip_of(bits, weight, k, first / KT_STRIP_ROWS);
-    int64_t in_tile = first % KT_STRIP_ROWS / KT_HALF_ROWS * KT_HALF_BYTES;
     for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
         int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
-        uint8_t *tiles = weight + (kt_strip_tiles(bits, &strip, k, c) - weight) + in_tile;
         kt_ahead here = {ahead->first + c * ahead->item_bytes, ahead->row_stride, ahead->item_bytes};
-        kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal, tiles, &here);
+        kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal, kt_half_tiles(bits, weight, k, first, c), &here);
     }
 }
 
