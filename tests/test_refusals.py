@@ -292,6 +292,21 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(source: Path, outp
     assert conversion.tree(output) == wanted
 
 
+def test_a_companion_over_the_file_size_limit_is_refused_before_anything_is_read(
+    tmp_path: Path, source: Path, output: Path
+) -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40 << 20, resource.RLIM_INFINITY))
+
+    mine = tmp_path / "model"
+    shutil.copytree(source, mine)
+    with (mine / "vocab.txt").open("wb") as file:
+        file.truncate(41 << 20)
+    done = convert(mine, output, preexec_fn=limited)
+    conversion.refused(done, 4, "vocab.txt", "41.0 MiB are over the file size limit of 40.0 MiB", "ulimit -f")
+    assert not list(output.with_name("out.work").glob("store/*"))
+
+
 def test_a_file_size_limit_during_the_run(larger: tuple[Path, Any], output: Path) -> None:
     source, wanted = larger
     with conversion.held(source, output) as process:

@@ -25,14 +25,25 @@ def require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
             f"{work.places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
         )
     limit = machine.file_size_limit()
-    copied = [path.stat().st_size for _, path in plan.assembly.companions]
-    largest = max([unit.bytes_out for unit in todo if not unit.folder] + copied, default=0)
-    if limit is not None and largest + SLACK > limit:
-        raise ResourceError(
-            f"{work.places.root}: a file of {size(largest)} is over the file size limit of {size(limit)} (ulimit -f); "
-            "raise it or set --max-shard-size."
-        )
+    if limit is not None:
+        _require_below(limit, plan, todo, work)
     return fit_threads(plan, reporter)
+
+
+def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], work: WorkDir) -> None:
+    """Raise ResourceError where a shard or a companion would be larger than files may be (bytes)."""
+    largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
+    if largest + SLACK > limit:
+        raise ResourceError(
+            f"{work.places.root}: a shard of {size(largest)}, with {size(SLACK)} to spare for its header, is over the "
+            f"file size limit of {size(limit)} (ulimit -f); raise it or set --max-shard-size."
+        )
+    for _, path in plan.assembly.companions:
+        if path.stat().st_size > limit:
+            raise ResourceError(
+                f"{path}: {size(path.stat().st_size)} are over the file size limit of {size(limit)} (ulimit -f), and it is "
+                "copied beside the weights; raise the limit."
+            )
 
 
 def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> dict[str, int]:
