@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,12 @@ BELOW = {
     "layouts": {"layouts", "quantizers", "native_quant"},
     "pipeline": {"pipeline", "layouts", "quantizers", "native_quant"},
 }
+# Of the rooms of the pipeline, what each must not know, inside functions neither; all others must not know the command line.
+ABOVE = {
+    "engine": {"plans", "stages", "walk", "verify", "models", "cli"},
+    "stages": {"plans", "cli"},
+    "cli": set[str](),
+}
 HEAVY = {
     "torch",
     "huggingface_hub",
@@ -29,10 +37,14 @@ HEAVY = {
     "datasets",
     "matplotlib",
 }
-# Their classes are transformers' subclasses, so they import it at the top; whoever wants them imports them inside a function.
+# They subclass transformers' classes, so they import it at the top; whoever wants them imports them inside a function.
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules")}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+MODULES = {
+    ".".join(("ktconvert", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in FILES
+}
 
 
 def floor_of(path: Path) -> str:
@@ -69,6 +81,48 @@ def test_direction(path: Path) -> None:
         if top == "torch":
             known = floor in ("pipeline", "native_quant.runtime") or path == TENSORS
             assert known, f"{path}:{line}: {floor} must not know torch"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "pipeline").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_rooms_of_the_pipeline(path: Path) -> None:
+    room = path.relative_to(ROOT / "pipeline").parts[0]
+    for module, line in imports(ast.parse(path.read_text())):
+        parts = module.split(".")
+        if parts[:2] == ["ktconvert", "pipeline"]:
+            assert not ABOVE.get(room, {"cli"}).intersection(parts[2:3]), (
+                f"{path}:{line}: {room} must not import {module}"
+            )
+
+
+def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything that runs when a module is imported, and what is imported for types."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from outside_functions(child)
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    """Our modules that a module imports as such; of `from package import module`, the module, not the package."""
+    found = set()
+    for node in outside_functions(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in MODULES else node.module)
+    return found & MODULES.keys()
+
+
+def test_no_circles() -> None:
+    """No module needs itself, TYPE_CHECKING included: what two modules share has a module of its own."""
+    graph = {name: imported_modules(ast.parse(path.read_text())) - {name} for name, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > 100
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
