@@ -38,7 +38,7 @@ HEAVY = {
     "matplotlib",
 }
 # They subclass transformers' classes, so they import it at the top; whoever wants them imports them inside a function.
-SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules")}
+SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_output")}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 MODULES = {

@@ -6,15 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+QUANT_METHOD = "kt_amx"
+# transformers skips a quantization that it does not know, with a warning, and makes up the experts. It refuses to load a file of this
+# name, whatever the model, and prints the name.
+NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
+
 
 def config_json(original: Mapping[str, Any], facts: Mapping[str, Any], tool_version: str) -> bytes:
-    """The source's config with a quantization_config for these experts; the source's own stays beside it."""
+    """The source's config with a quantization_config for these experts; the source's own stays beside it.
+
+    transformers loads it only where something registered QUANT_METHOD and takes NO_FILE out.
+    """
     config = dict(original)
     before = config.pop("quantization_config", None)
     if before is not None:
         config["original_quantization_config"] = before
+    config["transformers_weights"] = NO_FILE
     config["quantization_config"] = {
-        "quant_method": "kt_amx",
+        "quant_method": QUANT_METHOD,
         "method": facts["method"],
         "layout_version": facts["layout_version"],
         "bits": facts["bits"],

@@ -1,6 +1,7 @@
 """Routed experts for transformers: from_pretrained(MODEL, quantization_config=KTConvertConfig(cpu_weights=OUT)).
 
-Importing this module registers the config and its quantizer under the name "ktconvert". Each routed-experts module is replaced before
+Importing this module registers the config and its quantizer under the name "ktconvert", and under that of our outputs, so that
+from_pretrained(OUT) finds its experts. Each routed-experts module is replaced before
 weights are loaded, so transformers finds no place for the expert tensors of the checkpoint and reads none of them. The hot experts, if any
 are chosen, are read here, from the same checkpoint or another one.
 """
@@ -18,7 +19,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.native_quant.runtime import hot_experts, hot_mask
+from ktconvert.layouts.outputs import card
+from ktconvert.native_quant.runtime import hf_output, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hf_modules import Place, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
@@ -159,6 +161,53 @@ class KTConvertQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """No gradient flows through the experts."""
         return False
+
+
+@register_quantization_config(card.QUANT_METHOD)
+class ConvertedConfig(KTConvertConfig):
+    """What config.json of an output says of its experts: they lie beside it."""
+
+    def __init__(self, quant_method: str = card.QUANT_METHOD, **_facts: Any) -> None:
+        super().__init__(cpu_weights="", quant_method=quant_method)
+
+
+@register_quantizer(card.QUANT_METHOD)
+class ConvertedQuantizer(KTConvertQuantizer):
+    """Loads an output itself: its experts, and the rest of the model where it was converted with `--non-experts copy`."""
+
+    _renamings: tuple[Any, ...] = ()
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """Of all that is asked before files are looked for, this alone gets the config.
+
+        Raises UnsupportedError for an output without safetensors files.
+        """
+        config.transformers_weights = None
+        if config.name_or_path:
+            hf_output.require_files(Path(config.name_or_path))
+        return config
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        """As for another checkpoint, and the names in this one are kt-kernel's.
+
+        Raises UnsupportedError, besides, for an output that lacks a part of the rest of the model.
+        """
+        if not checkpoint_files:
+            raise UsageError("experts can be loaded from files alone; give from_pretrained the directory of an output")
+        root, places = Path(checkpoint_files[0]).parent, find_experts(model)
+        renamings = hf_output.renamings(model, places)
+        hf_output.require_rest(root, checkpoint_files, model, places, renamings)
+        self.quantization_config.cpu_weights = str(root)
+        super()._process_model_before_weight_loading(model, checkpoint_files, **kwargs)
+        model._keys_to_ignore_on_load_unexpected.add(hf_output.EXPERTS)
+        self._renamings = tuple(renamings)
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """The model's own, from the names that the original has."""
+        return [*self._renamings, *weight_conversions]
 
 
 def _hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask.Mask]) -> dict[int, HotExperts]:

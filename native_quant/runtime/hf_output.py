@@ -1,0 +1,95 @@
+"""An output of `ktconvert cpu` as a checkpoint of transformers: whether the rest of the model is in it, and under which names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.outputs import merged
+from ktconvert.native_quant.runtime.hf_modules import LAYER, Place
+
+# Of the tensors that transformers finds no place for: ours, under the names that `renamings` makes of them.
+EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
+BASE_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
+
+
+def require_files(root: Path) -> None:
+    """Raises UnsupportedError for a directory without safetensors files, where transformers would look for other ones."""
+    if root.is_dir() and not any(root.glob("*.safetensors")):
+        raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
+
+
+def renamings(model: Any, places: Sequence[Place]) -> list[WeightRenaming]:
+    """From kt-kernel's names (merged.rename_non_expert) to those of this model: transformers' WeightRenaming, to be applied first."""
+    match = LAYER.fullmatch(places[0].name)
+    assert match is not None
+    stack = match["prefix"]
+    beside = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
+    return [
+        WeightRenaming(source_patterns=r"^blk\.", target_patterns=f"{stack}layers."),
+        *(WeightRenaming(source_patterns=rf"^{name}\.", target_patterns=f"{stack}{name}.") for name in beside),
+    ]
+
+
+def require_rest(
+    root: Path, files: Iterable[str], model: Any, places: Sequence[Place], first: Sequence[WeightRenaming]
+) -> None:
+    """Raises UnsupportedError where these files lack a tensor that the model has beside its routed experts, as it would be random."""
+    names = [
+        entry.name
+        for file in files
+        for entry in read_header(Path(file)).entries
+        if not merged.KEY.fullmatch(entry.name)
+    ]
+    if not names:
+        raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
+    missing = sorted(_wanted(model, places) - _targets(model, names, first))
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise UnsupportedError(_load_the_original(root, f"lacks {missing[0]}{more} of {type(model).__name__}"))
+
+
+def _wanted(model: Any, places: Sequence[Place]) -> set[str]:
+    """The tensors that the checkpoint must have, by their names in the model."""
+    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    experts = tuple(f"{place.name}." for place in places)
+    return {
+        name
+        for name in model.state_dict()
+        if not name.startswith(experts)
+        and name not in model.all_tied_weights_keys
+        and not any(pattern.search(name) for pattern in optional)
+    }
+
+
+def _targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -> set[str]:
+    """What tensors of these names give, by their names in the model."""
+    mapping = get_model_conversion_mapping(model)
+    renaming = [*first, *(x for x in mapping if isinstance(x, WeightRenaming))]
+    converters = [x for x in mapping if isinstance(x, WeightConverter)]
+    known, found = model.state_dict(), set()
+    for name in names:
+        target, pattern = rename_source_key(name, renaming, converters, model.base_model_prefix, known)
+        found.add(target)
+        for converter in converters:
+            if pattern in converter.source_patterns:  # one tensor may become several
+                one, *others = converter.target_patterns
+                found.update(target.replace(one, other) for other in others)
+    return found
+
+
+def _load_the_original(root: Path, why: str) -> str:
+    readme = root / "README.md"
+    base = BASE_MODEL.search(readme.read_text(errors="replace")) if readme.is_file() else None
+    original = repr(base[1]) if base else "ORIGINAL"
+    return (
+        f"{root}: {why}; load the checkpoint that it was converted from, with these experts:"
+        f" from_pretrained({original}, quantization_config=KTConvertConfig(cpu_weights={str(root)!r}))"
+    )
