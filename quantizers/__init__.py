@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ktconvert.native_quant.matrix import Matrix
+from ktconvert.quantizers.grid import Grid
 
-__all__ = ["GROUP_QUANTIZERS", "QUANTIZERS", "GroupQuantizer", "Matrix", "Quantizer"]
+__all__ = ["GROUP_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
 
+# Scales for rows (NUMERICS.md, section 2), for kt-kernel's CPU formats.
+ROW_GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid("int4", bits=4, low=-7, high=7, group=None, scales="F32", version=1, step=16),
+        Grid("int8", bits=8, low=-127, high=127, group=None, scales="F32", version=1),
+    )
+}
 
-@dataclass(frozen=True)
-class Quantizer:
-    """Round to nearest, symmetric, one scale per output row (equations: NUMERICS.md).
-
-    version is part of every unit's fingerprint: whoever changes a byte that comes out raises it.
-    """
-
-    name: str
-    bits: int
-    version: int
-
-
-QUANTIZERS = {q.name: q for q in (Quantizer("int4", bits=4, version=1), Quantizer("int8", bits=8, version=1))}
-
-
-@dataclass(frozen=True)
-class GroupQuantizer:
-    """Symmetric, one BF16 scale per group of columns of a row, for weights on a GPU (NUMERICS.md, section 6).
-
-    name as in kt-kernel's --quant-type. version: as above.
-    """
-
-    name: str
-    bits: int
-    group: int
-    version: int
-
-
-GROUP_QUANTIZERS = {
-    q.name: q
-    for q in (
-        GroupQuantizer("W4A16", bits=4, group=128, version=1),
-        GroupQuantizer("W8A16", bits=8, group=128, version=1),
+# Scales for groups of columns (NUMERICS.md, section 6), for weights on a GPU; named as in kt-kernel's --quant-type.
+GROUP_GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid("W4A16", bits=4, low=-8, high=7, group=128, scales="BF16", version=1),
+        Grid("W8A16", bits=8, low=-128, high=127, group=128, scales="BF16", version=1),
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ from ktconvert.layouts.checkpoints.archs import ARCHS, Fused, Separate, Stacked,
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import compressed, ignore
-from ktconvert.layouts.outputs.compressed import COMPRESSED
+from ktconvert.layouts.outputs import compressed, ignore, linear_names
+from ktconvert.layouts.outputs.compressed_card import quantization_config
+from ktconvert.layouts.outputs.form import expert_bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, KINDS, Matrix
+from ktconvert.pipeline.stages.experts import plan_parts, room
 from ktconvert.quantizers import groups, reference
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
 BF16 = "BF16"
-DTYPES = (np.int32, np.uint16)  # of weight_packed and weight_scale
+FORMS = (compressed.W4A16, compressed.W8A16)
 Build = Callable[..., MoeModel]
 
 
@@ -100,39 +104,47 @@ def test_names(
 ) -> None:
     model = build(family, style_of(family, kind, n), prefix)
     want = [f"{prefix}layers.1.{block}.{e}.{name}" for e in range(E) for name in names]
-    found = list(compressed.linears(model, 1))
+    found = list(linear_names.linears(model, 1))
     assert [name for _, _, name, _, _ in found] == want
     assert [(n, k) for _, _, _, n, k in found[:3]] == [(I, H), (I, H), (H, I)]
-    assert [name for _, _, name, _, _ in compressed.linears(model, 1, [2])] == want[-3:]
+    assert [name for _, _, name, _, _ in linear_names.linears(model, 1, [2])] == want[-3:]
     if kind is Separate:
         assert {f"{name}.weight" for name in want} == model.expert_tensor_names()
 
 
 def test_an_unknown_family_stored_together_gets_the_usual_names(build: Build) -> None:
     model = build("unheard_of", style_of("qwen3_moe", Fused))
-    assert compressed.linear_name(model, 1, 2, "up") == "model.layers.1.mlp.experts.2.up_proj"
+    assert linear_names.linear_name(model, 1, 2, "up") == "model.layers.1.mlp.experts.2.up_proj"
 
 
 # --- tensors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+def rounded(form: compressed.Compressed, linear: Matrix) -> tuple[Any, Any, Any]:
+    """Words, shape and scales of a linear, rounded to nearest."""
+    n, k = linear.shape
+    out = room(form, Part(0, 0, "gate", 0, n, k))
+    form.quantize(linear, out)
+    return form.typed(out, n, k)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build: Build, tmp_path: Path) -> None:
     """Odd sizes, so that a wrong order of the tensors would leave the shapes (I64) where torch cannot see them."""
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
     model = build("qwen3_moe", style_of("qwen3_moe", Fused), shape=(E, 256, 384))
-    plan = compressed.plan_experts(model, 1, range(E), form, {"format": "pt"})
-    assert plan.data_bytes == E * form.expert_bytes(256, 384)
+    grid = ExpertGrid(1, 256, 384)
+    plan = plan_parts(form, form.names(model), grid.all_parts(range(E)), {"format": "pt"})
+    assert plan.data_bytes == E * expert_bytes(form, grid)
     at = len(plan.header)
     for entry in plan.entries:
         assert at % {"I32": 4, "I64": 8, BF16: 2}[entry.dtype] == 0
         at += entry.nbytes
     made: dict[str, Any] = {}
-    for expert, projection, name, n, k in compressed.linears(model, 1):
-        packed, scale = (np.zeros(e.shape, t) for e, t in zip(form.entries(name, n, k)[::2], DTYPES, strict=True))
-        form.pack(model.linear(1, expert, projection), packed, scale)
+    for expert, projection, name, n, k in linear_names.linears(model, 1):
+        packed, _, scale = rounded(form, model.linear(1, expert, projection))
         made |= {
             f"{name}.weight_packed": packed,
             f"{name}.weight_scale": scale,
@@ -144,7 +156,7 @@ def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build:
     assert path.stat().st_size == plan.size
     loaded = load_file(path)
     assert loaded.keys() == made.keys()
-    for expert, projection, name, n, k in compressed.linears(model, 1):
+    for expert, projection, name, n, k in linear_names.linears(model, 1):
         assert loaded[f"{name}.weight_packed"].dtype == torch.int32
         assert loaded[f"{name}.weight_scale"].dtype == torch.bfloat16
         assert loaded[f"{name}.weight_shape"].tolist() == [n, k]
@@ -154,42 +166,41 @@ def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build:
         )
         linear = model.linear(1, expert, projection)
         bf16 = kernels.decode(linear)
-        codes, want = groups.quantize_groups(form.quantizer.bits, 128, bf16)
+        codes, want = groups.quantize_groups(form.grid.bits, 128, bf16)
         assert (form.codes(packed) == codes).all() and (scale == want).all()
-        x, y = reference.bf16_to_f32(bf16), form.unpack(packed, scale)
+        stored = form.stored(packed, scale)
+        x, y = reference.bf16_to_f32(bf16), form.unpack(stored, n, k)
         step = np.repeat(reference.bf16_to_f32(scale), 128, axis=1)
         assert (np.abs(x - y) <= 0.55 * step + np.abs(x) * 2.0**-8).all()
-        xx, yy, xy, dd = form.error_sums(linear, packed, scale)
+        xx, yy, xy, dd = form.error_sums(linear, stored)
         np.testing.assert_allclose(
             [xx, yy, xy, dd], [(x * x).sum(), (y * y).sum(), (x * y).sum(), np.square(x - y).sum()], rtol=1e-4
         )
 
 
 def test_rounding_and_encodings_reach_the_kernel() -> None:
-    form = COMPRESSED["W8A16"]
     values = np.random.default_rng(0).integers(0, 0x7F, (256, 64)).astype(np.uint8)
     linear = Matrix(values, FP8_E4M3, np.full((2, 1), 0.37, np.float32), (128, 64)).T
     bf16 = reference.decode(linear)
     results = []
     for rounding in kernels.ROUNDINGS:
-        packed, scale = np.zeros((64, 64), np.int32), np.zeros((64, 2), np.uint16)
-        form.pack(linear, packed, scale, rounding)
+        form = replace(compressed.W8A16, rounding=rounding)
+        packed, _, _ = rounded(form, linear)
         assert (form.codes(packed) == groups.quantize_groups(8, 128, bf16, rounding)[0]).all()
         results.append(packed)
     assert (results[0] != results[1]).any()
 
 
-@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = QuantizationConfig.model_validate(form.quantization_config([]))
+    config = QuantizationConfig.model_validate(quantization_config(form.grid, []))
     bf16 = reference.f32_to_bf16(np.random.default_rng(0).standard_normal((96, 256)).astype(np.float32))
-    packed, scale = np.zeros((96, 256 * form.quantizer.bits // 32), np.int32), np.zeros((96, 2), np.uint16)
-    form.pack(Matrix(bf16, KINDS["bf16"]), packed, scale)
+    packed, _, scale = rounded(form, Matrix(bf16, KINDS["bf16"]))
     state = {
         "weight_packed": torch.from_numpy(packed),
         "weight_scale": torch.from_numpy(scale).view(torch.bfloat16),
@@ -197,28 +208,30 @@ def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
     }
     scheme = config.config_groups["group_0"]
     weight = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
-    assert (weight.view(torch.uint16).numpy() == reference.f32_to_bf16(form.unpack(packed, scale))).all()
+    assert (
+        weight.view(torch.uint16).numpy() == reference.f32_to_bf16(form.unpack(form.stored(packed, scale), 96, 256))
+    ).all()
 
 
 # --- quantization_config --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_quantization_config(form: compressed.Compressed) -> None:
     """What SGLang's and vLLM's loaders look at."""
-    config = form.quantization_config(["lm_head"])
+    config = quantization_config(form.grid, ["lm_head"])
     scheme = config["config_groups"]["group_0"]
     assert config["quant_method"] == "compressed-tensors" and config["quantization_status"] == "compressed"
     assert config["format"] == scheme["format"] == "pack-quantized" and scheme["targets"] == ["Linear"]
     weights = scheme["weights"]
-    assert (weights["num_bits"], weights["group_size"]) == (form.quantizer.bits, 128)
+    assert (weights["num_bits"], weights["group_size"]) == (form.grid.bits, 128)
     assert weights["symmetric"] and weights["strategy"] == "group" and weights["type"] == "int"
     assert weights["actorder"] is None and weights["dynamic"] is False
     assert scheme["input_activations"] is None and config["ignore"] == ["lm_head"]
     assert json.loads(json.dumps(config)) == config
 
 
-@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_quantization_config_is_the_librarys(form: compressed.Compressed) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors import __version__
@@ -232,7 +245,7 @@ def test_quantization_config_is_the_librarys(form: compressed.Compressed) -> Non
         quantization_status=QuantizationStatus.COMPRESSED,
         format="pack-quantized",
     )
-    assert form.quantization_config(["lm_head"]) == {**config.model_dump(mode="json"), "version": __version__}
+    assert quantization_config(form.grid, ["lm_head"]) == {**config.model_dump(mode="json"), "version": __version__}
 
 
 # --- the ignore list ------------------------------------------------------------------------------
@@ -334,34 +347,34 @@ def test_patterns_are_read_as_the_library_reads_them(build: Build) -> None:
 
 
 def test_groups_must_divide_every_row(build: Build) -> None:
-    form = COMPRESSED["W4A16"]
+    form = compressed.W4A16
     for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
         model = build("qwen3_moe", style_of("qwen3_moe", Separate), shape=shape)
         with pytest.raises(UnsupportedError, match=f"groups of 128 columns, which do not divide the {what}"):
-            compressed.check_shapes(model, form)
+            form.check_loading(model)
 
 
 def test_tensor_parallel_sizes(build: Build) -> None:
-    form = COMPRESSED["W4A16"]
+    form = compressed.W4A16
     model = build("qwen3_moe", style_of("qwen3_moe", Separate), shape=(E, 128, 768))
-    notes = compressed.check_shapes(model, form, tp=(1, 2))
+    notes = form.check_loading(model, (1, 2))
     assert notes == ("Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2.",)
     with pytest.raises(
         UnsupportedError, match=r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
     ):
-        compressed.check_shapes(model, form, tp=(4,))
+        form.check_loading(model, (4,))
 
 
 def test_what_marlin_cannot_compute_is_said(build: Build) -> None:
     model = build("llama4", style_of("llama4", Separate))
-    assert any("silu" in note for note in compressed.check_shapes(model, COMPRESSED["W4A16"]))
+    assert any("silu" in note for note in compressed.W4A16.check_loading(model))
 
 
 # --- whole checkpoints ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
-@pytest.mark.parametrize("form", COMPRESSED.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_a_whole_checkpoint_equals_model_free_ptq(
     form: compressed.Compressed, source: str, example: Path, tmp_path: Path, write_safetensors: Any
 ) -> None:
@@ -399,9 +412,8 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
         theirs |= load_file(path)
     packed_names = {name for name in theirs if name.rpartition(".")[2] in compressed.SUFFIXES}
     for layer in model.layers:
-        for expert, projection, name, n, k in compressed.linears(model, layer):
-            packed, scale = (np.zeros(e.shape, t) for e, t in zip(form.entries(name, n, k)[::2], DTYPES, strict=True))
-            form.pack(model.linear(layer, expert, projection), packed, scale)
+        for expert, projection, name, n, k in linear_names.linears(model, layer):
+            packed, _, scale = rounded(form, model.linear(layer, expert, projection))
             assert (theirs[f"{name}.weight_packed"].numpy() == packed).all()
             assert (theirs[f"{name}.weight_scale"].view(torch.uint16).numpy() == scale).all()
             assert theirs[f"{name}.weight_shape"].tolist() == [n, k]
@@ -411,4 +423,4 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     (scheme,) = said["config_groups"].values()
     scheme["weights"]["observer"] = None  # how the library found the scales
     assert not said.pop("transform_config")
-    assert said | {"config_groups": {"group_0": scheme}} == form.quantization_config(patterns)
+    assert said | {"config_groups": {"group_0": scheme}} == quantization_config(form.grid, patterns)

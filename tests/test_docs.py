@@ -24,10 +24,10 @@ from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import LAYOUTS
+from ktconvert.layouts.outputs import FORMS, forms_of
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
-from ktconvert.quantizers import QUANTIZERS, reference
+from ktconvert.quantizers import ROW_GRIDS, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = {".venv", ".git", "build", "dist"}
@@ -203,19 +203,23 @@ def test_every_environment_variable_is_documented() -> None:
 # ---- the tables of the code -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda x: x.name)
-def test_every_layout_is_in_format(layout: Any) -> None:
+@pytest.mark.parametrize("form", FORMS.values(), ids=lambda x: x.name)
+def test_every_form_is_in_format(form: Any) -> None:
+    assert f"{form.name} version {form.version}" in text_of(FORMAT_PAGE), "a new version? describe its bytes"
+
+
+@pytest.mark.parametrize("form", forms_of("cpu").values(), ids=lambda x: x.name)
+def test_kt_kernels_sizes_and_names_are_in_format(form: Any) -> None:
     page = text_of(FORMAT_PAGE)
-    assert f"{layout.name} version {layout.version}" in page, "a new version? describe its bytes"
-    assert layout.file_prefix in page
-    assert f"multiples of {layout.multiple} ({layout.name})" in page or f"{layout.multiple} ({layout.name})" in page
+    assert form.file_prefix in page
+    assert f"multiples of {form.multiple} ({form.name})" in page or f"{form.multiple} ({form.name})" in page
 
 
 def test_every_quantizer_and_decoder_is_in_numerics() -> None:
     if not NUMBERS_PAGE.exists():
         pytest.fail("quantizers/NUMERICS.md is missing")
     page = text_of(NUMBERS_PAGE).lower()
-    for name in QUANTIZERS:
+    for name in ROW_GRIDS:
         assert name in page, name
     for kind in KINDS:
         plain = kind.replace("_", " ")

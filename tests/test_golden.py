@@ -11,7 +11,7 @@ import pytest
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import QUANTIZERS, reference
+from ktconvert.quantizers import ROW_GRIDS, reference
 from rig.safetensors import bits_of, metadata_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +23,7 @@ CASES = [
     ("int8", "nodd2_t1"),
     ("int8", "kblock_t1"),
 ]
-OURS = [(method, kind) for method in QUANTIZERS for kind in ("fp16", "f32", "fp8_e4m3")]
+OURS = [(method, kind) for method in ROW_GRIDS for kind in ("fp16", "f32", "fp8_e4m3")]
 
 
 def unsigned(path: Path) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def unsigned(path: Path) -> dict[str, Any]:
 
 def parts(method: str, case: str) -> Iterator[tuple[str, Any, Any, Any]]:
     """Every (key, BF16 part, kt-kernel's weight, kt-kernel's scale) of a golden file."""
-    path = GOLDEN / f"amx_{method}.v{QUANTIZERS[method].version}.{case}.safetensors"
+    path = GOLDEN / f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
     metadata, tensors = metadata_of(path), unsigned(path)
     count = int(metadata["numa"])
     for proj in ("gate", "up", "down"):
@@ -55,7 +55,7 @@ def same(key: str, ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(("method", "case"), CASES)
 def test_definition_gives_kt_kernels_bytes(method: str, case: str) -> None:
     for key, part, weight, scale in parts(method, case):
-        ours = reference.quantize_pack(QUANTIZERS[method].bits, part)
+        ours = reference.quantize_pack(ROW_GRIDS[method].bits, part)
         same(f"{key}.weight", ours[0], weight)
         same(f"{key}.scale", ours[1], scale)
 
@@ -65,14 +65,14 @@ def test_definition_gives_kt_kernels_bytes(method: str, case: str) -> None:
 def test_kernels_give_kt_kernels_bytes(method: str, case: str) -> None:
     for key, part, weight, scale in parts(method, case):
         ours = np.full_like(weight, 0xAA), np.full_like(scale, np.nan)
-        kernels.quantize_pack(QUANTIZERS[method].bits, Matrix(part, KINDS["bf16"]), *ours)
+        kernels.quantize_pack(ROW_GRIDS[method].bits, Matrix(part, KINDS["bf16"]), *ours)
         same(f"{key}.weight", ours[0], weight)
         same(f"{key}.scale", ours[1], scale)
 
 
 def ours_of(method: str, kind: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Bits, tensors and how to decode them, of a golden file that `make golden` writes."""
-    quantizer = QUANTIZERS[method]
+    quantizer = ROW_GRIDS[method]
     tensors = unsigned(GOLDEN / f"amx_{method}.v{quantizer.version}.{kind}.safetensors")
     options: dict[str, Any] = {}
     if "in.scales" in tensors:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import GROUP_QUANTIZERS, groups, reference
+from ktconvert.quantizers import GROUP_GRIDS, groups, reference
 
 GOLDEN = Path(__file__).parent / "golden"
 BITS = (4, 8)
@@ -271,10 +271,10 @@ def library(scheme: str, bf16: Any) -> tuple[Any, Any]:
     return state["weight_packed"].numpy(), state["weight_scale"].view(torch.uint16).numpy()
 
 
-@pytest.mark.parametrize("name", GROUP_QUANTIZERS)
+@pytest.mark.parametrize("name", GROUP_GRIDS)
 def test_equals_the_library(name: str) -> None:
     pytest.importorskip("llmcompressor", reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')")
-    bits = GROUP_QUANTIZERS[name].bits
+    bits = GROUP_GRIDS[name].bits
     rng = np.random.default_rng(11)
     gaussian = reference.f32_to_bf16(rng.standard_normal((256, 1024)).astype(np.float32) * 0.02)
     for bf16 in (ugly(64, 512), any_bits(rng, (256, 512)), gaussian):
@@ -282,9 +282,9 @@ def test_equals_the_library(name: str) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("name", GROUP_QUANTIZERS)
+@pytest.mark.parametrize("name", GROUP_GRIDS)
 def test_equals_the_librarys_golden_bytes(name: str) -> None:
-    quantizer = GROUP_QUANTIZERS[name]
+    quantizer = GROUP_GRIDS[name]
     tensors = load_file(GOLDEN / f"gpu_{name.lower()}.v{quantizer.version}.rtn.safetensors")
     bf16, stored = tensors["in.weight"], (tensors["weight_packed"], tensors["weight_scale"])
     assert_same(ours(quantizer.bits, bf16), stored)

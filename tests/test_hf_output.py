@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import card
+from ktconvert.layouts.outputs import amx_card
 from rig import families
 from rig.safetensors import edit_file
 
@@ -64,7 +64,7 @@ def test_without_ktconvert_it_fails(name: str, outputs: dict[str, Path]) -> None
     done = python(LOAD, outputs[name])
     assert done.returncode != 0
     assert "loaded" not in done.stdout
-    assert card.NO_FILE in done.stderr.splitlines()[-1]
+    assert amx_card.NO_FILE in done.stderr.splitlines()[-1]
 
 
 def test_with_ktconvert_it_is_the_model_with_these_experts(outputs: dict[str, Path], example: Path) -> None:

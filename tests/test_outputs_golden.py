@@ -81,8 +81,8 @@ def short(data: bytes) -> str:
 
 def units(command: str, source: Path, settings: dict[str, Any], **tuning: Any) -> dict[str, str]:
     """Name in the store -> fingerprint, of every unit of a plan."""
-    plan = plan_request(Request(command, str(source), source.parent / "none", settings, tuning))
-    return {unit.stored_name: unit.fingerprint[16:32] for unit in plan.units}
+    planned = plan_request(Request(command, str(source), source.parent / "none", settings, tuning))
+    return {unit.stored_name: unit.fingerprint[16:32] for unit in planned.units}
 
 
 def hashes_of(command: str, source: Path, output: Path, *options: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs.compressed import COMPRESSED
+from ktconvert.layouts.outputs.compressed import W4A16, W8A16
 from ktconvert.pipeline.cli.run import run
 from rig import families
 from rig.families import EXPERTS, HIDDEN, LAYERS
@@ -150,7 +150,10 @@ def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
         found = re.fullmatch(rf"model\.layers\.{layer}\..*\.experts\.(\d+)\.(\w+)\.weight_packed", name)
         if found is not None:
             scale = tensors[name.replace("weight_packed", "weight_scale")]
-            values = COMPRESSED[case.kind].unpack(tensors[name], scale)
+            form = {"W4A16": W4A16, "W8A16": W8A16}[case.kind]
+            codes = tensors[name]
+            shape = codes.shape[0], codes.shape[1] * 32 // form.grid.bits
+            values = form.unpack(form.stored(codes, scale), *shape)
             rounded = torch.from_numpy(values).to(torch.bfloat16).float()
             named = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
             yield int(found[1]), named[found[2]], rounded

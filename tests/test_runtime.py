@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from safetensors import safe_open
 
-from ktconvert.layouts.outputs import layout_named
+from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
@@ -51,7 +51,7 @@ def bits(tensor: Any) -> npt.NDArray[np.uint16]:
 def read(path: Path) -> Golden:
     with safe_open(path, "pt") as file:
         about = file.metadata()
-        layout = layout_named(about["method"])
+        form = FORMS[about["method"]]
         grid = ExpertGrid(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
         experts = int(about["experts"])
         arrays = {}
@@ -60,7 +60,7 @@ def read(path: Path) -> Golden:
             weight = file.get_tensor(f"{key}.weight").numpy().view(np.uint8).copy()
             arrays[part] = (weight, file.get_tensor(f"{key}.scale").numpy().copy())
         return Golden(
-            LayerWeights(layout, grid, experts, arrays),
+            LayerWeights(form, grid, experts, arrays),
             bits(file.get_tensor("in.hidden")),
             file.get_tensor("in.topk_ids").numpy().copy(),
             file.get_tensor("in.topk_weights").numpy().copy(),
@@ -112,8 +112,8 @@ def to_float(x: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
 def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArray[np.float64]:
     """The layer in float64 on the dequantized weights, nothing rounded."""
     linears: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
-    for part, (weight, scale) in packed.arrays.items():
-        dense = packed.layout.unpack(weight, scale, part.n, part.k).astype(np.float64)
+    for part in packed.arrays:
+        dense = packed.form.unpack(packed.bytes_of(part), part.n, part.k).astype(np.float64)
         key = (part.projection, part.expert)
         axis = 1 if part.projection == "down" else 0
         linears[key] = np.concatenate([linears[key], dense], axis) if key in linears else dense

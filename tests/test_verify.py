@@ -13,11 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import LAYOUTS
-from ktconvert.layouts.outputs.output import is_output, measure, open_output
+from ktconvert.layouts.outputs import forms_of
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.verify import verify
-from ktconvert.quantizers import QUANTIZERS
+from ktconvert.quantizers import ROW_GRIDS
 from rig.safetensors import data_start, edit_header, header_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -113,7 +114,7 @@ def test_a_conversion_is_what_its_source_gives(name: str, made: dict[str, Path],
     report = accepted(made[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
     assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
-    assert report["method"] == LAYOUTS[name[:4]].name and report["form"] == name[5:]
+    assert report["method"] == forms_of("cpu")[name[:4]].name and report["form"] == name[5:]
     errors = {(e["layer"], e["projection"]): e for e in report["errors"]}
     assert set(errors) == {(layer, p) for layer in (0, 1) for p in ("gate", "up", "down")}
     low, high = {"int4": (0.05, 0.2), "int8": (0.002, 0.015)}[name[:4]]
@@ -289,8 +290,8 @@ def test_wrong_numa_and_wrong_method(made: dict[str, Path]) -> None:
             "--numa 1 was given, the weights are for 2 NUMA parts" in sentence and "--kt-threadpool-count 2" in sentence
         )
         _, sentence = refused(output, "--quant-method", other)
-        assert f"the weights have the sizes of {LAYOUTS[name[:4]].name}" in sentence
-        assert f"--kt-method {LAYOUTS[name[:4]].name}" in sentence
+        assert f"the weights have the sizes of {forms_of('cpu')[name[:4]].name}" in sentence
+        assert f"--kt-method {forms_of('cpu')[name[:4]].name}" in sentence
 
 
 def test_int8_bytes_under_int4_names(copy: Callable[[str], Path]) -> None:
@@ -496,7 +497,7 @@ def test_an_unfinished_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("method", "case"), [("int4", "small_t2"), ("int8", "small_t2"), ("int8", "nodd2_t1")])
 def test_kt_kernels_own_bytes(method: str, case: str, tmp_path: Path, write_safetensors: Any, write_qwen: Any) -> None:
     """The golden files, laid out as convert_cpu_weights.py and as merge_cpu_weights.py write them, and loose."""
-    name = f"amx_{method}.v{QUANTIZERS[method].version}.{case}.safetensors"
+    name = f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
     tensors = read_file(GOLDEN / name)
     source = write_qwen(tmp_path / "source", {0: {p: tensors[f"in.{p}"].bits for p in ("gate", "up", "down")}})
     experts = {key: value for key, value in tensors.items() if key.startswith("blk.")}
@@ -534,9 +535,9 @@ def test_opening(made: dict[str, Path], example: Path, tmp_path: Path) -> None:
         output = open_output(path)
         found = measure(output)
         assert is_output(path) and output.loose == name.endswith("loose")
-        assert found.layout == LAYOUTS[name[:4]] and found.shapes == {0: (8, 256, 256), 1: (8, 256, 256)}
+        assert found.form == forms_of("cpu")[name[:4]] and found.shapes == {0: (8, 256, 256), 1: (8, 256, 256)}
         (place, what), stored = next(iter(output.tensors.items()))
-        assert output.read(stored).nbytes == stored.nbytes and place.key(what).startswith("blk.0.ffn_")
+        assert output.read(stored).nbytes == stored.nbytes and output.names.key(place, what).startswith("blk.0.ffn_")
 
 
 def test_unfinished_run_of_kt_kernel(copy: Callable[[str], Path]) -> None:

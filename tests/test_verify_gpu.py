@@ -16,7 +16,9 @@ import pytest
 from click.testing import CliRunner
 
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs.output import open_output
+from ktconvert.layouts.outputs.compressed import PIECE
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
@@ -147,7 +149,7 @@ def test_what_was_rounded(kind: str, made: dict[str, Path], example: Path) -> No
     assert report["ok"] and report["notes"] == [], report["message"]
     assert told(report, "options") == f"{kind}, as asked"
     assert told(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
-    assert told(report, "source") == "144 tensors made again: the same bytes; 21 other tensors are the source's"
+    assert told(report, "source") == "144 tensors quantized again: the same bytes; 21 other tensors are the source's"
     found = report["predictions"]
     low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
     assert low < found["kl"] < high and found["tokens"] == 4 * 127
@@ -432,12 +434,13 @@ def test_the_guards_after_a_conversion(copy: Callable[[str], Path]) -> None:
 def test_codes_need_not_be_read_whole(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """That codes are not all zeros is seen in their first bytes."""
     from ktconvert.layouts.outputs.output import Output
-    from ktconvert.pipeline.verify.gpu import PIECE, check_numbers
+    from ktconvert.pipeline.verify.numbers import check_numbers
 
     read: list[int] = []
     plain = Output.read
     monkeypatch.setattr(Output, "read", lambda *given: read.append(len(found := plain(*given))) or found)  # type: ignore[func-returns-value]
-    assert check_numbers(open_output(made["W8A16"])) == Check(
+    output = open_output(made["W8A16"])
+    assert check_numbers(output, measure(output).form) == Check(
         "numbers", "scales finite and positive, no expert all zeros"
     )
     assert max(read) == PIECE < 256 * 256 and len(read) == 48 * 3

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs.output import Stored, open_output
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.output import Stored
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke, weights
 from ktconvert.native_quant.runtime.experts import Experts
@@ -166,9 +167,9 @@ def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: An
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
     given = random_experts(6, 256, 256, 3)
-    from ktconvert.layouts.outputs import layout_named
+    from ktconvert.layouts.outputs import FORMS
 
-    return weights.pack(**given, layout=layout_named("AMXINT8"), layer=0, parts=parts, threads=1), given
+    return weights.pack(**given, form=FORMS["AMXINT8"], layer=0, parts=parts, threads=1), given
 
 
 def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:

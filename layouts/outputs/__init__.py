@@ -1,16 +1,19 @@
-"""Where bytes lie, in checkpoints and in outputs. LAYOUTS is the table of outputs, by the name of kt-kernel's --quant-method."""
+"""What goes out: FORMS is the table of formats of experts, by the name that loaders and manifests know."""
 
 from __future__ import annotations
 
-from ktconvert.layouts.outputs.amx_int4 import AMX_INT4
-from ktconvert.layouts.outputs.amx_int8 import AMX_INT8
-from ktconvert.layouts.outputs.layout import PROJECTIONS, Layout
+from collections.abc import Mapping
 
-__all__ = ["LAYOUTS", "PROJECTIONS", "Layout", "layout_named"]
+from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8
+from ktconvert.layouts.outputs.compressed import W4A16, W8A16
+from ktconvert.layouts.outputs.form import Form
+from ktconvert.layouts.outputs.parts import PROJECTIONS
 
-LAYOUTS = {"int4": AMX_INT4, "int8": AMX_INT8}
+__all__ = ["FORMS", "PROJECTIONS", "Form", "forms_of"]
+
+FORMS: dict[str, Form] = {form.name: form for form in (AMXINT4, AMXINT8, W4A16, W8A16)}
 
 
-def layout_named(name: str) -> Layout:
-    """The layout that kt-kernel calls so ("AMXINT4"). Raises KeyError."""
-    return {layout.name: layout for layout in LAYOUTS.values()}[name]
+def forms_of(command: str) -> Mapping[str, Form]:
+    """What a command makes, by what its option calls it."""
+    return {form.option: form for form in FORMS.values() if form.command == command}

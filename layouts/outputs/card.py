@@ -1,39 +1,75 @@
-"""config.json and README.md of an output: what these weights are, for the loader and for people."""
+"""config.json and README.md of an output: what these weights are, for loaders and for people. What differs by form comes from its row."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-QUANT_METHOD = "kt_amx"
-# transformers skips a quantization that it does not know, with a warning, and makes up the experts. It refuses to load a file of this
-# name, whatever the model, and prints the name.
-NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
+if TYPE_CHECKING:
+    from ktconvert.layouts.outputs.form import Card
+
+# Where a checkpoint says how it is quantized: keys of config.json, and files beside it that loaders look for.
+CONFIG_KEYS = ("quantization_config", "compression_config")
+CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
 
 
-def config_json(original: Mapping[str, Any], facts: Mapping[str, Any], tool_version: str) -> bytes:
-    """The source's config with a quantization_config for these experts; the source's own stays beside it.
+def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whole: bool) -> bytes:
+    """The source's config with the entries of these experts' form, quantization_config among them.
 
-    transformers loads it only where something registered QUANT_METHOD and takes NO_FILE out.
+    whole: of a whole model nothing that the source said of its quantization survives, at any depth; else it stays beside ours.
     """
-    config = dict(original)
+    config = _plain(original) if whole else dict(original)
     before = config.pop("quantization_config", None)
     if before is not None:
         config["original_quantization_config"] = before
-    config["transformers_weights"] = NO_FILE
-    config["quantization_config"] = {
-        "quant_method": QUANT_METHOD,
-        "method": facts["method"],
-        "layout_version": facts["layout_version"],
-        "bits": facts["bits"],
-        "strategy": "channel",
-        "symmetric": True,
-        "num_numa_nodes": facts["numa"],
-        "targets": ["routed experts"],
-        "quantizer": f"ktconvert:{tool_version}",
-    }
+    config |= entries
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _plain(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in CONFIG_KEYS
+    }
+
+
+def model_card(
+    card: Card,
+    base_model: str | None,
+    facts: Mapping[str, Any],
+    notes: Sequence[str],
+    stats: Sequence[Mapping[str, Any]],
+    tool_version: str,
+) -> bytes:
+    """README.md: front matter that the hub reads, what the folder is, how to load it, how exact it is."""
+    lines = [
+        "---",
+        *([f"base_model: {base_model}"] if base_model else []),
+        *card.head,
+        "tags:",
+        *(f"- {tag}" for tag in ("ktconvert", *card.tags, facts["method"].lower())),
+        "---",
+        "",
+        f"# {card.title}",
+        "",
+        *card.about,
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {what} | {value} |" for what, value in card.rows),
+        f"| made by | ktconvert {tool_version} |",
+        "",
+        "## Use",
+        "",
+        *card.use,
+        *error_lines(stats),
+        *calibration_lines(facts, stats),
+    ]
+    if notes:
+        lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
+    return ("\n".join(lines) + "\n").encode()
 
 
 def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -53,7 +89,8 @@ def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "## Error",
         "",
-        "Measured on one expert of each shard against the source in BF16 (`ktconvert verify --against SOURCE --full` measures all).",
+        "Measured on one expert of each shard against the source in BF16 "
+        "(`ktconvert verify --against SOURCE --full` measures all).",
         "",
         "| projection | mean relative error | worst | lowest cosine |",
         "|---|---|---|---|",
@@ -61,70 +98,35 @@ def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def model_card(
-    *,
-    base_model: str | None,
-    facts: Mapping[str, Any],
-    notes: Sequence[str],
-    stats: Sequence[Mapping[str, Any]],
-    loose: bool,
-    non_experts: bool,
-    tool_version: str,
-) -> bytes:
-    """README.md: front matter that the hub reads, what the folder is, how to launch it, how exact it is."""
-    front = [
-        "---",
-        *([f"base_model: {base_model}"] if base_model else []),
-        "library_name: kt-kernel",
-        "tags:",
-        "- ktconvert",
-        "- kt-kernel",
-    ]
-    front += ["- mixture-of-experts", f"- {facts['method'].lower()}", "---"]
-    name = base_model or "this model"
-    layers = facts["layers"]
-    what = (
-        "everything else under kt-kernel's names"
-        if non_experts
-        else "nothing else: attention, router and shared experts stay in the original checkpoint"
-    )
-    method, numa = facts["method"], facts["numa"]
+def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to nearest."""
+    told = facts.get("calibration")
+    if told is None:
+        return []
+    seen = "every expert saw every token" if told["calibrate"] == "all" else "each expert saw the tokens routed to it"
+    made = next((s for s in stats if "calibration_tokens" in s), None)
+    amount = f"{made['samples']} samples, {made['calibration_tokens']} tokens" if made else f"{told['samples']} samples"
     lines = [
-        *front,
         "",
-        f"# {method} expert weights of {name}",
+        "## Calibration",
         "",
-        f"Routed experts of {len(layers)} layers ({ranges(layers)}), quantized to {method} in {numa} NUMA part{'s' if numa != 1 else ''},",
-        f"in the format that kt-kernel 0.7 loads{' (loose .kt folders)' if loose else ''}. The folder holds {what}.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| method | {method} ({facts['bits']} bits, one scale per output row and part) |",
-        f"| NUMA parts | {numa}: load with `--kt-threadpool-count {numa}` and no other |",
-        f"| experts per layer | {facts['experts']} |",
-        f"| hidden size, expert width | {facts['hidden']}, {facts['intermediate']} |",
-        f"| activation | {facts['activation']} |",
-        f"| source dtypes | {', '.join(facts['dtypes'])} |",
-        f"| made by | ktconvert {tool_version} |",
-        "",
-        "## Use",
-        "",
-        "```bash",
-        "python -m sglang.launch_server \\",
-        f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",
-        "  --kt-weight-path /path/to/this/folder \\",
-        f"  --kt-method {method} \\",
-        f"  --kt-threadpool-count {numa} \\",
-        "  --kt-cpuinfer PHYSICAL_CORES \\",
-        "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
-        "```",
-        "",
-        "`ktconvert doctor` prints the two machine values.",
-        *error_lines(stats),
+        f"{amount} of {told['dataset']}, at most {told['max_length']} tokens each "
+        f"(seed {told['seed']}, dampening {told['dampening']}); {seen}.",
     ]
-    if notes:
-        lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
-    return ("\n".join(lines) + "\n").encode()
+    routed = [s for s in stats if "routed_tokens" in s]
+    if routed:
+        lines += [
+            "",
+            "| layer | tokens routed to an expert: least | median | most | experts without any | rounded to nearest |",
+            "|---|---|---|---|---|---|",
+        ]
+        for s in routed:
+            t = s["routed_tokens"]
+            rounded = len(s["rounded_experts"]) + len(s["rounded_linears"])
+            lines.append(
+                f"| {s['layer']} | {t['least']} | {t['median']} | {t['most']} | {t['none']} | {rounded or '-'} |"
+            )
+    return lines
 
 
 def ranges(numbers: Sequence[int]) -> str:

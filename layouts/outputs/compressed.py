@@ -3,215 +3,259 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.archs import Separate
-from ktconvert.layouts.checkpoints.experts import MoeModel, part_of
+from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.files.shards import Entry, ShardPlan, plan_shard
-from ktconvert.layouts.outputs.layout import PROJECTIONS
+from ktconvert.layouts.outputs import compressed_card, ignore
+from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Tensor
+from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
+from ktconvert.layouts.outputs.output import Bytes, Output
+from ktconvert.layouts.outputs.parts import Part, Place
 from ktconvert.native_quant import kernels
-from ktconvert.quantizers import GROUP_QUANTIZERS, GroupQuantizer, Matrix, groups, reference
+from ktconvert.quantizers import GROUP_GRIDS, Grid, Matrix, groups
+from ktconvert.quantizers.errors import ROWS, error_sums
 
-# What `version` in quantization_config says: the compressed-tensors release whose contract this is.
-CONTRACT = "0.19.0"
 SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
-# For the names of experts that the source stores together and no per-expert form of its family is known.
-USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+PIECE = 1 << 14  # bytes of codes read before more are
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """W4A16 or W8A16: how a linear [n, k] becomes three tensors, and comes back.
+    """W4A16 or W8A16: codes in int32 words, one BF16 scale for each group of columns, and the shape.
 
-    version   raised whenever the bytes on disk change; part of every unit's fingerprint.
+    rounding  how quotients are rounded: a row of kernels.ROUNDINGS
     """
 
     name: str
     version: int
-    quantizer: GroupQuantizer
+    grid: Grid
+    rounding: str = "library"
 
-    def entries(self, name: str, n: int, k: int) -> tuple[Entry, Entry, Entry]:
-        """The tensors of the linear called `name`, in the order of SUFFIXES."""
-        bits, group = self.quantizer.bits, self.quantizer.group
+    command = "gpu"
+    arrangement = "pack-quantized"
+    whole = True
+    stage = "gpu_linears"
+    notes = ()
+    numbers = ("numbers", "scales finite and positive, no expert all zeros")
+    shard_bytes = 5 * 10**9  # the scales of a shard wait in memory for their place, 3 % of it
+
+    @property
+    def option(self) -> str:
+        """What --quant-type calls it."""
+        return self.name
+
+    @property
+    def title(self) -> str:
+        """What the stage does."""
+        return f"round experts to {self.name}"
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        assert self.grid.group is not None
+        return self.grid.group
+
+    def configured(self, settings: Mapping[str, Any]) -> Form:
+        """With the rounding that was asked for."""
+        return replace(self, rounding=settings["rounding"])
+
+    # --- sizes ---
+
+    def illegal_reason(self, hidden: int, intermediate: int, parts: int) -> str | None:
+        """Groups must be whole, also in each of `parts` tensor-parallel ranks."""
+        for what, size in (("hidden size", hidden), ("expert width", intermediate)):
+            if size % self.group:
+                return (
+                    f"{self.name} has groups of {self.group} columns, which do not divide the {what} {size} of this "
+                    "model; convert it with `ktconvert cpu`, or serve its experts in BF16"
+                )
+        if parts < 1 or intermediate % (parts * self.group):
+            fits = self._ranks(intermediate)
+            return (
+                f"the expert width {intermediate} cannot be cut into {parts} tensor-parallel ranks of whole groups of "
+                f"{self.group}; choose one of {', '.join(map(str, fits))}"
+            )
+        return None
+
+    def _ranks(self, intermediate: int) -> list[int]:
+        return [ranks for ranks in (1, 2, 4, 8, 16) if intermediate % (ranks * self.group) == 0]
+
+    def check_loading(self, model: MoeModel, ranks_asked: Iterable[int] = (1,)) -> tuple[str, ...]:
+        """Notes on how the output can be loaded. Raises UnsupportedError where a group would not fit, alone or at a TP size asked."""
+        group = self.group
+        multiple = max(64, group)
+        notes: dict[str, None] = {}
+        for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):
+            for ranks in ranks_asked:
+                reason = self.illegal_reason(hidden, width, 1) or self.illegal_reason(hidden, width, ranks)
+                if reason is not None:
+                    raise UnsupportedError(reason)
+                if hidden % 128 or width // ranks % multiple:
+                    notes[
+                        f"Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert "
+                        f"width per rank in multiples of {multiple}: {hidden} and {width // ranks} take a slower one."
+                    ] = None
+            fits = ", ".join(map(str, self._ranks(width)))
+            notes[f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {fits}."] = None
+        if model.activation != "silu" or model.weights_on != "output":
+            notes[
+                "Marlin computes silu(gate) * up with routing weights on the output only; "
+                "these experts need another kernel."
+            ] = None
+        return tuple(notes)
+
+    def tensors(self, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes in words, the shape, one scale for each group."""
+        bits = self.grid.bits
+        packed, shape, scale = SUFFIXES
         return (
-            Entry(f"{name}.weight_packed", "I32", (n, k * bits // 32), n * k * bits // 8),
-            Entry(f"{name}.weight_shape", "I64", (2,), 16),
-            Entry(f"{name}.weight_scale", "BF16", (n, k // group), 2 * n * (k // group)),
+            Tensor(packed, "I32", (n, k * bits // 32), n * k * bits // 8),
+            Tensor(shape, "I64", (2,), 16),
+            Tensor(scale, "BF16", (n, k // self.group), 2 * n * (k // self.group)),
         )
 
-    def linear_bytes(self, n: int, k: int) -> int:
-        """Bytes of all three tensors of one linear."""
-        return sum(entry.nbytes for entry in self.entries("", n, k))
+    def sizes(self, projection: str, suffix: str, shape: tuple[int, ...], nbytes: int) -> dict[str, int]:
+        """Scales have the linear's rows and its columns by groups."""
+        if suffix != "weight_scale" or len(shape) != 2:
+            return {}
+        n, k = shape[0], shape[1] * self.group
+        return {"hidden": n, "width": k} if projection == "down" else {"width": n, "hidden": k}
 
-    def expert_bytes(self, hidden: int, width: int) -> int:
-        """Bytes of one expert: gate and up [width, hidden], down [hidden, width]."""
-        return 2 * self.linear_bytes(width, hidden) + self.linear_bytes(hidden, width)
-
-    def pack(
-        self,
-        linear: Matrix,
-        packed: npt.NDArray[np.int32],
-        scale: npt.NDArray[np.uint16],
-        rounding: str = "library",
-    ) -> None:
-        """Round a linear [n, k] to nearest, into packed (int32 [n, k*bits/32]) and scale (BF16 bits [n, k/group]).
-
-        Raises kernels.NonFinite where the linear holds NaN or Inf.
-        """
-        kernels.quantize_groups(
-            self.quantizer.bits,
-            linear,
-            packed,
-            scale,
-            group=self.quantizer.group,
-            rounding=rounding,
+    def params(self, extent: Extent) -> Params:
+        """All options that can change a byte."""
+        parts = extent.grid.all_parts(range(*extent.experts))
+        return (
+            ("form", self.name),
+            ("reading", extent.reading),
+            ("metadata", extent.metadata),
+            ("rounding", self.rounding),
+            ("names", tuple(extent.names.key(p.place, "").removesuffix(".") for p in parts)),
+            ("experts", extent.experts),
         )
+
+    # --- names ---
+
+    def names(self, model: MoeModel) -> LinearNames:
+        """The linears' own, with three endings."""
+        return LinearNames(SUFFIXES, model=model)
+
+    def names_of(self, facts: Mapping[str, Any]) -> LinearNames:
+        """By the manifest's templates: a name alone does not say which linear of which expert it is."""
+        templates = facts.get(TEMPLATES, {})
+        return LinearNames(SUFFIXES, tuple(sorted(templates.items())) if are_templates(templates) else ())
+
+    def loose_path(self, part: Part, tensor: Tensor) -> None:
+        """There are no loose files of it."""
+
+    def is_trusted(self, facts: Mapping[str, Any]) -> bool:
+        """Templates and numbers that are asked for."""
+        return (
+            are_templates(facts.get(TEMPLATES))
+            and isinstance(facts.get("method"), str)
+            and all(type(facts.get(name)) is int for name in ("bits", "group_size", "packed_linears"))
+        )
+
+    # --- numbers ---
+
+    def quantize(self, matrix: Matrix, out: Sequence[Bytes]) -> None:
+        """One scale for each group of columns, from its largest value."""
+        packed, shape, scale = self.typed(out, *matrix.shape)
+        shape[:] = matrix.shape
+        kernels.quantize_groups(self.grid.bits, matrix, packed, scale, group=self.group, rounding=self.rounding)
+
+    def pack(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+        """Codes into words, in the order of the columns."""
+        packed, shape, scale = self.typed(out, *codes.shape)
+        packed[:] = groups.pack_words(self.grid.bits, codes)
+        shape[:] = codes.shape
+        scale[:] = scales
+
+    def typed(
+        self, stored: Sequence[Bytes], n: int, k: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.uint16]]:
+        """The tensors of a linear [n, k] as what they are: words, shape, bits of BF16 scales; views."""
+        packed, shape, scale = (
+            data.view(dtype).reshape(tensor.shape)
+            for data, dtype, tensor in zip(stored, ("<i4", "<i8", "<u2"), self.tensors(n, k), strict=True)
+        )
+        return packed, shape, scale
+
+    def stored(self, packed: npt.NDArray[np.int32], scale: npt.NDArray[np.uint16]) -> list[Bytes]:
+        """The tensors of a linear, from its words and scales."""
+        shape = np.array([packed.shape[0], packed.shape[1] * 32 // self.grid.bits], "<i8")
+        return [np.ascontiguousarray(data).reshape(-1).view(np.uint8) for data in (packed, shape, scale)]
 
     def codes(self, packed: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
         """The signed codes of weight_packed: int8 [n, k]."""
-        return groups.unpack_words(self.quantizer.bits, packed)
+        return groups.unpack_words(self.grid.bits, packed)
 
-    def unpack(self, packed: npt.NDArray[np.int32], scale: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-        """The numbers that packed codes and BF16 scales stand for: float32 [n, k], exact."""
-        return groups.dequantize_groups(self.quantizer.bits, packed, scale)
+    def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
+        """The numbers that packed codes and BF16 scales stand for: float32 [n, k], exact, or some rows of them."""
+        packed, _, scale = self.typed(stored, n, k)
+        return groups.dequantize_groups(self.grid.bits, packed[rows], scale[rows])
 
-    def error_sums(
-        self, linear: Matrix, packed: npt.NDArray[np.int32], scale: npt.NDArray[np.uint16]
-    ) -> npt.NDArray[np.float64]:
-        """Sums of x*x, y*y, x*y and (x-y)^2 over a linear, x the source in BF16 and y what was stored; float64 [4]."""
-        bf16 = kernels.decode(linear)
-        sums = np.zeros(4)
-        for first in range(0, len(bf16), 64):  # rows at a time, so that memory stays small
-            rows = slice(first, first + 64)
-            x = reference.bf16_to_f32(bf16[rows]).astype(np.float64)
-            y = self.unpack(packed[rows], scale[rows]).astype(np.float64)
-            sums += [np.square(x).sum(), np.square(y).sum(), (x * y).sum(), np.square(x - y).sum()]
-        return sums
+    def error_sums(self, matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+        """Some rows at a time."""
+        return error_sums(matrix, lambda rows: self.unpack(stored, *matrix.shape, rows))
 
-    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """What config.json says of it: compressed-tensors' own document; `actorder` null, since loaders misread "static"."""
-        weights = {
-            "num_bits": self.quantizer.bits,
-            "type": "int",
-            "symmetric": True,
-            "group_size": self.quantizer.group,
-            "strategy": "group",
-            "block_structure": None,
-            "dynamic": False,
-            "actorder": None,
-            "scale_dtype": None,
-            "zp_dtype": None,
-            "observer": None,
-            "observer_kwargs": {},
-        }
-        scheme = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None,
-            "output_activations": None,
-            "format": "pack-quantized",
-        }
-        return {
-            "config_groups": {"group_0": scheme},
-            "quant_method": "compressed-tensors",
-            "kv_cache_scheme": None,
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "global_compression_ratio": None,
-            "ignore": list(ignore),
-            "version": CONTRACT,
-        }
+    def error_bytes(self, columns: int) -> int:
+        """Some rows as float64, several times over."""
+        return ROWS * 64 * columns
 
+    def is_zero(self, stored: Sequence[Bytes]) -> bool:
+        """Zeros have codes of zeros, and the scale that is stored where the largest value is 0."""
+        packed, _, scale = stored
+        return bool((scale.view("<u2") == groups.EMPTY_SCALE).all() and (packed == self._zero).all())
 
-COMPRESSED = {name: Compressed(name, version=1, quantizer=quantizer) for name, quantizer in GROUP_QUANTIZERS.items()}
+    @property
+    def _zero(self) -> int:
+        """A byte of codes 0."""
+        return 0x88 if self.grid.bits == 4 else 0x80
 
+    def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
+        """Scales are finite and positive, the shape is that of the codes, and no linear is all zeros unless its source was."""
+        coded, about, scaled = (output.tensors[place, suffix] for suffix in SUFFIXES)
+        if about.nbytes != 16 or len(scaled.shape) != 2:
+            return
+        where = f"{coded.name} in {coded.file}"
+        n, k = (int(size) for size in output.read(about).view("<i8"))
+        scales = output.read(scaled).view("<u2")
+        if (n, k // self.group) != scaled.shape:
+            yield f"{where}: weight_shape says {n} x {k}"
+        bad = (scales >= 0x7F80) | (scales == 0)
+        if bad.any():
+            yield f"{where}: scale {int(np.argmax(bad))} is not a positive number"
+        starts = range(0, coded.nbytes, PIECE)  # of codes that are not all zeros, only the beginning is read
+        pieces = (output.read(coded, at, min(at + PIECE, coded.nbytes)) for at in starts)
+        if all((piece == self._zero).all() for piece in pieces):
+            if (scales == groups.EMPTY_SCALE).all():
+                notes.append(f"{coded.name} is all zeros, as the scales say its source was")
+            else:
+                yield f"{where} is all zeros: its expert would compute nothing"
 
-# --- names ----------------------------------------------------------------------------------------
+    # --- what is said of it ---
 
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the format."""
+        return {"rounding": self.rounding, "bits": self.grid.bits, "group_size": self.group}
 
-def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
-    """What an expert's linear is called in the output, without ".weight": the source's own name, where each has one.
+    def config_entries(self, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
+        """compressed-tensors' own document."""
+        return {"quantization_config": compressed_card.quantization_config(self.grid, ignore)}
 
-    Of experts that are stored together, the name that their family gives single ones, in whatever block they lie (transformers
-    looks for w1, w3, w2 of Mixtral in any), else gate_proj, up_proj, down_proj.
-    """
-    moe = model.found[layer]
-    if isinstance(moe.style, Separate):
-        return model.weight_name(layer, expert, projection).removesuffix(".weight")
-    container = _container(getattr(moe.style, part_of(moe.style, projection)))
-    base = container.replace("{prefix}", moe.prefix).format(layer=layer)
-    return f"{base}{expert}.{words_of(model)[projection]}"
+    def check_config(self, output: Output, numa: int) -> Iterator[str]:
+        """quantization_config is what the contract wants, and its ignore list parts experts from all else."""
+        return ignore.check_config(output, lambda ignored: compressed_card.quantization_config(self.grid, ignored))
+
+    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+        """Its lines in the model card."""
+        return compressed_card.card(facts, base_model)
 
 
-def words_of(model: MoeModel) -> dict[str, str]:
-    """What the model's family calls the three linears of an expert."""
-    single = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
-    if single is None:
-        return USUAL
-    return {p: getattr(single, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
-
-
-def _container(template: str) -> str:
-    """The template up to and with "experts.", which is added where the experts of a layer have no such block."""
-    before, found, _ = template.removesuffix(".weight").rpartition("experts.")
-    return f"{before}experts." if found else f"{template.removesuffix('.weight').rpartition('.')[0]}.experts."
-
-
-def linears(
-    model: MoeModel, layer: int, experts: Iterable[int] | None = None
-) -> Iterator[tuple[int, str, str, int, int]]:
-    """(expert, projection, name, n, k) of a layer's linears, in file order: by expert, then gate, up, down."""
-    count, hidden, width = model.shape(layer)
-    for expert in range(count) if experts is None else experts:
-        for projection in PROJECTIONS:
-            n, k = (hidden, width) if projection == "down" else (width, hidden)
-            yield expert, projection, linear_name(model, layer, expert, projection), n, k
-
-
-def plan_experts(
-    model: MoeModel, layer: int, experts: Iterable[int], form: Compressed, metadata: Mapping[str, str]
-) -> ShardPlan:
-    """A shard of experts: all codes, then all shapes, then all scales, so that each tensor is aligned to its items."""
-    three = [form.entries(name, n, k) for _, _, name, n, k in linears(model, layer, experts)]
-    return plan_shard([entry for kind in zip(*three, strict=True) for entry in kind], metadata)
-
-
-# --- what can be represented and loaded -----------------------------------------------------------
-
-
-def check_shapes(model: MoeModel, form: Compressed, tp: Iterable[int] = (1,)) -> tuple[str, ...]:
-    """Notes on how the output can be loaded. Raises UnsupportedError where a group would not fit, alone or at a TP size asked."""
-    group = form.quantizer.group
-    notes: dict[str, None] = {}
-    for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):
-        for what, size in (("hidden size", hidden), ("expert width", width)):
-            if size % group:
-                raise UnsupportedError(
-                    f"{form.name} has groups of {group} columns, which do not divide the {what} {size} of this model; "
-                    "convert it with `ktconvert cpu`, or serve its experts in BF16"
-                )
-        fits = [t for t in (1, 2, 4, 8, 16) if width % (t * group) == 0]
-        for ranks in tp:
-            if ranks < 1 or width % (ranks * group):
-                raise UnsupportedError(
-                    f"the expert width {width} cannot be cut into {ranks} tensor-parallel ranks of whole groups of "
-                    f"{group}; choose one of {', '.join(map(str, fits))}"
-                )
-            if hidden % 128 or width // ranks % max(64, group):
-                notes[
-                    f"Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert width "
-                    f"per rank in multiples of {max(64, group)}: {hidden} and {width // ranks} take a slower one."
-                ] = None
-        notes[
-            f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {', '.join(map(str, fits))}."
-        ] = None
-    if model.activation != "silu" or model.weights_on != "output":
-        notes[
-            "Marlin computes silu(gate) * up with routing weights on the output only; these experts need another kernel."
-        ] = None
-    return tuple(notes)
+W4A16 = Compressed("W4A16", version=1, grid=GROUP_GRIDS["W4A16"])
+W8A16 = Compressed("W8A16", version=1, grid=GROUP_GRIDS["W8A16"])

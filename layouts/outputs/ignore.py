@@ -7,14 +7,17 @@ there. A pattern is a module's name, a class's, or "re:" and a regular expressio
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.match import NUMBER, ROUTED, ROUTER
 from ktconvert.layouts.errors import UsageError
-from ktconvert.layouts.outputs.compressed import USUAL, linears
+from ktconvert.layouts.outputs.card import CONFIG_KEYS
+from ktconvert.layouts.outputs.linear_names import USUAL, linears
+from ktconvert.layouts.outputs.output import Output
 
 # What kt-kernel's convert_gpu_weights.py names by default.
 USUAL_PATTERNS = (
@@ -86,12 +89,57 @@ def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
 
 
 def _expert_names(model: MoeModel) -> Iterator[str]:
-    """What loaders call the routed experts: each linear by its own name and by the usual one, and their container."""
+    """What loaders call the routed experts of a model."""
     for layer in model.layers:
-        for _, projection, name, _, _ in linears(model, layer):
-            base = name.rpartition(".")[0]
-            yield from dict.fromkeys((name, f"{base}.{USUAL[projection]}"))
-        yield base.rpartition(".")[0]
+        yield from _loader_names((projection, name) for _, projection, name, _, _ in linears(model, layer))
+
+
+def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Of (projection, name of a linear): each linear by its own name and by the usual one, and their containers."""
+    containers: dict[str, None] = {}
+    for projection, name in named:
+        base = name.rpartition(".")[0]
+        yield from dict.fromkeys((name, f"{base}.{USUAL[projection]}"))
+        containers[base.rpartition(".")[0]] = None
+    yield from containers
+
+
+def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str, Any]]) -> Iterator[str]:
+    """What is wrong with config.json and its ignore list, which must part the experts of an output from all else.
+
+    config_for(ignore list) gives the quantization_config that must be there.
+    """
+    about = output.config.get("quantization_config")
+    if not isinstance(about, dict) or not isinstance(about.get("ignore"), list):
+        yield "config.json has no quantization_config with an ignore list"
+        return
+    ignored = [str(pattern) for pattern in about["ignore"]]
+    wanted = config_for(ignored)
+    for key in sorted(wanted.keys() | about.keys()):
+        if about.get(key) != wanted.get(key):
+            yield f"quantization_config: {key} is {about.get(key)}, must be {wanted.get(key)}"
+    for scope, inner in output.config.items():
+        if isinstance(inner, dict):
+            yield from (f"config.json holds a {key} in {scope}" for key in CONFIG_KEYS if key in inner)
+    try:
+        yield from list(_ignored_wrongly(output, ignored))
+    except UsageError:
+        yield "the ignore list holds an expression that cannot be read"
+    for name, stored in output.others.items():
+        if stored.dtype.startswith("F8") or name.endswith("_scale_inv"):
+            yield f"{name} in {stored.file} is FP8 as in the source: loaders would take it without its scales"
+
+
+def _ignored_wrongly(output: Output, ignored: Sequence[str]) -> Iterator[str]:
+    linears = dict.fromkeys((place.projection, s.name.rpartition(".")[0]) for (place, _), s in output.tensors.items())
+    names = _loader_names(linears)
+    hit = next(((name, pattern) for name in names for pattern in ignored if is_match(name, pattern)), None)
+    if hit is not None:
+        yield f"the ignore list's {hit[1]!r} hits {hit[0]}, which is quantized"
+    for name, stored in output.others.items():
+        module, _, last = name.rpartition(".")
+        if last == "weight" and len(stored.shape) == 2 and not any(is_match(module, pattern) for pattern in ignored):
+            yield f"{module} is not quantized, and not named in the ignore list"
 
 
 def _pattern(name: str) -> str:

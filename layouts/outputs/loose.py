@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.outputs.layout import Layout
+from ktconvert.layouts.outputs.form import Form, Tensor
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 
 FILE = re.compile(
@@ -22,28 +22,31 @@ def layer_folder(layer: int) -> str:
     return f"_layer_{layer}"
 
 
-def path_in_layer(part: Part, layout: Layout, what: str) -> str:
-    """The file of one matrix inside its layer's folder; `what` is "quant" or "scale"."""
-    nbytes = layout.weight_bytes(part.n, part.k) if what == "quant" else layout.scale_bytes(part.n)
+def numa_folder(node: int) -> str:
+    """The folder of one NUMA node inside a layer's folder."""
+    return f"_numa_{node}"
+
+
+def path_in_layer(prefix: str, part: Part, nbytes: int, what: str) -> str:
+    """The file of so many bytes of one matrix inside its layer's folder; `what` is "quant" or "scale"."""
     backward = "_bwd" if part.backward else ""
-    name = f"{layout.file_prefix}_{part.projection}{backward}_{part.expert}_{nbytes}Byte_{what}_.kt"
-    return f"_numa_{part.numa}/{name}"
+    return f"{numa_folder(part.numa)}/{prefix}_{part.projection}{backward}_{part.expert}_{nbytes}Byte_{what}_.kt"
 
 
-def files_of_layer(grid: ExpertGrid, experts: int, layout: Layout) -> dict[str, int]:
-    """Every file that a complete layer has, relative to its folder, with its size in bytes."""
-    files = {}
-    for part in grid.all_parts(range(experts)):
-        files[path_in_layer(part, layout, "quant")] = layout.weight_bytes(part.n, part.k)
-        files[path_in_layer(part, layout, "scale")] = layout.scale_bytes(part.n)
-    return files
+def tensor(what: str, nbytes: int) -> Tensor:
+    """What a loose file becomes in a merged output; `what` as in its name."""
+    if what == "scale":
+        return Tensor("scale", "F32", (nbytes // 4,), nbytes)
+    return Tensor("weight", "I8", (nbytes,), nbytes)
 
 
-def is_complete(folder: Path, grid: ExpertGrid, experts: int, layout: Layout) -> bool:
-    """Whether a layer's folder has every file of these sizes."""
+def is_complete(folder: Path, grid: ExpertGrid, experts: int, form: Form) -> bool:
+    """Whether a layer's folder has every file of this form, with its size."""
     try:
         return all(
-            (folder / name).stat().st_size == size for name, size in files_of_layer(grid, experts, layout).items()
+            (path := form.loose_path(part, tensor)) is not None and (folder / path).stat().st_size == tensor.nbytes
+            for part in grid.all_parts(range(experts))
+            for tensor in form.tensors(part.n, part.k)
         )
     except OSError:
         return False

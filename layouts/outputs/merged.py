@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from ktconvert.layouts.files.shards import Entry, ShardPlan, plan_shard
-from ktconvert.layouts.outputs.layout import Layout
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.parts import Place
 
 KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
@@ -15,20 +13,32 @@ KEY = re.compile(
 )
 
 
-def key(part: Part, what: str) -> str:
-    """The tensor's name; `what` is "weight" or "scale"."""
-    backward = "_bwd" if part.backward else ""
-    return f"blk.{part.layer}.ffn_{part.projection}{backward}_exps.{part.expert}.numa.{part.numa}.{what}"
+@dataclass(frozen=True)
+class KtNames:
+    """kt-kernel's names of experts."""
 
+    def key(self, place: Place, suffix: str) -> str:
+        """The tensor's name; the suffix is "weight" or "scale"."""
+        backward = "_bwd" if place.backward else ""
+        return f"blk.{place.layer}.ffn_{place.projection}{backward}_exps.{place.expert}.numa.{place.numa}.{suffix}"
 
-def plan_experts(grid: ExpertGrid, experts: Iterable[int], layout: Layout, metadata: Mapping[str, str]) -> ShardPlan:
-    """A shard of experts: all weights (each a multiple of 4096 bytes), then all scales."""
-    parts = list(grid.all_parts(experts))
-    weights = [
-        Entry(key(p, "weight"), "I8", (layout.weight_bytes(p.n, p.k),), layout.weight_bytes(p.n, p.k)) for p in parts
-    ]
-    scales = [Entry(key(p, "scale"), "F32", (p.n,), layout.scale_bytes(p.n)) for p in parts]
-    return plan_shard([*weights, *scales], metadata)
+    def find(self, name: str) -> tuple[Place, str] | None:
+        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
+        match = KEY.fullmatch(name)
+        if match is None:
+            return None
+        layer, expert, node = (int(match[number]) for number in ("layer", "expert", "numa"))
+        return Place(layer, expert, match["projection"], bool(match["backward"]), node), match["what"]
+
+    def stray(self, name: str) -> str | None:
+        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
+        return "not a name that kt-kernel reads" if "ffn_" in name and "_exps" in name else None
+
+    def describe(self, place: Place, suffix: str) -> str:
+        """Which tensor of which expert, for people."""
+        backward = "backward " if place.backward else ""
+        where = f"layer {place.layer}, expert {place.expert}, {place.projection}_proj, NUMA part {place.numa}"
+        return f"{where}, {backward}{suffix}"
 
 
 def rename_non_expert(name: str) -> str:

@@ -1,13 +1,28 @@
-"""The packed matrices that one expert becomes, in the order in which they lie in a shard."""
+"""The parts that one expert is cut into, in the order in which they lie in a shard: pure arithmetic (FORMAT.md, section "The split").
+
+H is the hidden size, I the intermediate size of an expert, T the number of parts. Every part is quantized and packed on its own, so T is
+baked into the bytes of down_proj's scales. A form without NUMA parts has T = 1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ktconvert.layouts.outputs.layout import PROJECTIONS, Layout
-from ktconvert.layouts.outputs.numa import part_shape, take_part
 from ktconvert.quantizers import Matrix
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+class Place(NamedTuple):
+    """Which matrix of the model: one projection of one expert on one NUMA node; backward: its transpose."""
+
+    layer: int
+    expert: int
+    projection: str
+    backward: bool
+    numa: int
 
 
 @dataclass(frozen=True)
@@ -22,10 +37,30 @@ class Part:
     k: int
     backward: bool = False
 
+    @property
+    def place(self) -> Place:
+        """Where it belongs, whatever its size."""
+        return Place(self.layer, self.expert, self.projection, self.backward, self.numa)
+
     def of(self, linear: Matrix, parts: int) -> Matrix:
         """This part of the whole linear; a view."""
         piece = take_part(linear, self.projection, self.numa, parts)
         return piece.T if self.backward else piece
+
+
+def part_shape(projection: str, hidden: int, intermediate: int, parts: int) -> tuple[int, int]:
+    """(n, k) of one part: gate and up are split by rows, down by columns."""
+    width = intermediate // parts
+    return (hidden, width) if projection == "down" else (width, hidden)
+
+
+def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:
+    """Part number `part` of a whole linear; a view."""
+    if projection == "down":
+        width = linear.shape[1] // parts
+        return linear.columns(part * width, (part + 1) * width)
+    width = linear.shape[0] // parts
+    return linear.rows(part * width, (part + 1) * width)
 
 
 @dataclass(frozen=True)
@@ -35,7 +70,7 @@ class ExpertGrid:
     layer: int
     hidden: int
     intermediate: int
-    numa: int
+    numa: int = 1
     backward: bool = False
 
     def parts(self, expert: int, projection: str) -> tuple[Part, ...]:
@@ -51,7 +86,3 @@ class ExpertGrid:
         for expert in experts:
             for projection in PROJECTIONS:
                 yield from self.parts(expert, projection)
-
-    def expert_bytes(self, layout: Layout) -> int:
-        """Bytes of weights and scales of one expert."""
-        return sum(layout.weight_bytes(p.n, p.k) + layout.scale_bytes(p.n) for p in self.all_parts([0]))

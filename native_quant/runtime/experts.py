@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import layout_named, loose
+from ktconvert.layouts.outputs import FORMS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import weights
@@ -68,7 +68,7 @@ class Experts:
     ) -> None:
         kernels.isa()  # a wrong KTCONVERT_ISA is told here
         grid = packed.grid
-        self.method, self.layer = packed.layout.name, grid.layer
+        self.method, self.layer = packed.form.name, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
         self.parts, self.nbytes = grid.numa, packed.nbytes
         self.pool = pool or default_pool()
@@ -77,7 +77,7 @@ class Experts:
         moe = ffi.new(
             "ktq_moe *",
             {
-                "bits": packed.layout.quantizer.bits,
+                "bits": packed.form.grid.bits,
                 "experts": self.num_experts,
                 "parts": self.parts,
                 "hidden": self.hidden,
@@ -140,7 +140,7 @@ class Experts:
         that the method cannot hold.
         """
         pool = pool or default_pool()
-        packed = weights.pack(gate, up, down, layout_named(method), layer, parts, pool.threads)
+        packed = weights.pack(gate, up, down, FORMS[method], layer, parts, pool.threads)
         return cls(packed, pool=pool, exact=exact, order=order)
 
     def forward(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16 | None = None) -> U16:
@@ -196,8 +196,11 @@ class Experts:
         publish.remove_tree(partial)
         packed = self.packed
         for part, (weight, scale) in packed.arrays.items():
-            for what, data in (("quant", weight), ("scale", scale.view(np.uint8))):
-                path = partial / loose.path_in_layer(part, packed.layout, what)
+            form = packed.form
+            for tensor, data in zip(form.tensors(part.n, part.k), (weight, scale.view(np.uint8)), strict=True):
+                name = form.loose_path(part, tensor)
+                assert name is not None
+                path = partial / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 publish.write_unsynced(path, data)
         publish.sync_tree(partial)

@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import card
+from ktconvert.layouts.outputs import amx_card
 from ktconvert.native_quant.runtime import hf_output, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hf_modules import Place, RoutedExperts, find_experts
@@ -163,15 +163,15 @@ class KTConvertQuantizer(HfQuantizer):
         return False
 
 
-@register_quantization_config(card.QUANT_METHOD)
+@register_quantization_config(amx_card.QUANT_METHOD)
 class ConvertedConfig(KTConvertConfig):
     """What config.json of an output says of its experts: they lie beside it."""
 
-    def __init__(self, quant_method: str = card.QUANT_METHOD, **_facts: Any) -> None:
+    def __init__(self, quant_method: str = amx_card.QUANT_METHOD, **_facts: Any) -> None:
         super().__init__(cpu_weights="", quant_method=quant_method)
 
 
-@register_quantizer(card.QUANT_METHOD)
+@register_quantizer(amx_card.QUANT_METHOD)
 class ConvertedQuantizer(KTConvertQuantizer):
     """Loads an output itself: its experts, and the rest of the model where it was converted with `--non-experts copy`."""
 

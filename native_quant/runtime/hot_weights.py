@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs.compressed import COMPRESSED, SUFFIXES, Compressed
+from ktconvert.layouts.outputs.compressed import SUFFIXES, W4A16, W8A16, Compressed
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers.reference import bf16_to_f32
 
@@ -21,7 +21,7 @@ CODES, SHAPE, SCALE = SUFFIXES
 DTYPES = {CODES: "I32", SHAPE: "I64", SCALE: "BF16"}
 LARGEST = 2.0**120  # a scale above it makes a weight that BF16 cannot hold
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
-FORMS = {form.quantizer.bits: form for form in COMPRESSED.values()}
+FORMS = {form.grid.bits: form for form in (W4A16, W8A16)}
 ONLY = f"only {FORMAT} experts with symmetric 4-bit or 8-bit codes can be read (`ktconvert gpu` makes them)"
 
 
@@ -106,7 +106,7 @@ def _unpacked(source: TensorSource, form: Compressed) -> TensorSource:
         codes, _, _ = _three(source, base, form)
         for suffix in SUFFIXES:
             del shown[f"{base}.{suffix}"]
-        shape = (codes.shape[0], codes.shape[1] * 32 // form.quantizer.bits)
+        shape = (codes.shape[0], codes.shape[1] * 32 // form.grid.bits)
         shown[f"{base}.weight"] = replace(codes, name=f"{base}.weight", dtype="BF16", shape=shape)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     return TensorSource(source.root, config, source.shards, shown)
@@ -123,7 +123,7 @@ def _three(source: TensorSource, base: str, form: Compressed) -> tuple[TensorInf
             at = source.shards[info.shard].path
             raise UnsupportedError(f"{at}: tensor {info.name!r} is {info.dtype} of shape {list(info.shape)}; {ONLY}")
     (n, words), (rows, groups) = found[0].shape, found[2].shape
-    if rows != n or not groups or (words * 32 // form.quantizer.bits) % groups:
+    if rows != n or not groups or (words * 32 // form.grid.bits) % groups:
         raise _damaged(source, found[2], f"of shape {[rows, groups]} does not fit codes of shape {[n, words]}")
     return tuple(found)
 

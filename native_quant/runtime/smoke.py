@@ -1,6 +1,6 @@
 """A smoke test: random tokens through one layer of a converted directory, every expert touched, against a reference in float.
 
-The reference multiplies what the packed weights stand for (layouts.Layout.unpack) in float32 and rounds nothing. The runtime rounds
+The reference multiplies what the packed weights stand for (Form.unpack) in float32 and rounds nothing. The runtime rounds
 activations to 8 bits twice, which was seen to cost 2 to 7 % (relative L2) with rows of very different sizes; a wrong scale, row, part or
 expert costs about 100 %. BOUND lies between.
 Both sides read the same files: weights that were exchanged are seen by hashes and by the source (`ktconvert verify`), not here.
@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.outputs import Layout
-from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.measure import every_expert, random_bf16
@@ -82,7 +80,7 @@ def reference(packed: weights.LayerWeights, hidden: F32, threads: int = 1) -> F3
 
     def one(expert: int) -> None:
         with np.errstate(all="ignore"):
-            for gate, up, down in _matrices(packed, packed.layout, packed.grid, expert):
+            for gate, up, down in _matrices(packed, expert):
                 inner = hidden @ gate.T
                 out[:, expert] += (inner / (1 + np.exp(-inner)) * (hidden @ up.T)) @ down.T
 
@@ -92,13 +90,11 @@ def reference(packed: weights.LayerWeights, hidden: F32, threads: int = 1) -> F3
     return out
 
 
-def _matrices(
-    packed: weights.LayerWeights, layout: Layout, grid: ExpertGrid, expert: int
-) -> Iterator[tuple[F32, F32, F32]]:
+def _matrices(packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
     """gate, up and down of each NUMA part of an expert, dequantized; one part in memory at a time."""
-    by_part = zip(*(grid.parts(expert, projection) for projection in ("gate", "up", "down")), strict=True)
+    by_part = zip(*(packed.grid.parts(expert, projection) for projection in ("gate", "up", "down")), strict=True)
     for parts in by_part:
-        gate, up, down = (layout.unpack(*packed.arrays[part], part.n, part.k) for part in parts)
+        gate, up, down = (packed.form.unpack(packed.bytes_of(part), part.n, part.k) for part in parts)
         yield gate, up, down
 
 

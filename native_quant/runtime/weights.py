@@ -15,14 +15,18 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files.mapped import MappedFiles
-from ktconvert.layouts.outputs import PROJECTIONS, Layout
+from ktconvert.layouts.outputs import PROJECTIONS, Form
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.numa import require_legal
-from ktconvert.layouts.outputs.output import AGAIN, Measure, Output, Place, Stored, measure, open_output, place_of
+from ktconvert.layouts.outputs.form import expert_bytes
+from ktconvert.layouts.outputs.legal import require_legal
+from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.matrix import BF16, Matrix
+from ktconvert.native_quant.runtime import kt_methods
 
 Bytes = npt.NDArray[np.uint8]
 MEMORY = ("auto", "map", "copy")
@@ -39,15 +43,20 @@ class LayerWeights:
     arrays  part of a matrix -> (weight uint8 [nbytes], scale float32 [n]); they own or keep alive what they show
     """
 
-    layout: Layout
+    form: Form
     grid: ExpertGrid
     experts: int
     arrays: dict[Part, tuple[Bytes, npt.NDArray[np.float32]]]
 
+    def bytes_of(self, part: Part) -> tuple[Bytes, Bytes]:
+        """A part as the form has it."""
+        weight, scale = self.arrays[part]
+        return weight, scale.view(np.uint8)
+
     @property
     def nbytes(self) -> int:
         """Bytes of weights and scales."""
-        return self.experts * self.grid.expert_bytes(self.layout)
+        return self.experts * expert_bytes(self.form, self.grid)
 
 
 def layers_of(path: Path | str) -> list[int]:
@@ -86,7 +95,7 @@ def load(
     if memory not in MEMORY:
         raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
     output, found, files, roomy = _opened(path)
-    if found.layout is None:
+    if found.form is None or found.method not in kt_methods.OURS:
         raise UnsupportedError(
             f"{path}: its method is {found.method}, which this runtime cannot compute; convert the model with --quant-method int4 or int8."
         )
@@ -101,22 +110,22 @@ def load(
     _compare_metadata(output, layer, found)
     count, h, i = found.shapes[layer]
     grid = ExpertGrid(layer, h, i, found.numa)
-    check_sizes(found.layout, grid)
-    stored = dict(_stored(output, found.layout, grid, count))
+    check_sizes(found.form, grid)
+    stored = dict(_stored(output, found.form, grid, count))
     if memory == "auto":
         memory = "copy" if roomy or output.loose else "map"
     if memory == "map" and not output.loose:
         views = {key: _view(output, files, one) for key, one in stored.items()}
     else:  # one mapping per loose file would be more than the kernel allows
         views = _copy(output, stored)
-    return LayerWeights(found.layout, grid, count, _arrays(views))
+    return LayerWeights(found.form, grid, count, _arrays(views))
 
 
 def pack(
     gate: npt.NDArray[np.uint16],
     up: npt.NDArray[np.uint16],
     down: npt.NDArray[np.uint16],
-    layout: Layout,
+    form: Form,
     layer: int,
     parts: int,
     threads: int,
@@ -136,29 +145,30 @@ def pack(
             f"gate and up must be [E, I, H] and down [E, H, I], not {gate.shape}, {up.shape} and {down.shape}"
         )
     grid = ExpertGrid(layer, h, i, parts)
-    check_sizes(layout, grid)
+    check_sizes(form, grid)
     linears = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
     sizes = {
-        (part, what): layout.weight_bytes(part.n, part.k) if what == "weight" else layout.scale_bytes(part.n)
+        (part, tensor.suffix): tensor.nbytes
         for part in grid.all_parts(range(experts))
-        for what in ("weight", "scale")
+        for tensor in form.tensors(part.n, part.k)
     }
     arrays = _arrays(_blocks(sizes))
 
     def one(item: tuple[Part, tuple[Bytes, npt.NDArray[np.float32]]]) -> None:
         part, (weight, scale) = item
-        layout.pack(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), weight, scale)
+        matrix = part.of(Matrix(linears[part.projection][part.expert], BF16), parts)
+        form.quantize(matrix, (weight, scale.view(np.uint8)))
 
     _in_parallel(one, arrays.items(), threads)
-    return LayerWeights(layout, grid, experts, arrays)
+    return LayerWeights(form, grid, experts, arrays)
 
 
-def check_sizes(layout: Layout, grid: ExpertGrid) -> None:
+def check_sizes(form: Form, grid: ExpertGrid) -> None:
     """Raises UnsupportedError where the kernels cannot hold a layer's sizes."""
-    require_legal(layout, grid.hidden, grid.intermediate, grid.numa)
+    require_legal(form, grid.hidden, grid.intermediate, grid.numa)
     if max(grid.hidden, grid.intermediate // grid.numa) > MAX_COLUMNS:
         raise UnsupportedError(
-            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {layout.name}; this runtime cannot compute it."
+            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {form.name}; this runtime cannot compute it."
         )
 
 
@@ -210,22 +220,19 @@ def _compare_metadata(output: Output, layer: int, found: Measure) -> None:
                 )
 
 
-def _stored(
-    output: Output, layout: Layout, grid: ExpertGrid, experts: int
-) -> Iterator[tuple[tuple[Part, str], Stored]]:
+def _stored(output: Output, form: Form, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], Stored]]:
     """Every tensor that the layer must have, with its exact size."""
     for part in grid.all_parts(range(experts)):
-        place: Place = place_of(part)
-        for what, size in (("weight", layout.weight_bytes(part.n, part.k)), ("scale", layout.scale_bytes(part.n))):
-            stored = output.tensors.get((place, what))
+        for tensor in form.tensors(part.n, part.k):
+            what, size = tensor.suffix, tensor.nbytes
+            described = output.names.describe(part.place, what)
+            stored = output.tensors.get((part.place, what))
             if stored is None:
                 because = "; ".join(_unreadable(output)[:3])
-                raise InputError(
-                    f"{output.root}: {place.told(what)} is missing{f' ({because})' if because else ''}; {AGAIN}."
-                )
+                raise InputError(f"{output.root}: {described} is missing{f' ({because})' if because else ''}; {AGAIN}.")
             if stored.nbytes != size or stored.file in output.damaged:
                 why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
-                raise InputError(f"{output.root / stored.file}: {place.told(what)}: {why}; {AGAIN}.")
+                raise InputError(f"{output.root / stored.file}: {described}: {why}; {AGAIN}.")
             yield (part, what), stored
 
 

@@ -87,7 +87,7 @@ def bench(
 
 def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None) -> dict[str, Any]:
     """Measure; the JSON document. Sizes in bytes, times in seconds."""
-    from ktconvert.layouts.outputs.output import open_output
+    from ktconvert.layouts.outputs.opening import open_output
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import measure
     from ktconvert.native_quant.runtime.experts import Experts

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import LAYOUTS
+from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
 
 LATER = {  # what kt-kernel's script takes and we do not
@@ -35,7 +35,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
               help="What the weights are; read from the headers when left out.")  # fmt: skip
 @click.option(
     "--quant-method",
-    type=click.Choice([*LAYOUTS, *LATER], case_sensitive=False),
+    type=click.Choice([*forms_of("cpu"), *LATER], case_sensitive=False),
     default="int4",
     show_default=True,
     help="Output format.",
@@ -89,7 +89,7 @@ def cpu(**given: Any) -> None:
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
     method = given["quant_method"]
     if method in LATER or given["input_type"] == "awq":
-        can = " and ".join(f"{name} ({layout.name})" for name, layout in LAYOUTS.items())
+        can = " and ".join(f"{name} ({form.name})" for name, form in forms_of("cpu").items())
         reason = LATER.get(method, LATER["awq"])
         raise UnsupportedError(f"--quant-method {method}: {reason}; {can} can be made.")
     for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.tell.report import Reporter
 
@@ -79,7 +80,7 @@ class SeveralValues(click.Command):
 )
 @click.option("--quant-method", type=click.Choice(["GPTQ", "RTN"], case_sensitive=False), default="GPTQ", show_default=True,
               help="Calibrated on a data set, or rounded to nearest, which takes seconds per GB and no data.")  # fmt: skip
-@click.option("--quant-type", type=click.Choice(["W4A16", "W8A16"], case_sensitive=False), default="W8A16", show_default=True,
+@click.option("--quant-type", type=click.Choice(tuple(forms_of("gpu")), case_sensitive=False), default="W8A16", show_default=True,
               help="Output format: 4 or 8 bits in groups of 128.")  # fmt: skip
 @click.option("--rounding", type=click.Choice(["library", "float32"], case_sensitive=False), default="library", show_default=True,
               help="The bits of llmcompressor, or one rounding less.")  # fmt: skip

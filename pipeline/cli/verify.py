@@ -11,21 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.outputs import FORMS
 from ktconvert.pipeline.cli import options
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.verify.found import Check
     from ktconvert.pipeline.verify.output import Report
 
-# What --quant-method takes -> the name of what is stored.
-METHODS = {
-    "int4": "AMXINT4",
-    "int8": "AMXINT8",
-    "amxint4": "AMXINT4",
-    "amxint8": "AMXINT8",
-    "w4a16": "W4A16",
-    "w8a16": "W8A16",
-}
+# What --quant-method takes, options and names -> the name of what is stored.
+METHODS = {word.lower(): form.name for form in FORMS.values() for word in (form.option, form.name)}
 
 EPILOG = """\b
 Examples:
@@ -115,7 +109,7 @@ def run_check(report: Report, threads: int) -> Check:
     Raises UnsupportedError for a method that this runtime cannot compute.
     """
     from ktconvert.layouts.errors import InputError, UnsupportedError
-    from ktconvert.native_quant.runtime import smoke
+    from ktconvert.native_quant.runtime import kt_methods, smoke
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.pipeline.cli.bench import experts_per_token
     from ktconvert.pipeline.verify.found import AGAIN, Check
@@ -124,7 +118,7 @@ def run_check(report: Report, threads: int) -> Check:
     output, found = report.output, report.measure
     if not weights_whole(output) or not found.shapes:
         return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
-    if found.method != "unknown" and found.layout is None:
+    if found.method != "unknown" and found.method not in kt_methods.OURS:
         raise UnsupportedError(
             f"{output.root}: {found.method} weights cannot be computed here; verify them without --run."
         )

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs.gpu_output import is_gpu_output
-from ktconvert.layouts.outputs.output import is_output
+from ktconvert.layouts.outputs.opening import is_output, is_whole_model
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.native_quant.runtime.hot_weights import FORMAT, METHOD
@@ -89,7 +88,7 @@ class Choice:
             hot_mask.read(self.gpu_experts_mask.expanduser())
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
-        if is_output(Path(self.model)) and not is_gpu_output(Path(self.model)):
+        if is_output(Path(self.model)) and not is_whole_model(Path(self.model)):
             raise UnsupportedError(
                 f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
             )

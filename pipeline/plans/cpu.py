@@ -10,12 +10,12 @@ from typing import Any
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import LAYOUTS, Layout, card, loose, numa
+from ktconvert.layouts.outputs import Form, card, forms_of, legal, loose
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.existing import begun_with
-from ktconvert.pipeline.engine.loop import LANES, WAITING
+from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.plans.checkpoint import (
@@ -31,7 +31,8 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     source_files,
 )
-from ktconvert.pipeline.stages import carry_over, cpu_experts
+from ktconvert.pipeline.stages import carry_over, experts
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 STATED_DTYPES = {"fp8": "F8_E4M3", "fp16": "F16", "bf16": "BF16"}
 
@@ -46,34 +47,41 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     source = open_checkpoint(request.input, request.tuning.get("revision"))
     model = recognise(source, rows_for(settings.get("arch_file")))
     _require_stated_dtype(request.tuning.get("input_type"), model)
-    layout = LAYOUTS[settings["quant_method"]]
+    forms = forms_of("cpu")
+    form = forms[settings["quant_method"]].configured(settings)
+    choice = QUANTIZERS[settings.get("scale", ABSMAX.name)]
     parts = int(settings["threadpool_count"])
-    settings |= _choose_layers(request, settings, model, layout, parts)
+    settings |= _choose_layers(request, settings, model, form, parts)
     layers = parse_layers(settings["layers"], model.layers)
     kept = parse_layers(settings["kept_layers"], model.layers) if settings["kept_layers"] not in (None, "none") else ()
     for layer in layers:
         _, hidden, intermediate = model.shape(layer)
-        numa.require_legal(layout, hidden, intermediate, parts, tuple(LAYOUTS.values()))
+        legal.require_legal(form, hidden, intermediate, parts, forms.values())
 
     merge = not settings["no_merge_safetensor"]
-    facts = _facts(model, layout, parts, layers, settings)
+    some = ExpertGrid(0, hidden, intermediate, parts).parts(0, "gate")[0]
+    if not merge and form.loose_path(some, form.tensors(some.n, some.k)[0]) is None:
+        raise UsageError(f"{form.name} has no loose files; leave out --no-merge-safetensor.")
+    facts = _facts(model, form, parts, layers, settings)
     about = ("method", "layout_version", "numa", "activation", "weights_on")
     metadata = shard_metadata(facts, source, about)
-    stages: list[Stage[Any]] = [
-        cpu_experts.stage(
-            model,
-            layout,
-            layers,
-            numa=parts,
-            backward=settings["save_backward_weights"],
-            merge=merge,
-            max_shard_size=settings["max_shard_size"],
-            metadata=metadata,
-        )
-    ]
+    quantizing = experts.stage(
+        model,
+        form,
+        layers,
+        choice=choice,
+        numa=parts,
+        backward=settings["save_backward_weights"],
+        loose_files=not merge,
+        max_shard_size=settings["max_shard_size"],
+        metadata=metadata,
+    )
+    stages: list[Stage[Any]] = [quantizing]
     if settings["non_experts"] == "copy" and (others := carry_over.renamed(model)):
         stages.append(carry_over.stage(source, others, settings["max_shard_size"], metadata))
-    notes = tuple(_notes(model, layout, layers, settings))
+    notes = tuple(_notes(model, form, layers, settings))
+    entries = form.config_entries(facts, (), tool_version())
+    config = card.config_json(source.config, entries, whole=form.whole) if source.config else None
     files = source_files(source, request, hashed)
     return Plan(
         request=replace(request, settings=settings),
@@ -83,11 +91,11 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         notes=notes,
         assembly=Assembly(
             companions=companions(source.root, source.companions()),
-            config=card.config_json(source.config, facts, tool_version()) if source.config else None,
+            config=config,
             loose=not merge,
             kept_layers=kept,
         ),
-        conversion=CpuConversion(CheckpointFiles(source, files), model, layout, layers, facts, notes, settings),
+        conversion=CpuConversion(CheckpointFiles(source, files), form, quantizing.units, facts, notes, settings),
     )
 
 
@@ -96,22 +104,15 @@ class CpuConversion:
     """`ktconvert cpu` of these layers; a Conversion."""
 
     files: CheckpointFiles
-    model: MoeModel
-    layout: Layout
-    layers: tuple[int, ...]
+    form: Form
+    units: tuple[Unit[experts.Job], ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
         """The buffers of all packing threads, whatever the model's size."""
-        parts, backward = self.facts["numa"], self.settings["save_backward_weights"]
-        shapes = {self.model.shape(layer) for layer in self.layers}
-        grids = [ExpertGrid(0, hidden, intermediate, parts, backward) for _, hidden, intermediate in shapes]
-        buffers = max(cpu_experts.buffer_bytes(self.layout, grid) for grid in grids)
-        scratch = max(cpu_experts.scratch_bytes(grid) for grid in grids)
-        packing = threads + WAITING
-        return BASE_MEMORY + (packing + 2 * LANES) * buffers + packing * scratch
+        return BASE_MEMORY + experts.peak_memory(self.units, threads + WAITING)
 
     def require_ready(self) -> None:
         """Any machine will do."""
@@ -126,22 +127,16 @@ class CpuConversion:
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
-        return card.model_card(
-            base_model=base_model(self.model.source),
-            facts=self.facts,
-            notes=self.notes,
-            stats=stats,
-            loose=self.settings["no_merge_safetensor"],
-            non_experts=self.settings["non_experts"] == "copy",
-            tool_version=tool_version(),
-        )
+        base, copied = base_model(self.files.source), self.settings["non_experts"] == "copy"
+        lines = self.form.card(self.facts, base, loose=self.settings["no_merge_safetensor"], non_experts=copied)
+        return card.model_card(lines, base, self.facts, self.notes, stats, tool_version())
 
     def check(self, assembled: Path) -> None:
         """Sizes are known before the first byte is written: nothing to check."""
 
 
 def _choose_layers(
-    request: Request, settings: Mapping[str, Any], model: MoeModel, layout: Layout, parts: int
+    request: Request, settings: Mapping[str, Any], model: MoeModel, form: Form, parts: int
 ) -> dict[str, Any]:
     """Which layers to convert and which loose ones to keep; --resume-layer has a say only where no journal of ours does."""
     first = int(request.tuning.get("resume_layer") or 0)
@@ -159,9 +154,9 @@ def _choose_layers(
         return {"layers": ranges(remaining).replace(" ", ""), "kept_layers": None}
     kept = []
     for layer in (n for n in wanted if n < first and n in found):
-        experts, hidden, intermediate = model.shape(layer)
+        count, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, parts, bool(settings["save_backward_weights"]))
-        if loose.is_complete(found[layer], grid, experts, layout):
+        if loose.is_complete(found[layer], grid, count, form):
             kept.append(layer)
     rest = [n for n in wanted if n not in kept]
     if not rest:
@@ -183,20 +178,20 @@ def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
 
 
 def _facts(
-    model: MoeModel, layout: Layout, parts: int, layers: tuple[int, ...], settings: Mapping[str, Any]
+    model: MoeModel, form: Form, parts: int, layers: tuple[int, ...], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "architecture": model.arch.name,
-        "method": layout.name,
-        "layout_version": layout.version,
-        "bits": layout.quantizer.bits,
+        "method": form.name,
+        "layout_version": form.version,
+        **form.facts(),
         "numa": parts,
         **shape_facts(model, layers),
         "backward": settings["save_backward_weights"],
     }
 
 
-def _notes(model: MoeModel, layout: Layout, layers: tuple[int, ...], settings: Mapping[str, Any]) -> list[str]:
+def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mapping[str, Any]) -> list[str]:
     notes = list(model.notes)
     left = [n for n in model.layers if n not in layers]
     if left and not settings["kept_layers"]:
@@ -206,13 +201,9 @@ def _notes(model: MoeModel, layout: Layout, layers: tuple[int, ...], settings: M
     fp8 = any(d.startswith("F8") for d in model.dtypes)
     if fp8:
         notes.append(
-            f"FP8 to {layout.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
+            f"FP8 to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
         )
-    if layout.quantizer.bits == 4:
-        notes.append(
-            f"{layout.name} has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
-        )
-    return notes
+    return [*notes, *form.notes]
 
 
 def machine_note(plan: Plan) -> str | None:

@@ -12,9 +12,10 @@ from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, gpu_card
-from ktconvert.layouts.outputs.compressed import COMPRESSED, Compressed, check_shapes, linear_name
+from ktconvert.layouts.outputs import Form, card, forms_of
+from ktconvert.layouts.outputs.compressed import Compressed
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
+from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage, Unit
@@ -30,7 +31,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     source_files,
 )
-from ktconvert.pipeline.stages import carry_over, gptq_layers, gpu_linears
+from ktconvert.pipeline.stages import carry_over, experts, gptq_layers
 from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
 from ktconvert.pipeline.walk import settings as of_gptq
@@ -81,8 +82,8 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
     model = recognise(source, rows_for(settings.get("arch_file")))
-    form = COMPRESSED[settings["quant_type"]]
-    loading = check_shapes(model, form, request.tuning.get("tp_size") or (1,))
+    form = forms_of("gpu")[settings["quant_type"]].configured(settings)
+    loading = form.check_loading(model, request.tuning.get("tp_size") or (1,))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
     rest = beside(source, model.expert_tensor_names(), model.quantization)
 
@@ -91,9 +92,11 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     metadata = shard_metadata(facts, source, about)
     quantizing = QUANTIZING[settings["quant_method"]](request, model, form, rest, metadata)
     stages = number_shards([quantizing.stage, *_carried(rest, model, settings["max_shard_size"], metadata)])
-    dropped_files = [name for name in source.companions() if name in gpu_card.CONFIG_FILES]
+    dropped_files = [name for name in source.companions() if name in card.CONFIG_FILES]
     copied = companions(source.root, [name for name in source.companions() if name not in dropped_files])
     notes = tuple(_notes(model, rest, dropped_files, loading))
+    entries = form.config_entries(facts, ignore, tool_version())
+    config = card.config_json(source.config, entries, whole=form.whole)
     files = source_files(source, request, hashed)
     return Plan(
         request=replace(request, settings=settings),
@@ -101,8 +104,8 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         stages=stages,
         facts=facts,
         notes=(*notes, *quantizing.notes),
-        assembly=Assembly(companions=copied, config=gpu_card.config_json(source.config, form, ignore), loose=False),
-        conversion=GpuConversion(CheckpointFiles(source, files), quantizing, facts, notes),
+        assembly=Assembly(companions=copied, config=config, loose=False),
+        conversion=GpuConversion(CheckpointFiles(source, files), form, quantizing, facts, notes),
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,
@@ -114,6 +117,7 @@ class GpuConversion:
     """`ktconvert gpu`; a Conversion."""
 
     files: CheckpointFiles
+    form: Form
     quantizing: Quantizing
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
@@ -136,13 +140,9 @@ class GpuConversion:
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
-        return gpu_card.model_card(
-            base_model=base_model(self.files.source),
-            facts=self.facts,
-            notes=self.notes,
-            stats=stats,
-            tool_version=tool_version(),
-        )
+        base = base_model(self.files.source)
+        lines = self.form.card(self.facts, base, loose=False, non_experts=True)
+        return card.model_card(lines, base, self.facts, self.notes, stats, tool_version())
 
     def check(self, assembled: Path) -> None:
         """Raise VerificationError for an output that is not what its manifest and loaders expect.
@@ -154,20 +154,17 @@ class GpuConversion:
         require_sound(assembled, load=self.facts["quant_method"] == "GPTQ")
 
 
-def _rtn(request: Request, model: MoeModel, form: Compressed, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
-    given = request.settings
-    stage = gpu_linears.stage(
-        model, form, rounding=given["rounding"], max_shard_size=given["max_shard_size"], metadata=metadata
-    )
-    return Quantizing(
-        stage,
-        lambda threads: BASE_MEMORY + gpu_linears.peak_memory(model, form, stage.units, threads + WAITING),
-    )
+def _rtn(request: Request, model: MoeModel, form: Form, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+    limit = request.settings["max_shard_size"]
+    stage = experts.stage(model, form, model.layers, max_shard_size=limit, metadata=metadata)
+    return Quantizing(stage, lambda threads: BASE_MEMORY + experts.peak_memory(stage.units, threads + WAITING))
 
 
-def _gptq(request: Request, model: MoeModel, form: Compressed, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+def _gptq(request: Request, model: MoeModel, form: Form, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
     given, tuning = request.settings, request.tuning
     of_gptq.check_model(model)
+    if not isinstance(form, Compressed):
+        raise UnsupportedError(f"{form.name} cannot be calibrated; use --quant-method RTN.")
     settings = of_gptq.settings_of(model, given)
     shape = of_gptq.shape_of(model, settings, given)
     beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}
@@ -193,7 +190,7 @@ def _peak(model: MoeModel, settings: of_gptq.Settings, shape: needs.Shape) -> in
 
 
 # --quant-method -> the stage that makes the experts.
-QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Compressed, Beside, Mapping[str, str]], Quantizing]] = {
+QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Form, Beside, Mapping[str, str]], Quantizing]] = {
     "GPTQ": _gptq,
     "RTN": _rtn,
 }
@@ -206,30 +203,18 @@ def _carried(
     return [stage] if stage.units else []
 
 
-def _facts(model: MoeModel, form: Compressed, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(model: MoeModel, form: Form, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "architecture": model.arch.name,
         "method": form.name,
         "layout_version": form.version,
         "quant_method": settings["quant_method"],
-        "rounding": settings["rounding"],
-        "bits": form.quantizer.bits,
-        "group_size": form.quantizer.group,
+        **form.facts(),
         **shape_facts(model, model.layers),
         **(of_gptq.facts(settings) if settings["quant_method"] == "GPTQ" else {}),
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
-        "linear_names": {projection: name_template(model, projection) for projection in PROJECTIONS},
+        TEMPLATES: name_templates(model),
     }
-
-
-def name_template(model: MoeModel, projection: str) -> str:
-    """What linears are called, with {layer} and {expert} for the numbers: the layer's is the first such number, the expert's the last."""
-    layer = model.layers[-1]
-    expert = model.shape(layer)[0] - 1
-    name = linear_name(model, layer, expert, projection)
-    before, _, after = name.rpartition(f".{expert}.")
-    head, _, tail = f".{before}.".partition(f".{layer}.")
-    return f"{head}.{{layer}}.{tail}{{expert}}.{after}".removeprefix(".")
 
 
 def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:

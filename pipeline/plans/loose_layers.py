@@ -11,7 +11,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.outputs import Layout, loose
+from ktconvert.layouts.outputs import Form, loose
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
@@ -39,15 +39,15 @@ class LooseLayer:
         return self.experts, self.hidden, self.width
 
 
-def measure_layer(files: Sequence[LooseFile], layout: Layout | None) -> LooseLayer:
-    """What the files of one layer say by their names and sizes. layout: None where it is not ours, and bytes mean nothing to us.
+def measure_layer(files: Sequence[LooseFile], form: Form | None) -> LooseLayer:
+    """What the files of one layer say by their names and sizes. form: None where it is not ours, and bytes mean nothing to us.
 
     Raises InputError for a file whose size does not fit the others.
     """
     parts = [file.part for file in files]
     numa, experts = 1 + max(p.numa for p in parts), 1 + max(p.expert for p in parts)
     backward = any(p.backward for p in parts)
-    if layout is None:
+    if form is None:
         return LooseLayer(numa, experts, backward, 0, 0)
     rows = {
         projection: Counter(
@@ -58,7 +58,7 @@ def measure_layer(files: Sequence[LooseFile], layout: Layout | None) -> LooseLay
     hidden, width = rows["down"], rows["gate"]
     for file in files:
         n, k = (hidden, width) if (file.part.projection == "down") != file.part.backward else (width, hidden)
-        wanted = layout.weight_bytes(n, k) if file.what == "weight" else layout.scale_bytes(n)
+        wanted = next(tensor.nbytes for tensor in form.tensors(n, k) if tensor.suffix == file.what)
         if file.nbytes != wanted:
             raise InputError(
                 f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} "

@@ -11,7 +11,8 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import LAYOUTS, PROJECTIONS, Layout, card, loose
+from ktconvert.layouts.outputs import FORMS, PROJECTIONS, amx_card, card, loose
+from ktconvert.layouts.outputs.amx import METHODS
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, SourceFile, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
@@ -19,11 +20,6 @@ from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_
 from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, require_whole
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
-
-METHODS = {layout.file_prefix: layout.name for layout in LAYOUTS.values()} | {
-    "MOE_INT4": "MOE_INT4",
-    "MOE_INT8": "MOE_INT8",
-}
 
 
 def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
@@ -52,14 +48,16 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
             f"{root}: {prefix} files are no expert weights that can be merged; {', '.join(METHODS)} can."
         )
     method = METHODS[prefix]
-    layers = {layer: measure_layer(own, _layout(method)) for layer, own in by_layer.items()}
+    layers = {layer: measure_layer(own, FORMS.get(method)) for layer, own in by_layer.items()}
     document = manifest.read(root)
     recorded = dict(document["model"]) if document else None
     original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
     beside = _companions(original)
-    config = _config(original)
-    require_whole(root, layers, recorded, config, chosen=bool(chosen))
+    source_config = _config(original)
+    require_whole(root, layers, recorded, source_config, chosen=bool(chosen))
     facts = _facts(layers, method, recorded)
+    entries = amx_card.config_entries(facts, tool_version())
+    config = None if source_config is None else card.config_json(source_config, entries, whole=False)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
     identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
     originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in beside)
@@ -71,7 +69,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         notes=(),
         assembly=Assembly(
             companions=companions(original, [name for name, _ in beside]) if original else (),
-            config=None if config is None else card.config_json(config, facts, tool_version()),
+            config=config,
             loose=False,
         ),
         conversion=MergeConversion(root, identity, original, originals, facts),
@@ -106,15 +104,8 @@ class MergeConversion:
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
-        return card.model_card(
-            base_model=None,
-            facts=self.facts,
-            notes=(),
-            stats=stats,
-            loose=False,
-            non_experts=False,
-            tool_version=tool_version(),
-        )
+        lines = amx_card.card(self.facts, None, loose=False, non_experts=False)
+        return card.model_card(lines, None, self.facts, (), stats, tool_version())
 
     def check(self, assembled: Path) -> None:
         """Names and sizes were checked before work: nothing to check."""
@@ -156,7 +147,7 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
 
 def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
     """What can be known from names and sizes; H and I follow from the scales of an AMX method."""
-    layout = _layout(method)
+    form = FORMS.get(method)
     facts: dict[str, Any] = {
         "architecture": "unknown",
         "method": method,
@@ -166,18 +157,14 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
         "experts": one_or_all(layer.experts for layer in layers.values()),
         "activation": "not recorded",
         "dtypes": ["not recorded"],
-        "bits": layout.quantizer.bits if layout else int(method[-1]),
-        "hidden": one_or_all(layer.hidden for layer in layers.values()) if layout else "not recorded",
-        "intermediate": one_or_all(layer.width for layer in layers.values()) if layout else "not recorded",
+        "bits": form.grid.bits if form else int(method[-1]),
+        "hidden": one_or_all(layer.hidden for layer in layers.values()) if form else "not recorded",
+        "intermediate": one_or_all(layer.width for layer in layers.values()) if form else "not recorded",
     }
     known = ("architecture", "activation", "dtypes", "weights_on")
     facts |= {key: recorded[key] for key in known if recorded and key in recorded}
     facts["backward"] = any(layer.backward for layer in layers.values())
     return facts
-
-
-def _layout(method: str) -> Layout | None:
-    return next((layout for layout in LAYOUTS.values() if layout.name == method), None)
 
 
 def _companions(original: Path | None) -> list[tuple[str, Path]]:

@@ -13,8 +13,11 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.compressed import Compressed
+from ktconvert.layouts.outputs.form import expert_bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.stages.experts import layer_metadata
 from ktconvert.pipeline.walk import layerwise, oneshot
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.pipeline.walk.needs import REMEDIES
@@ -79,15 +82,14 @@ def stage(
         experts, hidden, width = model.shape(layer)
         before = tuple(range(passed, layer))
         passed = layer + 1
-        about = {**metadata, "layer": str(layer), "num_experts": str(experts), "hidden_size": str(hidden)}
-        about["moe_intermediate_size"] = str(width)
+        about = layer_metadata(model, layer, metadata)
         beside = [c for n in (*before, layer) for c in beside_experts(model, rest, n)]
         tensors: list[TensorInfo] = [*model.layer_tensors(layer), *(i for c in beside for i in c.reads)]
         units.append(
             Unit(
                 stage=NAME,
                 key=f"layer-{layer:03d}",
-                versions=(VERSION, gptq.VERSION, form.quantizer.version, form.version),
+                versions=(VERSION, gptq.VERSION, form.grid.version, form.version),
                 params=(
                     ("after", units[-1].fingerprint),
                     ("form", form.name),
@@ -97,7 +99,7 @@ def stage(
                 inputs=tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
                 final="",
                 bytes_in=sum(t.nbytes for t in tensors),
-                bytes_out=experts * form.expert_bytes(hidden, width),
+                bytes_out=experts * expert_bytes(form, ExpertGrid(layer, hidden, width)),
                 leaves=boundary if layer != model.layers[-1] else 0,
                 work=Job(model, form, settings, layer, before, about, skeleton, library),
             )

@@ -9,7 +9,8 @@ from pathlib import Path
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import Entry, plan_shard
-from ktconvert.layouts.outputs import merged
+from ktconvert.layouts.outputs import loose
+from ktconvert.layouts.outputs.merged import KtNames
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 
@@ -31,9 +32,8 @@ class LooseFile:
     @property
     def entry(self) -> Entry:
         """The tensor that it becomes."""
-        if self.what == "scale":
-            return Entry(merged.key(self.part, "scale"), "F32", (self.nbytes // 4,), self.nbytes)
-        return Entry(merged.key(self.part, "weight"), "I8", (self.nbytes,), self.nbytes)
+        tensor = loose.tensor(self.what, self.nbytes)
+        return Entry(KtNames().key(self.part.place, tensor.suffix), tensor.dtype, tensor.shape, tensor.nbytes)
 
 
 @dataclass(frozen=True)

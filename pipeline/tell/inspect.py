@@ -14,7 +14,8 @@ from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import KtconvertError, UnsupportedError
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.output import is_output, measure, open_output
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.workdir import Places, locate
 from ktconvert.pipeline.plans.makeable import commands, gpu_commands, gpu_types, methods

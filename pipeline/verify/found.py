@@ -16,6 +16,7 @@ from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 
 AGAIN = "convert it again with --overwrite"
+PIECE = 4 << 20  # bytes of a tensor compared at a time
 SAMPLED = 8  # experts per layer whose error is measured, unless all are
 
 

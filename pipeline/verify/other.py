@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from ktconvert.layouts.outputs.output import Measure, Output, Place, Stored
-from ktconvert.layouts.outputs.output import measure as measure_of
+from ktconvert.layouts.outputs.measuring import Measure
+from ktconvert.layouts.outputs.measuring import measure as measure_of
+from ktconvert.layouts.outputs.output import Output, Stored
+from ktconvert.layouts.outputs.parts import Place
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.found import Check, first_difference
-from ktconvert.pipeline.verify.source import PIECE
+from ktconvert.pipeline.verify.found import PIECE, Check, first_difference
 from ktconvert.pipeline.verify.structure import said
 
 Key = tuple[Place, str]
@@ -25,7 +26,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, *, threads:
     ]
     problems += [*_one_sided(output, other), *_one_sided(other, output)]
     pairs = [
-        (stored.name if output.names else place.key(what), stored, other.tensors[place, what])
+        (output.names.key(place, what), stored, other.tensors[place, what])
         for (place, what), stored in sorted(output.tensors.items())
         if (place, what) in other.tensors
     ]
@@ -60,7 +61,7 @@ def _one_sided(output: Output, other: Output) -> list[str]:
     whole = Counter(place.layer for place, _ in lone if place.layer not in layers)
     said = [f"layer {layer} ({count} tensors) is missing in {other.root}" for layer, count in whole.items()]
     return said + [
-        f"{place.key(what)} is missing in {other.root} ({place.told(what)})"
+        f"{output.names.key(place, what)} is missing in {other.root} ({output.names.describe(place, what)})"
         for place, what in lone
         if place.layer in layers
     ]

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
-from ktconvert.layouts.outputs.output import Measure, Output, is_output, measure, open_output
+from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.found import Check, LayerError
-from ktconvert.pipeline.verify.gpu import check_numbers, form_of
-from ktconvert.pipeline.verify.gpu_source import compare_gpu_source
+from ktconvert.pipeline.verify.numbers import check_numbers
 from ktconvert.pipeline.verify.other import compare_outputs
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
 from ktconvert.pipeline.verify.reload import check_reload
@@ -96,7 +94,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     """
     require_finished(wish.output)
     output = open_output(wish.output)
-    if output.names is not None and wish.numa is not None:
+    if output.whole and wish.numa is not None:
         raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
     found = measure(output)
     other: Output | None = None
@@ -120,7 +118,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     reporter.begin(total, 0)
     try:
         if whole:
-            checks.append(check_scales(output) if output.names is None else check_numbers(output))
+            checks.append(check_numbers(output, found.form))
         if output.manifest is not None:
             checks.append(check_hashes(output, hashed, wish.threads, reporter))
         sound = whole and not any(check.problems for check in checks)
@@ -128,8 +126,9 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
             checks.append(compare_outputs(output, found, other, threads=wish.threads, reporter=reporter))
         elif model is not None and whole:
             notes += _other_source(output, model)
-            compare = compare_source if output.names is None else compare_gpu_source
-            check, errors = compare(output, found, model, full=wish.full, threads=wish.threads, reporter=reporter)
+            check, errors = compare_source(
+                output, found, model, full=wish.full, threads=wish.threads, reporter=reporter
+            )
             checks.append(check)
         elif model is not None:
             notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
@@ -138,25 +137,24 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         if model is not None:
             model.source.close()
     predictions: Predictions | None = None
-    if output.names is not None and wish.load and sound and other is None:
-        loaded, predictions = _load(wish, output, model, reporter)
+    if output.whole and wish.load and sound and other is None:
+        loaded, predictions = _load(wish, output, found, model, reporter)
         checks += loaded
     notes = [note for check in checks for note in check.notes] + notes
     return Report(output, found, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions)
 
 
 def _load(
-    wish: Wish, output: Output, model: MoeModel | None, reporter: Reporter
+    wish: Wish, output: Output, found: Measure, model: MoeModel | None, reporter: Reporter
 ) -> tuple[list[Check], Predictions | None]:
     """What transformers says of an output for the GPU: do its names fit, and does it predict what the source predicts?"""
     reporter.say("transformers loads it: names first" + (", then the source and the output" if model else ""))
     names, complete = check_reload(output)
-    form = form_of(output)
-    if model is None or form is None:
+    if model is None or found.form is None:
         return [names], None
     if not complete:
         return [names, not_compared("the output cannot be loaded whole")], None
-    check, predictions = check_predictions(output, model, form.quantizer.bits, wish.text, wish.threads)
+    check, predictions = check_predictions(output, model, found.form.grid.bits, wish.text, wish.threads)
     return [names, check], predictions
 
 
@@ -167,7 +165,7 @@ def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
     """
     output = open_output(root)
     found = measure(output)
-    checks = [*check_structure(output, found), check_numbers(output)]
+    checks = [*check_structure(output, found), check_numbers(output, found.form)]
     if load and not any(check.problems for check in checks):
         checks.append(check_reload(output)[0])
     report = Report(output, found, tuple(checks))
@@ -214,25 +212,6 @@ def check_hashes(output: Output, files: list[dict[str, Any]], threads: int, repo
     wrong = {file["name"]: problem for file, _, problem in made if problem is not None}
     problems = tuple(wrong[name] for name in sorted(wrong))
     return Check("hashes", f"{len(files)} files, every byte as it was written", problems)
-
-
-def check_scales(output: Output) -> Check:
-    """Every scale is finite and not negative, as no finite weight can make it otherwise."""
-
-    def wrong() -> Iterator[str]:
-        for (place, what), stored in output.tensors.items():
-            if what == "scale" and stored.nbytes % 4 == 0:
-                values = output.read(stored).view(np.float32)
-                bad = ~(np.isfinite(values) & (values >= 0))
-                if bad.any():
-                    row = int(np.argmax(bad))
-                    yield f"{stored.name} in {stored.file}: scale of row {row} is {values[row]} ({place.told(what)})"
-
-    try:
-        problems = tuple(wrong())
-    except VerificationError as error:
-        problems = (str(error),)
-    return Check("scales", "finite, none negative", problems)
 
 
 def _open_other(path: Path) -> Output:

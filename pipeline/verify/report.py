@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.output import Measure, Output
+from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.found import worst
 from ktconvert.pipeline.verify.output import Report
@@ -37,7 +38,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "output": str(output.root),
         "made_by": f"ktconvert {told['tool']['version']}" if told else None,
         "command": told["command"] if told else None,
-        "form": "pack-quantized" if output.names else "loose" if output.loose else "merged",
+        "form": "loose" if output.loose else forms_of_names(output)[0].arrangement,
         **said(measure),
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),

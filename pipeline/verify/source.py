@@ -1,25 +1,40 @@
-"""An output against its source: every expert quantized again, bytes compared, errors measured."""
+"""An output against its source: every expert quantized again, bytes compared, errors measured; all else compared byte by byte."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.checkpoints.source import TensorInfo
-from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, Layout, merged
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.outputs import PROJECTIONS, merged
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.numa import illegal_reason
-from ktconvert.layouts.outputs.output import Measure, Output, Place, Stored, place_of
+from ktconvert.layouts.outputs.form import Tensor
+from ktconvert.layouts.outputs.measuring import Measure
+from ktconvert.layouts.outputs.output import Bytes, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.native_quant import kernels
+from ktconvert.pipeline.stages import carry_over
+from ktconvert.pipeline.stages.experts import Job
 from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
 from ktconvert.pipeline.verify.found import Check, Found, LayerError, first_difference, gather, sample
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-PIECE = 4 << 20  # bytes of a copied tensor compared at a time
+# The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be the same.
+METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
+
+
+@dataclass
+class Comparison:
+    """What is compared, and what came of it. calibrated: what was seen of calibrated linears; None where none are."""
+
+    output: Output
+    model: MoeModel
+    calibrated: list[Calibrated] | None
+    problems: list[str] = field(default_factory=list)
 
 
 def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
@@ -30,31 +45,42 @@ def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
 def compare_source(
     output: Output, measure: Measure, model: MoeModel, *, full: bool, threads: int, reporter: Reporter
 ) -> tuple[Check, list[LayerError]]:
-    """Quantize every expert again and require equal bytes; measure the error of some experts of each layer, or of all.
+    """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of all.
 
-    Raises UnsupportedError where we cannot make these bytes, InputError for a source that holds NaN or Inf or cannot be read.
+    Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales, and an error that is
+    plausible beside rounding's. Raises UnsupportedError where we cannot make these bytes or judge these codes, InputError for a source
+    that holds NaN or Inf or cannot be read.
     """
-    layout = measure.layout
-    if layout is None:
+    form, facts = measure.form, output.facts
+    method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
+    if form is None:
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be made again here; verify them without --against SOURCE."
         )
+    if method not in METHODS or scale not in QUANTIZERS:
+        what = method if method not in METHODS else scale
+        raise UnsupportedError(f"{output.root}: {what} weights cannot be held against a source here.")
+    form, choice = form.configured(facts), QUANTIZERS[scale]
+    compared = Comparison(output, model, [] if METHODS[method] else None)
     problems, notes = _same_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.found and (h, i) == model.shape(n)[1:]]
-    layers = [n for n in layers if illegal_reason(layout, *measure.shapes[n][1:], measure.numa) is None]
+    layers = [n for n in layers if form.illegal_reason(*measure.shapes[n][1:], measure.numa) is None]
 
     def one(layer: int, expert: int) -> Found:
         count, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward)
-        measured = full or expert in sample(count)
-        return _compare_expert(output, model, layout, grid, expert, measured)
+        job = Job(model, form, choice, grid, expert, expert + 1, {})
+        return _compare_expert(compared, job, measured=full or expert in sample(count))
 
     differing, equal, errors = gather(model, layers, one, threads, reporter)
-    problems += differing
-    copied, differing = _compare_copied(output, model)
-    problems += differing
-    told = f"{equal} tensors quantized again: the same bytes" + (f"; {copied} copied tensors too" if copied else "")
-    return Check("source", told, tuple(problems), tuple(notes)), errors
+    copied, others = _compare_others(output, model)
+    problems += [*differing, *others]
+    summary = f"{equal} tensors quantized again: the same bytes"
+    if compared.calibrated is not None:
+        summary = calibrated_summary(compared.calibrated)
+        notes += calibrated_notes(compared.calibrated)
+    summary += f"; {copied} other tensors are the source's" if copied else ""
+    return Check("source", summary, tuple(problems), tuple(notes)), errors
 
 
 def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[list[str], list[str]]:
@@ -65,7 +91,8 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
         elif shape != model.shape(layer):
             e, h, i = model.shape(layer)
             problems.append(
-                f"layer {layer} has {shape[0]} experts of {shape[1]} x {shape[2]}, {model.source.root} has {e} of {h} x {i}"
+                f"layer {layer} has {shape[0]} experts of {shape[1]} x {shape[2]}, "
+                f"{model.source.root} has {e} of {h} x {i}"
             )
     absent = [n for n in model.layers if n not in measure.shapes]
     if not absent:
@@ -76,89 +103,115 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
     return [*problems, f"layers {ranges(absent)} of {model.source.root} are missing here"], []
 
 
-def _compare_expert(
-    output: Output, model: MoeModel, layout: Layout, grid: ExpertGrid, expert: int, measured: bool
-) -> Found:
+# --- experts --------------------------------------------------------------------------------------
+
+
+def _compare_expert(compared: Comparison, job: Job, *, measured: bool) -> Found:
     found = Found()
     for projection in PROJECTIONS:
-        linear = model.linear(grid.layer, expert, projection)
-        for part in grid.parts(expert, projection):
-            piece = part.of(linear, grid.numa)
-            weight, scale = np.empty(layout.weight_bytes(part.n, part.k), np.uint8), np.empty(part.n, np.float32)
-            try:
-                layout.pack(piece, weight, scale)
-            except kernels.NonFinite as error:
-                raise InputError(_non_finite(model, part, error, piece.origin)) from error
-            stored = {}
-            for what, wanted in (("weight", weight), ("scale", scale.view(np.uint8))):
-                there = output.tensors.get((place_of(part), what))
-                if there is None or there.nbytes != wanted.size:
-                    found.problems.append(_absent(place_of(part), what, there, wanted.size))
-                    continue
-                stored[what] = output.read(there)
-                difference = first_difference(stored[what], wanted)
-                if difference is None:
-                    found.equal += 1
-                else:
-                    found.problems.append(_differs(place_of(part), what, there, difference))
-            if measured and not part.backward and len(stored) == 2:
-                sums = layout.error_sums(piece, stored["weight"], stored["scale"].view(np.float32))
+        for part, wanted in job.quantize((job.start, projection)):
+            stored = _compare_part(compared, job, part, wanted, found)
+            if stored is None or part.backward:
+                continue
+            matrix = part.of(job.model.linear(job.grid.layer, job.start, projection), job.grid.numa)
+            sums = np.zeros(4)
+            if compared.calibrated is not None:
+                sums, seen, problem = judge(job.form, matrix, stored, wanted, whole=measured)
+                compared.calibrated.append(seen)
+                here = compared.output.tensors[part.place, job.form.tensors(part.n, part.k)[0].suffix]
+                found.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
+            elif measured:
+                sums = job.form.error_sums(matrix, stored)
+            if measured:
                 found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
-    for info in model.expert_tensors(grid.layer, expert):
-        model.source.release(info)
+    for info in job.model.expert_tensors(job.grid.layer, job.start):
+        job.model.source.release(info)
     return found
 
 
-def _differs(place: Place, what: str, stored: Stored, difference: tuple[int, int, int, int]) -> str:
+def _compare_part(compared: Comparison, job: Job, part: Part, wanted: list[Bytes], found: Found) -> list[Bytes] | None:
+    """The stored tensors of a part, if all are there with the right sizes; what is wrong with them goes into `found`."""
+    output, before = compared.output, len(found.problems)
+    stored: list[Bytes] = []
+    tensors = job.form.tensors(part.n, part.k)
+    for tensor, data in zip(tensors, wanted, strict=True):
+        here = output.tensors.get((part.place, tensor.suffix))
+        if here is None or here.nbytes != data.size:
+            found.problems.append(_absent(output, part, tensor, here))
+            continue
+        stored.append(output.read(here))
+        if compared.calibrated is not None and tensor == tensors[0]:
+            found.equal += 1  # judged, not compared
+            continue
+        difference = first_difference(stored[-1], data)
+        if difference is None:
+            found.equal += 1
+        else:
+            found.problems.append(_differs(output, part, tensor, here, difference))
+    complete = len(stored) == len(tensors)
+    judged = compared.calibrated is None or len(found.problems) == before  # codes with other scales mean nothing
+    return stored if complete and judged else None
+
+
+def _differs(output: Output, part: Part, tensor: Tensor, stored: Stored, difference: tuple[int, int, int, int]) -> str:
     at, is_, should, count = difference
     return (
-        f"{place.told(what)}: byte {at} is {is_:#04x}, quantizing the source gives {should:#04x} "
-        f"({count} byte{'s' if count != 1 else ''} differ{'s' if count == 1 else ''}; {stored.name} in {stored.file})"
+        f"{output.names.describe(part.place, tensor.suffix)}: byte {at} is {is_:#04x}, quantizing the source gives "
+        f"{should:#04x} ({count} byte{'s' if count != 1 else ''} differ{'s' if count == 1 else ''}; "
+        f"{stored.name} in {stored.file})"
     )
 
 
-def _absent(place: Place, what: str, stored: Stored | None, wanted: int) -> str:
+def _absent(output: Output, part: Part, tensor: Tensor, stored: Stored | None) -> str:
+    what = output.names.describe(part.place, tensor.suffix)
     if stored is None:
-        return f"{place.told(what)} is missing ({place.key(what)})"
-    return f"{place.told(what)} has {stored.nbytes} bytes, quantizing the source gives {wanted} ({stored.name} in {stored.file})"
-
-
-def _non_finite(model: MoeModel, part: Part, error: kernels.NonFinite, origin: tuple[int, int]) -> str:
-    info = model.weight(part.layer, part.expert, part.projection).values
-    row, column = origin[0] + error.row, origin[1] + error.column
-    if part.backward:
-        row, column = column, row
+        return f"{what} is missing ({output.names.key(part.place, tensor.suffix)})"
     return (
-        f"{model.source.shards[info.shard].path}: tensor {info.name} (layer {part.layer}, expert {part.expert}, "
-        f"{part.projection}_proj) holds a value that is not finite at row {row}, column {column}; download the file again."
+        f"{what} has {stored.nbytes} bytes, quantizing the source gives {tensor.nbytes} "
+        f"({stored.name} in {stored.file})"
     )
 
 
-def _compare_copied(output: Output, model: MoeModel) -> tuple[int, list[str]]:
-    """Tensors that are no routed experts, copied under kt-kernel's names: the same dtype, shape and bytes."""
-    if not output.others:
-        return 0, []
-    by_name = {merged.rename_non_expert(name): info for name, info in model.source.tensors.items()}
-    problems, count = [], 0
-    for name, stored in output.others.items():
-        info = by_name.get(name)
-        if info is None:
-            problems.append(f"{name} in {stored.file} is not in {model.source.root}")
-        elif (info.dtype, info.shape) != (stored.dtype, stored.shape):
-            here, there = f"{stored.dtype} {list(stored.shape)}", f"{info.dtype} {list(info.shape)}"
-            problems.append(f"{name} in {stored.file} is {here}, {info.name} is {there}")
-        else:
-            count += 1
-            problems += _copied_bytes(output, model, stored, info)
-            model.source.release(info)
-    return count, problems
+# --- all else -------------------------------------------------------------------------------------
 
 
-def _copied_bytes(output: Output, model: MoeModel, stored: Stored, info: TensorInfo) -> Iterator[str]:
-    raw = model.source.view(replace(info, dtype="U8", shape=(info.nbytes,)))
-    for start in range(0, info.nbytes, PIECE):
-        stop = min(start + PIECE, info.nbytes)
-        difference = first_difference(output.read(stored, start, stop), raw[start:stop])
+def _compare_others(output: Output, model: MoeModel) -> tuple[int, list[str]]:
+    """Tensors that are no routed experts: how many there are, and what is wrong with them."""
+    wanted = _carried(output, model)
+    problems = [
+        f"{name} in {stored.file} is not in {model.source.root}"
+        for name, stored in output.others.items()
+        if name not in wanted
+    ]
+    for tensor in wanted.values():
+        problems += _compare_carried(output, model, tensor)
+    return len(wanted), problems
+
+
+def _carried(output: Output, model: MoeModel) -> dict[str, carry_over.Carried]:
+    """What must be there beside the experts: all else of a whole model; of others, what is there must be the source's."""
+    if output.whole:
+        rest = beside(model.source, model.expert_tensor_names(), model.quantization)
+        return {tensor.key: tensor for tensor in carry_over.carried(rest)}
+    renamed = ((merged.rename_non_expert(name), info) for name, info in model.source.tensors.items())
+    return {name: carry_over.Carried(name, info) for name, info in renamed if name in output.others}
+
+
+def _compare_carried(output: Output, model: MoeModel, tensor: carry_over.Carried) -> Iterator[str]:
+    stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
+    if stored is None:
+        yield f"{tensor.key} is missing"
+        return
+    if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
+        here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
+        yield f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
+        return
+    at = 0
+    for piece in carry_over.pieces(model.source, tensor):
+        difference = first_difference(output.read(stored, at, at + piece.size), piece)
         if difference is not None:
-            yield f"{stored.name} in {stored.file} differs from {info.name} at byte {start + difference[0]}"
-            return
+            yield f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"
+            break
+        at += piece.size
+    for read in tensor.reads:
+        model.source.release(read)

@@ -10,16 +10,14 @@ from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.source import INDEX, PART
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import LAYOUTS, Layout, numa
+from ktconvert.layouts.outputs.amx import METHODS
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.compressed import COMPRESSED
-from ktconvert.layouts.outputs.output import METHODS, Measure, Output, Place, files_of, place_of
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
+from ktconvert.layouts.outputs.output import Output, files_of
+from ktconvert.layouts.outputs.parts import ExpertGrid, Place
 from ktconvert.pipeline.verify.found import Check
-from ktconvert.pipeline.verify.gpu import check_packed, check_quantization
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
-DTYPES = {"weight": "I8", "scale": "F32"}
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
 LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
 
@@ -28,11 +26,12 @@ def check_structure(output: Output, measure: Measure) -> list[Check]:
     """Everything that names, sizes and headers can tell; no weight is read."""
     checks = [check_files(output), check_index(output)]
     if weights_whole(output):
-        if output.names is not None:
-            checks += [check_packed(output, measure), check_quantization(output)]
-        else:
-            checks.append(check_tensors(output, measure))
-        checks += [check_metadata(output, measure), check_config(output, measure)]
+        checks += [
+            check_tensors(output, measure),
+            check_quantization(output, measure),
+            check_metadata(output, measure),
+            check_config(output, measure),
+        ]
     return [check for check in checks if check is not None]
 
 
@@ -85,7 +84,7 @@ def weights_whole(output: Output) -> bool:
 
 def _strange_without_manifest(output: Output) -> list[str]:
     if output.loose:
-        known = {*output.damaged, *(s.file for s in output.tensors.values()), *(file for _, file in output.strays)}
+        known = {*output.damaged, *(s.file for s in output.tensors.values()), *(file for _, file, _ in output.strays)}
         return [name for name in files_of(output.root) if name.endswith(".kt") and name not in known]
     if output.weight_map is not None:
         named = set(output.weight_map.values())
@@ -132,7 +131,7 @@ def check_index(output: Output) -> Check | None:
 
 def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int]]:
     """Every layer that must be there, and its number of experts: by manifest and bytes, whichever says more."""
-    facts = (output.manifest or {"model": {}})["model"]
+    facts = output.facts
     parts = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
     usual = _usual(measure)
@@ -146,63 +145,59 @@ def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int
 
 
 def check_tensors(output: Output, measure: Measure) -> Check:
-    """Every layer, expert, projection, NUMA part, weight and scale exactly once, with the sizes of one method, T, E, H and I."""
+    """Every layer, expert, projection, part and tensor exactly once, with the sizes of one form, T, E, H and I."""
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
-    problems += [f"{name} in {file}: not a name that kt-kernel reads" for name, file in output.strays]
+    problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
     if not output.tensors:
         return Check("tensors", "", (*problems, "no expert weights are here"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual(measure)
-        problems.append(
-            f"weights fit neither {' nor '.join(x.name for x in LAYOUTS.values())} with hidden size {hidden} and width {intermediate}"
-        )
+        none = f"neither {' nor '.join(output.methods)}"
+        problems.append(f"weights fit {none} with hidden size {hidden} and width {intermediate}")
+    form = measure.form or forms_of_names(output)[0]
     used: set[tuple[Place, str]] = set()
     for grid, experts in expected(output, measure):
         if experts > MOST_EXPERTS or grid.numa > MOST_PARTS:
             problems.append(f"layer {grid.layer} claims {experts} experts in {grid.numa} NUMA parts")
             break
         for part in grid.all_parts(range(experts)):
-            place = place_of(part)
-            for what in ("weight", "scale"):
-                used.add((place, what))
-                stored = output.tensors.get((place, what))
+            for tensor in form.tensors(part.n, part.k):
+                key = part.place, tensor.suffix
+                used.add(key)
+                stored = output.tensors.get(key)
                 if stored is None:
-                    problems.append(f"{place.key(what)} is missing ({place.told(what)})")
-                    continue
-                wanted = _wanted_bytes(measure.layout, part.n, part.k, what)
-                elements = stored.nbytes // (1 if what == "weight" else 4)
-                if wanted is not None and stored.nbytes != wanted:
+                    what = output.names.describe(*key)
+                    problems.append(f"{output.names.key(*key)} is missing ({what})")
+                elif measure.form is not None and stored.nbytes != tensor.nbytes:
                     problems.append(
-                        f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {measure.method} of {part.n} x {part.k} has {wanted}"
+                        f"{stored.name} in {stored.file} has {stored.nbytes} bytes, "
+                        f"{measure.method} of {part.n} x {part.k} has {tensor.nbytes}"
                     )
-                elif stored.dtype != DTYPES[what] or stored.shape != (elements,):
+                elif stored.dtype != tensor.dtype or (measure.form is not None and stored.shape != tensor.shape):
                     here = f"{stored.dtype} of shape {list(stored.shape)}"
-                    problems.append(f"{stored.name} in {stored.file} is {here}, must be {DTYPES[what]} [{elements}]")
+                    wanted = f"{tensor.dtype} {list(tensor.shape)}"
+                    problems.append(f"{stored.name} in {stored.file} is {here}, must be {wanted}")
     problems += [f"{s.name} in {s.file} is one too many" for key, s in output.tensors.items() if key not in used]
     problems += list(_sizes(output, measure))
-    told = f"{len(used)} tensors of {len(measure.shapes)} layers, each once"
-    return Check("tensors", told, tuple(problems))
-
-
-def _wanted_bytes(layout: Layout | None, n: int, k: int, what: str) -> int | None:
-    if layout is None:
-        return None
-    return layout.weight_bytes(n, k) if what == "weight" else layout.scale_bytes(n)
+    planned = output.facts.get("packed_linears")
+    weights = sum(suffix == form.tensors(0, 0)[0].suffix for _, suffix in output.tensors)
+    if planned is not None and weights != planned:
+        problems.append(f"{weights} linears are quantized, the plan had {planned}")
+    return Check("tensors", f"{len(used)} tensors of {len(measure.shapes)} layers, each once", tuple(problems))
 
 
 def _sizes(output: Output, measure: Measure) -> Iterator[str]:
-    """What the bytes say against the names of loose files, what the layout can hold, and what the manifest says."""
+    """What the bytes say against the names of loose files, what the form can hold, and what the manifest says."""
     for prefix in sorted(output.prefixes):
         if METHODS.get(prefix) != measure.method:
             yield f"the files are called {prefix}, their sizes are those of {measure.method}"
     _, hidden, intermediate = _usual(measure)
-    if measure.layout is not None and (hidden or intermediate):
-        reason = numa.illegal_reason(measure.layout, hidden, intermediate, measure.numa)
+    if measure.form is not None and (hidden or intermediate):
+        reason = measure.form.illegal_reason(hidden, intermediate, measure.numa)
         if reason is not None:
             yield f"{measure.method} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
-    facts = (output.manifest or {"model": {}})["model"]
     for name, found in said(measure).items():
-        told = facts.get(name)
+        told = output.facts.get(name)
         one_or_more = [found] if isinstance(told, list) and not isinstance(found, list) else found
         if told not in (None, "not recorded", one_or_more):
             yield f"the manifest says {name} {told}, the tensors have {found}"
@@ -235,7 +230,7 @@ def check_metadata(output: Output, measure: Measure) -> Check | None:
     for (place, _), stored in output.tensors.items():
         by_shard.setdefault(stored.file, set()).add(place.layer)
     for shard, about in told.items():
-        wanted = {"method": measure.method} | ({"numa": str(measure.numa)} if output.names is None else {})
+        wanted = {"method": measure.method} | ({} if output.whole else {"numa": str(measure.numa)})
         if "layer" in about and by_shard.get(shard):
             layer = min(by_shard[shard])
             experts, hidden, intermediate = measure.shapes[layer]
@@ -263,12 +258,17 @@ def check_config(output: Output, measure: Measure) -> Check | None:
         absent = [n for n in range(limit[1]) if n not in measure.shapes]
         if absent:
             notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
-    about = config.get("quantization_config")
-    if isinstance(about, dict) and about.get("quant_method") == "kt_amx":
-        for name, value in (("method", measure.method), ("num_numa_nodes", measure.numa)):
-            if about.get(name) != value:
-                problems.append(f"config.json says {name} {about.get(name)}, the tensors have {value}")
+    if measure.form is not None and not output.whole:
+        problems += measure.form.check_config(output, measure.numa)
     return Check("config", "experts and sizes as in config.json", tuple(problems), tuple(notes))
+
+
+def check_quantization(output: Output, measure: Measure) -> Check | None:
+    """What config.json says of the quantization is what loaders of whole models want."""
+    if measure.form is None or not output.whole:
+        return None
+    problems = tuple(measure.form.check_config(output, measure.numa))
+    return Check("quantization", f"{measure.method} in config.json, as loaders want it", problems)
 
 
 def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
@@ -282,7 +282,7 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
         )
     if method is not None and method != measure.method:
         problems.append(f"--quant-method {method.lower()} was given, the weights have the sizes of {measure.method}")
-    if measure.method in COMPRESSED:
+    if measure.form is not None and measure.form.whole:
         again = f"load it as {measure.method}, or convert again with another --quant-type"
         return Check("options", f"{measure.method}, as asked", tuple(problems), remedy=again)
     serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or convert again"

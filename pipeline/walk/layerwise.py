@@ -18,7 +18,8 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.layouts.outputs.compressed import Compressed, linear_name
+from ktconvert.layouts.outputs.compressed import Compressed
+from ktconvert.layouts.outputs.linear_names import linear_name
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers import gptq, groups
@@ -238,8 +239,8 @@ def _quantize(
     import torch
 
     scale = torch.cat([from_bits(s, weight.device) for s in scales])
-    bits = work.form.quantizer.bits
-    code_range = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    grid = work.form.grid
+    code_range = grid.low, grid.high
     try:
         with torch.inference_mode():
             factor = gptq.factorize(hessian, work.dampening)
@@ -256,7 +257,7 @@ def _quantize(
     if factor.fell_back:
         parts = ("gate", "up") if what != "down" else ("down",)
         told.fell_back += [linear_name(work.model, work.layer, e, p) for e in experts for p in parts]
-    return rounded, groups.pack_words(bits, codes.cpu().numpy())
+    return rounded, groups.pack_words(grid.bits, codes.cpu().numpy())
 
 
 def _compute(work: Work, lm: LayeredModel, inputs: Inputs, linears: dict[int, Linears], outputs: RowFile) -> None:
@@ -290,7 +291,7 @@ def _weight(model: MoeModel, layer: int, expert: int, projection: str) -> torch.
 def _values(work: Work, packed: Packed, scale: Scales) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(work.form.unpack(packed, scale)).to(torch.bfloat16)
+    return torch.from_numpy(groups.dequantize_groups(work.form.grid.bits, packed, scale)).to(torch.bfloat16)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

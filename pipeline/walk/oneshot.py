@@ -66,8 +66,8 @@ def quantize_model(
         if not hasattr(linear, "weight_scale"):
             raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")
         scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
-        bits = form.quantizer.bits
-        codes = gptq.codes(linear.weight.detach().cpu(), scale, (-(1 << (bits - 1)), (1 << (bits - 1)) - 1))
-        return groups.pack_words(bits, codes.numpy()), scale.view(torch.uint16).numpy()
+        grid = form.grid
+        codes = gptq.codes(linear.weight.detach().cpu(), scale, (grid.low, grid.high))
+        return groups.pack_words(grid.bits, codes.numpy()), scale.view(torch.uint16).numpy()
 
     return made

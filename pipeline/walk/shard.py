@@ -13,14 +13,17 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs.compressed import Compressed, linear_name, plan_experts
+from ktconvert.layouts.outputs.compressed import Compressed
+from ktconvert.layouts.outputs.linear_names import linear_name
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context
-from ktconvert.pipeline.stages import gpu_linears
+from ktconvert.pipeline.stages import experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
 from ktconvert.pipeline.walk import layerwise, oneshot
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.pipeline.walk.settings import Settings
 from ktconvert.quantizers import groups
+from ktconvert.quantizers.choice import ABSMAX
 
 Linear = tuple[int, str, layerwise.Packed, layerwise.Scales]
 
@@ -38,17 +41,22 @@ class Job:
     skeleton: Callable[[], LayeredModel]
     oneshot: Callable[[Path], oneshot.Made]
 
+    @property
+    def grid(self) -> ExpertGrid:
+        """The layer's sizes."""
+        _, hidden, intermediate = self.model.shape(self.layer)
+        return ExpertGrid(self.layer, hidden, intermediate)
+
 
 def rounded(job: Job, context: Context) -> layerwise.Rounded:
     """Round a linear to nearest, as `--quant-method RTN` does."""
-    experts = job.model.shape(job.layer)[0]
-    nearest = gpu_linears.Job(job.model, job.form, job.settings.rounding, job.layer, 0, experts, job.metadata)
+    count = job.model.shape(job.layer)[0]
+    nearest = experts.Job(job.model, job.form, ABSMAX, job.grid, 0, count, job.metadata)
 
     def rounded(expert: int, projection: str) -> tuple[layerwise.Packed, layerwise.Scales]:
-        n, k = nearest.shape(projection)
-        return gpu_linears.quantize(
-            nearest, expert, projection, np.empty(job.form.entries("", n, k)[0].nbytes, np.uint8)
-        )
+        ((part, stored),) = nearest.quantize((expert, projection))
+        packed, _, scale = job.form.typed(stored, part.n, part.k)
+        return packed, scale
 
     return rounded
 
@@ -58,9 +66,9 @@ def write_shard(job: Job, partial: Path, context: Context, made: Iterator[Linear
 
     Raises VerificationError for a linear that became all zeros and was not: an expert that computes nothing.
     """
-    plan = plan_experts(job.model, job.layer, range(job.model.shape(job.layer)[0]), job.form, job.metadata)
-    shapes: list[tuple[int, int]] = []
-    scales: list[layerwise.Scales] = []
+    parts = job.grid.all_parts(range(job.model.shape(job.layer)[0]))
+    plan = experts.plan_parts(job.form, job.form.names(job.model), parts, job.metadata)
+    others: list[experts.Packed] = []
     with publish.DirectFile(partial, plan.size) as file:
         file.append(plan.header)
         for expert, projection, packed, scale in made:
@@ -71,30 +79,26 @@ def write_shard(job: Job, partial: Path, context: Context, made: Iterator[Linear
                         f"{name}: all its codes became zero; use --quant-method RTN, and tell us the model."
                     )
                 context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
-            file.append(np.ascontiguousarray(packed).reshape(-1).view(np.uint8))
-            scales.append(scale)
-            shapes.append((packed.shape[0], packed.shape[1] * 32 // job.form.quantizer.bits))
+            first, *rest = job.form.stored(packed, scale)
+            file.append(first)
+            others.append(rest)
             taken(job.model, job.layer, (expert, projection), context.reporter)
-        file.append(np.array(shapes, "<i8").view(np.uint8).reshape(-1))
-        for scale in scales:
-            file.append(np.ascontiguousarray(scale).view(np.uint8).reshape(-1))
+        experts.append_others(file, others)
         return plan.size, file.close(), len(plan.entries)
 
 
 def figures(job: Job, shard: Path) -> dict[str, Any]:
     """How far one expert of the shard lies from the source: the quality figure of the report."""
     entries = {e.name: e for e in read_header(shard).entries}
-    experts = job.model.shape(job.layer)[0]
+    names = job.form.names(job.model)
 
     def error(expert: int, projection: str) -> dict[str, float]:
-        name = linear_name(job.model, job.layer, expert, projection)
-        packed, scale = (
-            np.fromfile(shard, kind, e.nbytes // np.dtype(kind).itemsize, offset=e.start).reshape(e.shape)
-            for e, kind in ((entries[f"{name}.weight_packed"], "<i4"), (entries[f"{name}.weight_scale"], "<u2"))
-        )
-        return error_figures(job.form.error_sums(job.model.linear(job.layer, expert, projection), packed, scale))
+        (part,) = job.grid.parts(expert, projection)
+        wanted = (entries[names.key(part.place, t.suffix)] for t in job.form.tensors(part.n, part.k))
+        stored = [np.fromfile(shard, np.uint8, entry.nbytes, offset=entry.start) for entry in wanted]
+        return error_figures(job.form.error_sums(job.model.linear(job.layer, expert, projection), stored))
 
-    return sampled_error(job.model, job.layer, 0, experts, error)
+    return sampled_error(job.model, job.layer, 0, job.model.shape(job.layer)[0], error)
 
 
 def tell(job: Job, told: layerwise.Told, context: Context) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import QUANTIZERS, reference
+from ktconvert.quantizers import ROW_GRIDS, reference
 
 FOLDER = Path(__file__).parent
 N, K = 128, 128
@@ -38,7 +38,7 @@ def main() -> None:
     for kind, values in sources().items():
         options = {"scales": scales, "block": BLOCK} if kind == "fp8_e4m3" else {}
         bf16 = reference.decode(Matrix(values, KINDS[kind], **options))
-        for quantizer in QUANTIZERS.values():
+        for quantizer in ROW_GRIDS.values():
             weight, scale = reference.quantize_pack(quantizer.bits, bf16)
             tensors = {"in.values": values, "out.bf16": bf16, "out.weight": weight, "out.scale": scale}
             if options:

@@ -1,0 +1,71 @@
+"""config.json and the model card of experts in kt-kernel's formats for the CPU; by the manifest's facts, so for those we only copy too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.form import Card
+
+QUANT_METHOD = "kt_amx"
+# transformers skips a quantization that it does not know, with a warning, and makes up the experts. It refuses to load a file of this
+# name, whatever the model, and prints the name.
+NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
+
+
+def config_entries(facts: Mapping[str, Any], tool_version: str) -> dict[str, Any]:
+    """What config.json says of these experts; transformers loads them where QUANT_METHOD is registered and NO_FILE taken out."""
+    quantization = {
+        "quant_method": QUANT_METHOD,
+        "method": facts["method"],
+        "layout_version": facts["layout_version"],
+        "bits": facts["bits"],
+        "strategy": "channel",
+        "symmetric": True,
+        "num_numa_nodes": facts["numa"],
+        "targets": ["routed experts"],
+        "quantizer": f"ktconvert:{tool_version}",
+    }
+    return {"transformers_weights": NO_FILE, "quantization_config": quantization}
+
+
+def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+    """The lines of the model card."""
+    method, numa, layers = facts["method"], facts["numa"], facts["layers"]
+    what = (
+        "everything else under kt-kernel's names"
+        if non_experts
+        else "nothing else: attention, router and shared experts stay in the original checkpoint"
+    )
+    return Card(
+        head=("library_name: kt-kernel",),
+        tags=("kt-kernel", "mixture-of-experts"),
+        title=f"{method} expert weights of {base_model or 'this model'}",
+        about=(
+            f"Routed experts of {len(layers)} layers ({ranges(layers)}), quantized to {method} in {numa} NUMA "
+            f"part{'s' if numa != 1 else ''},",
+            f"in the format that kt-kernel 0.7 loads{' (loose .kt folders)' if loose else ''}. The folder holds {what}.",
+        ),
+        rows=(
+            ("method", f"{method} ({facts['bits']} bits, one scale per output row and part)"),
+            ("NUMA parts", f"{numa}: load with `--kt-threadpool-count {numa}` and no other"),
+            ("experts per layer", f"{facts['experts']}"),
+            ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
+            ("activation", f"{facts['activation']}"),
+            ("source dtypes", ", ".join(facts["dtypes"])),
+        ),
+        use=(
+            "```bash",
+            "python -m sglang.launch_server \\",
+            f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",
+            "  --kt-weight-path /path/to/this/folder \\",
+            f"  --kt-method {method} \\",
+            f"  --kt-threadpool-count {numa} \\",
+            "  --kt-cpuinfer PHYSICAL_CORES \\",
+            "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
+            "```",
+            "",
+            "`ktconvert doctor` prints the two machine values.",
+        ),
+    )

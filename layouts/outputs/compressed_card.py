@@ -1,0 +1,88 @@
+"""The model card of a whole model with pack-quantized experts, and what config.json says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.form import Card
+from ktconvert.quantizers import Grid
+
+# What `version` in quantization_config says: the compressed-tensors release whose contract this is.
+CONTRACT = "0.19.0"
+
+
+def quantization_config(grid: Grid, ignore: Sequence[str]) -> dict[str, Any]:
+    """compressed-tensors' own document; `actorder` null, since loaders misread "static"."""
+    weights = {
+        "num_bits": grid.bits,
+        "type": "int",
+        "symmetric": True,
+        "group_size": grid.group,
+        "strategy": "group",
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": None,
+        "scale_dtype": None,
+        "zp_dtype": None,
+        "observer": None,
+        "observer_kwargs": {},
+    }
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": "pack-quantized",
+    }
+    return {
+        "config_groups": {"group_0": scheme},
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": None,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": list(ignore),
+        "version": CONTRACT,
+    }
+
+
+def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
+    """The lines of the model card."""
+    method, layers = facts["method"], facts["layers"]
+    return Card(
+        head=(),
+        tags=("kt-kernel", "compressed-tensors", "mixture-of-experts"),
+        title=f"{base_model or 'Model'} with experts in {method}",
+        about=(
+            f"The whole model. The routed experts of {len(layers)} layers ({ranges(layers)}) are {method}; "
+            "all other tensors are",
+            "those of the original, under the same names. The format is compressed-tensors' pack-quantized, "
+            "which transformers,",
+            "vLLM and SGLang load.",
+        ),
+        rows=(
+            ("experts", f"{facts['bits']} bits, symmetric, one BF16 scale per {facts['group_size']} columns"),
+            ("method", f"{facts['quant_method']}, rounding {facts['rounding']}"),
+            ("quantized linears", f"{facts['packed_linears']}"),
+            ("experts per layer", f"{facts['experts']}"),
+            ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
+            ("activation", f"{facts['activation']}"),
+            ("source dtypes of the experts", ", ".join(facts["dtypes"])),
+        ),
+        use=(
+            "As the GPU half beside CPU experts that `ktconvert cpu` made:",
+            "",
+            "```bash",
+            "python -m sglang.launch_server \\",
+            "  --model /path/to/this/folder \\",
+            "  --kt-weight-path /path/to/the/cpu/experts \\",
+            "  --kt-method AMXINT4 \\",
+            "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
+            "```",
+            "",
+            'Or alone: `AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, '
+            "with compressed-tensors installed.",
+        ),
+    )

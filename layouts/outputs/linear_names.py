@@ -1,0 +1,137 @@
+"""What an expert's linears are called in an output that is a whole model: the source's own names, or those that its family gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ktconvert.layouts.checkpoints.archs import Separate
+from ktconvert.layouts.checkpoints.experts import MoeModel, part_of
+from ktconvert.layouts.outputs.parts import PROJECTIONS, Place, part_shape
+
+# For the names of experts that the source stores together and no per-expert form of its family is known.
+USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+TEMPLATES = "linear_names"  # the manifest's fact that holds one template for each projection
+
+
+def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
+    """What an expert's linear is called in the output, without ".weight": the source's own name, where each has one.
+
+    Of experts that are stored together, the name that their family gives single ones, in whatever block they lie (transformers
+    looks for w1, w3, w2 of Mixtral in any), else gate_proj, up_proj, down_proj.
+    """
+    moe = model.found[layer]
+    if isinstance(moe.style, Separate):
+        return model.weight_name(layer, expert, projection).removesuffix(".weight")
+    container = _container(getattr(moe.style, part_of(moe.style, projection)))
+    base = container.replace("{prefix}", moe.prefix).format(layer=layer)
+    return f"{base}{expert}.{words_of(model)[projection]}"
+
+
+def words_of(model: MoeModel) -> dict[str, str]:
+    """What the model's family calls the three linears of an expert."""
+    single = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
+    if single is None:
+        return USUAL
+    return {p: getattr(single, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
+
+
+def _container(template: str) -> str:
+    """The template up to and with "experts.", which is added where the experts of a layer have no such block."""
+    before, found, _ = template.removesuffix(".weight").rpartition("experts.")
+    return f"{before}experts." if found else f"{template.removesuffix('.weight').rpartition('.')[0]}.experts."
+
+
+def linears(
+    model: MoeModel, layer: int, experts: Iterable[int] | None = None
+) -> Iterator[tuple[int, str, str, int, int]]:
+    """(expert, projection, name, n, k) of a layer's linears, in file order: by expert, then gate, up, down."""
+    count, hidden, width = model.shape(layer)
+    for expert in range(count) if experts is None else experts:
+        for projection in PROJECTIONS:
+            n, k = part_shape(projection, hidden, width, 1)
+            yield expert, projection, linear_name(model, layer, expert, projection), n, k
+
+
+def name_template(model: MoeModel, projection: str) -> str:
+    """What linears are called, with {layer} and {expert} for the numbers: the layer's is the first such number, the expert's the last."""
+    layer = model.layers[-1]
+    expert = model.shape(layer)[0] - 1
+    name = linear_name(model, layer, expert, projection)
+    before, _, after = name.rpartition(f".{expert}.")
+    head, _, tail = f".{before}.".partition(f".{layer}.")
+    return f"{head}.{{layer}}.{tail}{{expert}}.{after}".removeprefix(".")
+
+
+def name_templates(model: MoeModel) -> dict[str, str]:
+    """The same by projection, for the manifest."""
+    return {projection: name_template(model, projection) for projection in PROJECTIONS}
+
+
+def are_templates(found: Any) -> bool:
+    """Whether what a manifest holds can be taken for name templates."""
+    return (
+        isinstance(found, dict)
+        and sorted(found) == sorted(PROJECTIONS)
+        and all(
+            isinstance(t, str) and t.count("{") == t.count("}") == 2 and "{layer}" in t and "{expert}" in t
+            for t in found.values()
+        )
+    )
+
+
+@dataclass(frozen=True)
+class LinearNames:
+    """The tensors of linears under the linears' own names.
+
+    suffixes   of the tensors of one linear
+    templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () where there is none, so that nothing
+               can be recognised
+    model      the source, while an output is made
+    """
+
+    suffixes: tuple[str, ...]
+    templates: tuple[tuple[str, str], ...] = ()
+    model: MoeModel | None = None
+
+    @cached_property
+    def _patterns(self) -> Mapping[str, re.Pattern[str]]:
+        ends = "|".join(map(re.escape, self.suffixes))
+        numbers = {r"\{layer\}": r"(?P<layer>\d+)", r"\{expert\}": r"(?P<expert>\d+)"}
+        patterns = {}
+        for projection, template in self.templates:
+            text = re.escape(template)
+            for escaped, number in numbers.items():
+                text = text.replace(escaped, number)
+            patterns[projection] = re.compile(rf"{text}\.(?P<what>{ends})")
+        return patterns
+
+    def linear(self, layer: int, expert: int, projection: str) -> str:
+        """What a linear is called, without ".weight"."""
+        if self.model is not None:
+            return linear_name(self.model, layer, expert, projection)
+        return dict(self.templates)[projection].format(layer=layer, expert=expert)
+
+    def key(self, place: Place, suffix: str) -> str:
+        """The tensor's name."""
+        return f"{self.linear(place.layer, place.expert, place.projection)}.{suffix}"
+
+    def find(self, name: str) -> tuple[Place, str] | None:
+        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
+        for projection, pattern in self._patterns.items():
+            match = pattern.fullmatch(name)
+            if match is not None:
+                place = Place(int(match["layer"]), int(match["expert"]), projection, False, 0)
+                return (place, match["what"]) if self.key(place, match["what"]) == name else None
+        return None
+
+    def stray(self, name: str) -> str | None:
+        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
+        return "quantized, but no routed expert's" if name.endswith(f".{self.suffixes[0]}") else None
+
+    def describe(self, place: Place, suffix: str) -> str:
+        """Which tensor of which expert, for people."""
+        return f"layer {place.layer}, expert {place.expert}, {place.projection}_proj: {suffix}"

@@ -1,0 +1,102 @@
+"""What the bytes of an output say it is: its form, T, and the sizes of each layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ktconvert.layouts.outputs import FORMS, Form
+from ktconvert.layouts.outputs.amx import METHODS
+from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.outputs.parts import part_shape
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What the bytes of an output say it is.
+
+    method  "AMXINT4", ..., or "unknown" where the sizes fit none; form is None where we cannot tell what the bytes mean
+    numa    T, the number of NUMA parts
+    shapes  layer -> (E, H, I)
+    """
+
+    method: str
+    form: Form | None
+    numa: int
+    backward: bool
+    shapes: dict[int, Shape]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tensors of one layer have in common: which of the three projections, suffix, dtype, shape, bytes."""
+
+    layer: int
+    projection: str
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def measure(output: Output) -> Measure:
+    """Form, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead.
+
+    Forms may share names and dtypes; only byte counts tell them apart then.
+    """
+    numa, backward = 1, False
+    experts: dict[int, int] = {}
+    kinds: Counter[Kind] = Counter()
+    for (place, suffix), s in output.tensors.items():
+        numa, backward = max(numa, place.numa + 1), backward or place.backward
+        experts[place.layer] = max(experts.get(place.layer, 0), place.expert + 1)
+        if not place.backward:
+            kinds[Kind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)] += 1
+    candidates = []
+    for form in forms_of_names(output):
+        sizes = _sizes(form, kinds, sorted(experts))
+        candidates.append((_fitting(form, kinds, sizes), form, sizes))
+    fitting, best, sizes = max(candidates, key=lambda candidate: candidate[0])
+    weights = sum(count for kind, count in kinds.items() if kind.suffix == best.tensors(0, 0)[0].suffix)
+    known: Form | None = best if 2 * fitting > weights else None
+    method = "unknown" if known is None else known.name
+    foreign = {METHODS.get(p, p) for p in output.prefixes} | {m.get("method", "") for m in output.metadata.values()}
+    opaque = sorted(name for name in foreign if name.startswith("MOE_"))
+    if opaque:
+        method, known = opaque[0], None
+    shapes = {layer: (experts[layer], hidden, width * numa) for layer, (hidden, width) in sizes.items()}
+    return Measure(method, known, numa, backward, shapes)
+
+
+def forms_of_names(output: Output) -> tuple[Form, ...]:
+    """The forms that it may be, by what its tensors are called; at least one."""
+    return tuple(FORMS[method] for method in output.methods)
+
+
+def _sizes(form: Form, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
+    """layer -> (hidden size, width of a part), as most of its tensors tell; where none does, as most of all."""
+    votes: dict[tuple[int | None, str], Counter[int]] = {}
+    for kind, count in kinds.items():
+        for name, size in form.sizes(kind.projection, kind.suffix, kind.shape, kind.nbytes).items():
+            for layer in (kind.layer, None):
+                votes.setdefault((layer, name), Counter())[size] += count
+
+    def usual(layer: int, name: str) -> int:
+        told = votes.get((layer, name)) or votes.get((None, name))
+        return told.most_common(1)[0][0] if told else 0
+
+    return {layer: (usual(layer, "hidden"), usual(layer, "width")) for layer in layers}
+
+
+def _fitting(form: Form, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
+    """How many packed weights (the first tensor of each part) have the bytes that the form gives them."""
+    count = 0
+    for kind, number in kinds.items():
+        hidden, width = sizes[kind.layer]
+        weight = form.tensors(*part_shape(kind.projection, hidden, width, 1))[0]
+        if kind.suffix == weight.suffix and kind.nbytes == weight.nbytes and kind.nbytes:
+            count += number
+    return count

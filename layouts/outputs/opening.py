@@ -1,0 +1,235 @@
+"""Opening an output: its manifest, config, index and headers; which form's names its tensors have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY, Header, read_header
+from ktconvert.layouts.checkpoints.source import INDEX, read_index
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import FORMS, Form, loose
+from ktconvert.layouts.outputs.names import Names
+from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
+from ktconvert.layouts.outputs.parts import Place
+
+WORK_INSIDE = ".ktconvert"
+PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
+FOREIGN_NAME = "not a name that kt-kernel reads"
+
+
+def is_output(path: Path) -> bool:
+    """Whether a directory holds experts in one of our forms (whole or not), rather than a checkpoint."""
+    if not path.is_dir():
+        return False
+    try:
+        if manifest.read(path) is not None:
+            return True
+    except VerificationError:
+        pass  # someone else's manifest.json; the weights decide
+    if loose.layers_in(path):
+        return True
+    kinds = _by_names({})
+    try:
+        return _named_by(kinds, read_index(path / INDEX)) is not None
+    except InputError:
+        pass
+    for shard in sorted(path.glob("*.safetensors")):
+        try:
+            return _named_by(kinds, (entry.name for entry in read_header(shard).entries)) is not None
+        except InputError:
+            continue
+    return False
+
+
+def is_whole_model(path: Path) -> bool:
+    """Whether a directory is an output that is a whole model, as its manifest says."""
+    try:
+        about = manifest.read(path)
+    except VerificationError:
+        return False
+    return about is not None and _form_told(about).whole
+
+
+def open_output(root: Path) -> Output:
+    """Open an output, finished or damaged; what is wrong with it is in the result, not raised.
+
+    Raises UnsupportedError for a directory that holds no experts in one of our forms, VerificationError for a manifest that cannot be read.
+    """
+    if not root.is_dir() or not is_output(root):
+        quantized = _json(root, "config.json", {}).get("quantization_config")
+        if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
+            raise UnsupportedError(
+                f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that file back or "
+                "convert again, else give the directory of an output."
+            )
+        raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
+    about = _trusted(root)
+    shards = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.safetensors")
+        if WORK_INSIDE not in path.relative_to(root).parts
+    )
+    folders = loose.layers_in(root)
+    is_loose = bool(folders) and not shards
+    if about is not None:
+        is_loose = bool(about["settings"].get("no_merge_safetensor"))
+    damaged: dict[str, str] = {}
+    headers = {} if is_loose else dict(_headers(root, shards, damaged))
+    kinds = _by_names({} if about is None else about["model"], None if about is None else _form_told(about))
+    entries = (entry.name for header in headers.values() for entry in header.entries)
+    names = _named_by(kinds, entries) or next(iter(kinds))
+    output = Output(
+        root,
+        is_loose,
+        tuple(form.name for form in kinds[names]),
+        names,
+        kinds[names][0].whole,
+        about,
+        _json(root, "config.json", damaged),
+        *_index(root, damaged),
+        shards,
+        damaged=damaged,
+    )
+    if is_loose:
+        _walk_loose(output, folders)
+    else:
+        _walk_shards(output, headers)
+    return output
+
+
+def _form_told(about: Mapping[str, Any]) -> Form:
+    """The form that a manifest names, or where it names none of ours, the first that its command makes."""
+    form = FORMS.get(str(about["model"].get("method")))
+    made = (form for form in FORMS.values() if form.command == about.get("command"))
+    return form or next(made, next(iter(FORMS.values())))
+
+
+def _by_names(facts: Mapping[str, Any], first: Form | None = None) -> dict[Names, tuple[Form, ...]]:
+    """The forms by what they call tensors, those that are called as in `first` first."""
+    kinds: dict[Names, tuple[Form, ...]] = {} if first is None else {first.names_of(facts): ()}
+    for form in FORMS.values():
+        names = form.names_of(facts)
+        kinds[names] = (*kinds.get(names, ()), form)
+    return kinds
+
+
+def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
+    """Whose names the first of these tensors that is a part of an expert has; None if none is."""
+    kinds = tuple(kinds)
+    return next((names for tensor in tensors for names in kinds if names.find(tensor) is not None), None)
+
+
+def _headers(root: Path, shards: Iterable[str], damaged: dict[str, str]) -> Iterator[tuple[str, Header]]:
+    for shard in shards:
+        try:
+            yield shard, read_header(root / shard)
+        except InputError as error:
+            damaged[shard] = _sentence(root, error)
+
+
+def _trusted(root: Path) -> dict[str, Any] | None:
+    """The manifest, if what is asked of it has the types that it must have. Raises VerificationError."""
+    about = manifest.read(root)
+    if about is None:
+        return None
+    facts = about["model"]
+    sizes = [facts.get(name) for name in ("experts", "hidden", "intermediate")]
+    good = (
+        isinstance(about.get("command"), str)
+        and isinstance(about.get("tool"), dict)
+        and _form_told(about).is_trusted(facts)
+        and all(type(n) is int for name in ("layers", "kept_layers") for n in facts.get(name, []))
+        and all(isinstance(size, int | list | str) for size in sizes)
+        and all(isinstance(file, dict) for file in about["source"])
+    )
+    if not good:
+        raise VerificationError(
+            f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
+        )
+    return about
+
+
+def _json(root: Path, name: str, damaged: dict[str, str]) -> dict[str, Any]:
+    try:
+        tree = json.loads((root / name).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        damaged[name] = f"{name}: not valid JSON ({str(error)[:100]})"
+        return {}
+    if not isinstance(tree, dict):
+        damaged[name] = f"{name}: must hold a JSON object"
+        return {}
+    return tree
+
+
+def _index(root: Path, damaged: dict[str, str]) -> tuple[dict[str, str] | None, int | None]:
+    if not (root / INDEX).exists():
+        return None, None
+    try:
+        weight_map = read_index(root / INDEX)
+    except InputError as error:
+        damaged[INDEX] = _sentence(root, error)
+        return None, None
+    about = _json(root, INDEX, damaged).get("metadata")
+    total = about.get("total_size") if isinstance(about, dict) else None
+    return weight_map, total if isinstance(total, int) else None
+
+
+def _sentence(root: Path, error: InputError) -> str:
+    """What is wrong with a file of ours, in the words for a downloaded one less their remedy, and without the directory."""
+    return str(error).replace(f"; {REMEDY}", "").replace(f"{root}/", "")
+
+
+def _walk_shards(output: Output, headers: Mapping[str, Header]) -> None:
+    for shard, header in headers.items():
+        output.metadata[shard] = header.metadata
+        for entry in header.entries:
+            stored = Stored(entry.name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes)
+            found = output.names.find(entry.name)
+            if found is None:
+                why = output.names.stray(entry.name)
+                if why is not None:
+                    output.strays.append((entry.name, shard, why))
+                _add(output, output.others, entry.name, stored)
+                continue
+            if output.names.key(*found) != entry.name:  # numbers with leading zeros
+                output.strays.append((entry.name, shard, FOREIGN_NAME))
+            _add(output, output.tensors, found, stored)
+
+
+def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
+    for layer, folder in folders.items():
+        before = len(output.tensors)
+        for path in sorted(_below(folder)):
+            name = path.relative_to(output.root).as_posix()
+            node = loose.NUMA.fullmatch(path.parent.name)
+            match = loose.FILE.fullmatch(path.name)
+            if node is None or match is None:
+                if path.suffix == ".kt":
+                    output.strays.append((path.name, name, FOREIGN_NAME))
+                continue
+            size = path.stat().st_size
+            if size != int(match["nbytes"]):
+                output.damaged[name] = f"{name}: holds {size} bytes where its name says {match['nbytes']}"
+            output.prefixes.add(match["prefix"])
+            place = Place(layer, int(match["expert"]), match["projection"], bool(match["backward"]), int(node[1]))
+            tensor = loose.tensor(match["what"], size)
+            stored = Stored(name, tensor.dtype, tensor.shape, name, 0, size)
+            _add(output, output.tensors, (place, tensor.suffix), stored)
+        if len(output.tensors) == before:
+            output.damaged[folder.name] = f"{folder.name} holds no .kt files below _numa_N"
+
+
+def _below(folder: Path) -> Iterable[Path]:
+    return (path for node in folder.iterdir() if node.is_dir() for path in node.iterdir() if path.is_file())
+
+
+def _add(output: Output, where: dict[Any, Stored], key: Any, stored: Stored) -> None:
+    if key in where:
+        output.doubles.append((stored.name, where[key].file, stored.file))
+    where[key] = stored  # as in kt-kernel's loader, the last one counts

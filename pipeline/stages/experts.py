@@ -1,0 +1,280 @@
+"""Routed experts of any form: read once through memory maps, quantized and packed in one pass, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.shards import ALIGNMENT, Entry, ShardPlan, group_by_limit, plan_shard
+from ktconvert.layouts.outputs import PROJECTIONS, Form, loose
+from ktconvert.layouts.outputs.form import Extent, expert_bytes
+from ktconvert.layouts.outputs.names import Names
+from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import Matrix
+from ktconvert.pipeline.engine.loop import LANES
+from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
+from ktconvert.pipeline.stages.expert_stream import error_figures, items, non_finite, read_ahead, sampled_error, taken
+from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.quantizers.choice import ABSMAX, Choice
+
+VERSION = 1
+STRIP = 32  # rows that a kernel decodes at a time
+
+Item = tuple[int, str]
+Packed = list[Bytes]  # the tensors of one part, in the form's order
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one unit converts: experts [start, stop) of one layer."""
+
+    model: MoeModel
+    form: Form
+    choice: Choice
+    grid: ExpertGrid
+    start: int
+    stop: int
+    metadata: Mapping[str, str]
+
+    def quantize(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
+        """All parts of one projection of one expert; what is called first of each goes one after the other into `place`.
+
+        Raises InputError, naming the place, for a value that is not finite.
+        """
+        expert, projection = item
+        linear = self.model.linear(self.grid.layer, expert, projection)
+        packed = []
+        at = 0
+        for part in self.grid.parts(expert, projection):
+            out = room(self.form, part, None if place is None else place[at:])
+            at += out[0].size
+            matrix = part.of(linear, self.grid.numa)
+            try:
+                quantize(self.form, self.choice, matrix, out)
+            except kernels.NonFinite as error:
+                row, column = matrix.origin[0] + error.row, matrix.origin[1] + error.column
+                where = (column, row) if part.backward else (row, column)
+                raise non_finite(self.model, self.grid.layer, expert, projection, where) from error
+            packed.append((part, out))
+        return packed
+
+    def error(self, expert: int, projection: str) -> dict[str, float]:
+        """Quantize one projection again and compare with the source, as error_figures says."""
+        linear = self.model.linear(self.grid.layer, expert, projection)
+        sums = np.zeros(4)
+        for part, packed in self.quantize((expert, projection)):
+            if not part.backward:
+                sums += self.form.error_sums(part.of(linear, self.grid.numa), packed)
+        return error_figures(sums)
+
+
+def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes]) -> None:
+    """Choose codes for a part and pack them into `out`. Raises kernels.NonFinite for NaN and Inf."""
+    if choice.choose is None:
+        form.quantize(matrix, out)
+        return
+    bf16 = kernels.decode(matrix)
+    wrong = (bf16 & 0x7FFF) >= 0x7F80
+    if wrong.any():
+        row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        raise kernels.NonFinite(int(row), int(column))
+    form.pack(*choice.choose(bf16, form.grid), out)
+
+
+def room(form: Form, part: Part, place: Bytes | None = None) -> Packed:
+    """Memory for the tensors of a part; that of the first begins at `place`, where it is given."""
+    first, *others = (tensor.nbytes for tensor in form.tensors(part.n, part.k))
+    own = np.empty(first, np.uint8) if place is None else place[:first]
+    return [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+
+def stage(
+    model: MoeModel,
+    form: Form,
+    layers: Sequence[int],
+    *,
+    choice: Choice = ABSMAX,
+    numa: int = 1,
+    backward: bool = False,
+    loose_files: bool = False,
+    max_shard_size: int | None,
+    metadata: Mapping[str, str],
+) -> Stage[Job]:
+    """The stage that converts these layers; final names of shards are given by the plan."""
+    shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
+    names = form.names(model)
+    units = []
+    for layer in layers:
+        experts, hidden, intermediate = model.shape(layer)
+        grid = ExpertGrid(layer, hidden, intermediate, numa, backward)
+        each = expert_bytes(form, grid)
+        limit = None if loose_files else max_shard_size or form.shard_bytes
+        cuts = group_by_limit([each] * experts, limit)
+        for number, (start, stop) in enumerate(cuts):
+            tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
+            about = layer_metadata(model, layer, metadata)
+            extent = Extent(model.reading(layer), tuple(sorted(about.items())), grid, (start, stop), loose_files, names)
+            units.append(
+                Unit(
+                    stage=form.stage,
+                    key=f"layer-{layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
+                    versions=(VERSION, form.grid.version, form.version),
+                    params=(*form.params(extent), *_chosen(choice)),
+                    inputs=tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
+                    final=loose.layer_folder(layer) if loose_files else "",
+                    bytes_in=sum(t.nbytes for t in tensors),
+                    bytes_out=each * (stop - start),
+                    folder=loose_files,
+                    work=Job(model, form, choice, grid, start, stop, about),
+                )
+            )
+    return Stage(form.stage, form.title, ("source",), tuple(units), write_folder if loose_files else write_shard)
+
+
+def layer_metadata(model: MoeModel, layer: int, metadata: Mapping[str, str]) -> dict[str, str]:
+    """What the shards of a layer say of it, beside what all shards say."""
+    experts, hidden, intermediate = model.shape(layer)
+    return {
+        **metadata,
+        "layer": str(layer),
+        "num_experts": str(experts),
+        "hidden_size": str(hidden),
+        "moe_intermediate_size": str(intermediate),
+    }
+
+
+def _chosen(choice: Choice) -> tuple[tuple[str, object], ...]:
+    """The default came first and is not named."""
+    return () if choice == ABSMAX else (("scale", choice.name), ("scale_version", choice.version))
+
+
+def peak_memory(units: Sequence[Unit[Job]], packing: int) -> int:
+    """Bytes for so many projections under way, and for what waits for its place in the shards in flight; the source is only mapped."""
+    each = scratch = measured = waiting = 0
+    for job in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
+        rest = 0
+        for projection in PROJECTIONS:
+            parts = job.grid.parts(0, projection)
+            sizes = [[tensor.nbytes for tensor in job.form.tensors(part.n, part.k)] for part in parts]
+            each = max(each, sum(map(sum, sizes)))
+            rest += sum(sum(others) for _, *others in sizes)
+        waiting = max(waiting, rest * (job.stop - job.start))
+        widest = max(job.grid.hidden, job.grid.intermediate)
+        scratch = max(scratch, 2 * STRIP * widest)
+        measured = max(measured, job.form.error_bytes(widest))
+    return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)
+
+
+# --- a unit ---------------------------------------------------------------------------------------
+
+
+def plan_parts(form: Form, names: Names, parts: Iterable[Part], metadata: Mapping[str, str]) -> ShardPlan:
+    """A shard of parts: all first tensors, then all second ones, and so on, so that each is aligned to its items."""
+    by_part = [
+        [Entry(names.key(part.place, t.suffix), t.dtype, t.shape, t.nbytes) for t in form.tensors(part.n, part.k)]
+        for part in parts
+    ]
+    return plan_shard([entry for kind in zip(*by_part, strict=True) for entry in kind], metadata)
+
+
+def append_others(file: publish.DirectFile, others: Sequence[Packed]) -> None:
+    """Write what comes after all first tensors; others: the tensors of each part less the first."""
+    for kind in zip(*others, strict=True):
+        for data in kind:
+            file.append(data)
+
+
+def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
+    """One safetensors shard: header, all first tensors straight from the packing threads, then the others."""
+    job = unit.work
+    names = job.form.names(job.model)
+    plan = plan_parts(job.form, names, job.grid.all_parts(range(job.start, job.stop)), job.metadata)
+    todo = list(items(job.start, job.stop))
+    sizes = {item: _first_bytes(job, item) for item in todo}
+    offsets: dict[Item, int] = {}
+    at = len(plan.header)
+    for item in todo:
+        offsets[item] = at
+        at += sizes[item]
+    in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
+    others: list[Packed] = []
+    with publish.DirectFile(partial, plan.size) as file:
+        file.append(plan.header)
+
+        def make(item: Item, place: Bytes) -> list[tuple[Part, Packed]]:
+            packed = _checked(job, names, item, place, context)
+            if in_pages:
+                file.write_at(offsets[item], place[: sizes[item]])
+            return packed
+
+        for item, place, packed in in_order(context.pool, _read_ahead(job), _places(job, context), make):
+            (file.skip if in_pages else file.append)(place[: sizes[item]])
+            others += [tensors[1:] for _, tensors in packed]
+            taken(job.model, job.grid.layer, item, context.reporter)
+        append_others(file, others)
+        digest = file.close()
+    return Result((Written("", plan.size, digest),), len(plan.entries), _sampled(job))
+
+
+def write_folder(unit: Unit[Job], partial: Path, context: Context) -> Result:
+    """One folder of loose files, a file for each tensor, synced together."""
+    job = unit.work
+    names = job.form.names(job.model)
+    partial.mkdir()
+    for node in range(job.grid.numa):
+        (partial / loose.numa_folder(node)).mkdir()
+
+    def make(item: Item, place: Bytes) -> list[Written]:
+        written = []
+        for part, packed in _checked(job, names, item, place, context):
+            for tensor, data in zip(job.form.tensors(part.n, part.k), packed, strict=True):
+                name = job.form.loose_path(part, tensor)
+                assert name is not None
+                written.append(Written(name, data.size, publish.write_unsynced(partial / name, data)))
+        return written
+
+    files: list[Written] = []
+    for item, _, written in in_order(context.pool, _read_ahead(job), _places(job, context), make):
+        files += written
+        taken(job.model, job.grid.layer, item, context.reporter)
+    publish.sync_tree(partial)
+    return Result(tuple(files), len(files), _sampled(job))
+
+
+def _checked(job: Job, names: Names, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:
+    """Quantize one item, and warn where nothing but zeros came of it."""
+    packed = job.quantize(item, place)
+    if all(job.form.is_zero(tensors) for _, tensors in packed):
+        part, _ = packed[0]
+        name = names.key(part.place, "").removesuffix(".")
+        context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
+    return packed
+
+
+def _first_bytes(job: Job, item: Item) -> int:
+    return sum(job.form.tensors(part.n, part.k)[0].nbytes for part in job.grid.parts(*item))
+
+
+def _places(job: Job, context: Context) -> list[Bytes]:
+    """Room for the first tensors of one item each, on pages of their own."""
+    size = max(_first_bytes(job, (0, projection)) for projection in PROJECTIONS)
+    return [publish.aligned_buffer(size) for _ in range(context.window)]
+
+
+def _read_ahead(job: Job) -> Iterator[Item]:
+    return read_ahead(job.model, job.grid.layer, job.start, job.stop)
+
+
+def _sampled(job: Job) -> dict[str, object]:
+    """The quality figures of one expert."""
+    return sampled_error(job.model, job.grid.layer, job.start, job.stop, job.error)

@@ -1,0 +1,90 @@
+"""Codes that were calibrated, held against those that rounding gives: the same scales, and an error that is plausible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.outputs import Form
+from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.native_quant import kernels
+from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.quantizers import Matrix
+from ktconvert.quantizers.errors import sums_of
+from ktconvert.quantizers.reference import F32, bf16_to_f32
+
+# GPTQ's error in the weights against that of rounding them: 1.0 to 1.3 times at the usual dampening, 1.8 at a thousandth of it.
+# Another expert's codes are 13 (W4A16) to 200 (W8A16) times as far away.
+WORST_RATIO = 3.0
+ROWS = 64  # of a linear whose error is not measured as a whole: enough to tell a wrong one
+MOST_UNUSED = 0.5  # share of columns that calibration may never have seen
+CHUNK = 64  # rows in memory as float64 at a time
+
+
+class Calibrated(NamedTuple):
+    """What was found of a linear whose codes were calibrated.
+
+    ratio    its error over that of rounding to nearest
+    rounded  whether its codes are those of rounding
+    unused   whether it has columns that are all zeros: calibration never saw their inputs
+    """
+
+    ratio: float
+    rounded: bool
+    unused: bool
+
+
+def judge(
+    form: Form, matrix: Matrix, stored: Sequence[Bytes], rounded: Sequence[Bytes], *, whole: bool
+) -> tuple[npt.NDArray[np.float64], Calibrated, str]:
+    """Sums as of error_sums over a linear (or some of its rows), what is told of it, and what is wrong with its codes ("": nothing).
+
+    stored and rounded: its tensors as they are, and as rounding to nearest makes them. Columns that are zero throughout, though rounding
+    has codes there, were never seen in calibration: they are left out.
+    """
+    n, k = matrix.shape
+    rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
+    x = bf16_to_f32(kernels.decode(matrix)[rows])
+    ours, theirs = (form.unpack(tensors, n, k, rows) for tensors in (stored, rounded))
+    unused = np.asarray(theirs.any(axis=0) & ~ours.any(axis=0))
+    if unused.mean() > MOST_UNUSED:
+        problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
+        return np.zeros(4), Calibrated(np.inf, False, True), problem
+    columns = np.flatnonzero(~unused)
+    sums, rounding = (_sums(x, values, columns) for values in (ours, theirs))
+    error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
+    ratio = error / usual if usual else 1.0 if error == 0 else np.inf
+    found = Calibrated(ratio, bool(np.array_equal(ours, theirs)), bool(unused.any()))
+    if ratio <= WORST_RATIO:
+        return sums, found, ""
+    problem = (
+        f"is {error:.4f} away from its source, {ratio:.1f} times as far as rounding to nearest ({usual:.4f}); "
+        f"at most {WORST_RATIO:g} times is plausible"
+    )
+    return sums, found, problem
+
+
+def calibrated_summary(linears: Sequence[Calibrated]) -> str:
+    """What holds of them all."""
+    worst = max((linear.ratio for linear in linears), default=0.0)
+    rounded = sum(linear.rounded for linear in linears)
+    summary = f"{len(linears)} linears have the scales of rounding to nearest, and errors of at most {worst:.2f} times its own"
+    return summary + (f"; {rounded} of them are rounded to nearest" if rounded else "")
+
+
+def calibrated_notes(linears: Sequence[Calibrated]) -> list[str]:
+    """What is worth saying of some of them."""
+    unused = sum(linear.unused for linear in linears)
+    return [f"{unused} linears have columns that are all zeros: calibration never saw their inputs"] if unused else []
+
+
+def _sums(x: F32, y: F32, columns: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+    """Sums of x*x, y*y, x*y and (x-y)^2 over these columns."""
+    sums = np.zeros(4)
+    for first in range(0, len(x), CHUNK):
+        part = slice(first, first + CHUNK)
+        sums += sums_of(x[part][:, columns], y[part][:, columns])
+    return sums

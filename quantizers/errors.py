@@ -1,0 +1,30 @@
+"""How far quantized numbers lie from their source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import Matrix
+from ktconvert.quantizers.reference import F32, bf16_to_f32
+
+ROWS = 64  # in float64 at a time, so that memory stays small
+
+
+def sums_of(x: F32, y: F32) -> npt.NDArray[np.float64]:
+    """Sums of x*x, y*y, x*y and (x-y)^2 over arrays of one shape: float64 [4]."""
+    a, b = x.astype(np.float64), y.astype(np.float64)
+    return np.array([np.square(a).sum(), np.square(b).sum(), (a * b).sum(), np.square(a - b).sum()])
+
+
+def error_sums(matrix: Matrix, values: Callable[[slice], F32]) -> npt.NDArray[np.float64]:
+    """The same over a linear: x the source in BF16, y = values(rows), the numbers of some rows."""
+    n, _ = matrix.shape
+    sums = np.zeros(4)
+    for start in range(0, n, ROWS):
+        stop = min(start + ROWS, n)
+        sums += sums_of(bf16_to_f32(kernels.decode(matrix.rows(start, stop))), values(slice(start, stop)))
+    return sums

@@ -1,0 +1,26 @@
+"""What numbers become: the grid of codes and scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Symmetric integers: a code stands for step * code * scale.
+
+    low..high  the codes
+    group      columns of a row that share a scale; None: all of them
+    scales     safetensors dtype of the scales: "F32", or "BF16"
+    version    of the rounding to nearest by the largest value: whoever changes a byte that comes out raises it, since it is
+               part of every unit's fingerprint
+    """
+
+    name: str
+    bits: int
+    low: int
+    high: int
+    group: int | None
+    scales: str
+    version: int
+    step: int = 1
