@@ -10,7 +10,6 @@ class Lib:
     KTQ_ESHAPE: int
     KTQ_EISA: int
     KTQ_ENONFINITE: int
-    KTQ_EFULL: int
     KTQ_ESYSTEM: int
     KTQ_ENOMEM: int
     KTQ_ECLOSED: int

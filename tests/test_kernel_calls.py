@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,65 @@ with tempfile.NamedTemporaryFile() as file:
         sigbus.unregister_mapping(values.ctypes.data + 8192)
     kernels.quantize_pack(8, Matrix(values, BF16), np.empty(values.size, np.uint8), np.empty(len(values), np.float32))
 """
+
+
+FOREIGN_SIGBUS = """
+import mmap, os, signal, sys, tempfile
+import numpy as np
+from ktconvert.native_quant import sigbus
+dispositions = {"handler": lambda *_: print("handled", flush=True), "ignored": signal.SIG_IGN, "default": signal.SIG_DFL}
+signal.signal(signal.SIGBUS, dispositions[sys.argv[1]])
+sigbus.guard_sigbus("%s was cut short.")
+os.kill(os.getpid(), signal.SIGBUS)
+print("alive", flush=True)
+with tempfile.NamedTemporaryFile() as file:
+    os.truncate(file.name, 8192)
+    mapping = mmap.mmap(file.fileno(), 0)
+    sigbus.register_mapping(np.frombuffer(mapping, np.uint8).ctypes.data, 8192, "a shard")
+    os.truncate(file.name, 4096)
+    mapping[5000]
+"""
+
+
+@pytest.mark.parametrize(
+    ("disposition", "code", "output", "text"),
+    [
+        ("handler", 5, "handled\nalive\n", "a shard was cut short.\n"),
+        ("ignored", 5, "alive\n", "a shard was cut short.\n"),
+        ("default", -7, "", ""),
+    ],
+)
+def test_sigbus_of_others_goes_where_it_went_before(disposition: str, code: int, output: str, text: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FOREIGN_SIGBUS, disposition], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, output, text)
+
+
+MANY_FILES = """
+import resource, os, sys
+from pathlib import Path
+import numpy as np
+from ktconvert.layouts.files.mapped import MappedFiles
+from ktconvert.native_quant import sigbus
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+sigbus.guard_sigbus("%s was cut short.")
+files, paths = MappedFiles(), [Path(sys.argv[1], str(number)) for number in range(4200)]
+for path in paths:
+    with open(path, "wb") as file:
+        file.truncate(8192)
+    files.map(path, 8192)
+MappedFiles().close()
+os.truncate(paths[-1], 4096)
+files.map(paths[-1], 8192)[5000]
+"""
+
+
+def test_any_number_of_files_can_be_mapped(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", MANY_FILES, tmp_path], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (ran.returncode, ran.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@
 
 /* What a function returns; ktq_strerror has the sentences. */
 enum {
-    KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_EFULL, KTQ_ESYSTEM, KTQ_ENOMEM, KTQ_ECLOSED, KTQ_EFORK, KTQ_ERANGE
+    KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_ESYSTEM, KTQ_ENOMEM, KTQ_ECLOSED, KTQ_EFORK, KTQ_ERANGE
 };
 
 /* The encodings of a source. */
@@ -148,7 +148,7 @@ int ktq_kernel_isa(int row);
 const char *ktq_kernel_family(int row);
 
 /* Explain a page of a mapped file that cannot be read (SIGBUS): a sentence on stderr that names the file, then _exit(code).
-   `sentence` holds one %s for the name. A fault elsewhere goes the way it went before. */
+   `sentence` holds one %s for the name. A fault elsewhere, and a signal that was sent, go to whom they went before. */
 int ktq_guard_sigbus(const char *sentence, int code);
 int ktq_register_mapping(const void *address, size_t length, const char *name);
 int ktq_unregister_mapping(const void *address);

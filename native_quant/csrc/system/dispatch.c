@@ -92,7 +92,6 @@ const char *ktq_strerror(int error) {
     case KTQ_ESHAPE: return "rows or columns are no whole number of tiles";
     case KTQ_EISA: return "this instruction set is not available here";
     case KTQ_ENONFINITE: return "a value is infinite or not a number";
-    case KTQ_EFULL: return "too many mapped files are registered";
     case KTQ_ESYSTEM: return "the system refused";
     case KTQ_ENOMEM: return "there is not enough memory";
     case KTQ_ECLOSED: return "the pool of threads was closed";

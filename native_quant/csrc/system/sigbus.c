@@ -5,19 +5,27 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "ktq.h"
 
-enum { MAPPINGS = 4096, NAME_BYTES = 512, SENTENCE_BYTES = 512 };
+enum { MAPPINGS = 1024, NAME_BYTES = 512, SENTENCE_BYTES = 512 };
 
 /* A slot is in use while its length is not 0; the length is written last, so the handler never sees half an entry. */
-static struct {
+typedef struct {
     const char *address;
     _Atomic size_t length;
     char name[NAME_BYTES];
-} mappings[MAPPINGS];
+} mapping;
+
+/* Blocks are added and never freed: the handler walks them at any time. */
+typedef struct block {
+    mapping mapping[MAPPINGS];
+    struct block *_Atomic next;
+} block;
+static block first;
 static pthread_mutex_t registry = PTHREAD_MUTEX_INITIALIZER;
 
 static struct sigaction before;
@@ -35,20 +43,36 @@ static void say(const char *text) {
 
 static atomic_flag told = ATOMIC_FLAG_INIT;
 
+/* The mapping that holds an address, or NULL. */
+static const mapping *mapping_at(const char *address) {
+    for (const block *one = &first; one; one = atomic_load(&one->next))
+        for (int i = 0; i < MAPPINGS; i++) {
+            const mapping *candidate = &one->mapping[i];
+            size_t length = atomic_load(&candidate->length);
+            if (length && address >= candidate->address && (size_t)(address - candidate->address) < length) return candidate;
+        }
+    return NULL;
+}
+
 static void on_sigbus(int number, siginfo_t *info, void *context) {
-    (void)context;
-    const char *at = info->si_addr;
-    for (int i = 0; i < MAPPINGS; i++) {
-        size_t length = atomic_load(&mappings[i].length);
-        if (!length || at < mappings[i].address || (size_t)(at - mappings[i].address) >= length) continue;
+    int is_fault = info->si_code > 0; /* otherwise a process sent it, and there is no address */
+    const mapping *ours = is_fault ? mapping_at(info->si_addr) : NULL;
+    if (ours) {
         if (atomic_flag_test_and_set(&told))
             for (;;) pause(); /* another thread is telling it, and ends the process */
         say(opening);
-        say(mappings[i].name);
+        say(ours->name);
         say(closing);
         _exit(exit_code);
     }
-    sigaction(number, &before, NULL); /* not ours: the instruction faults again, and goes where it went before */
+    if (before.sa_handler == SIG_DFL || (before.sa_handler == SIG_IGN && is_fault)) { /* it ends the process: */
+        signal(number, SIG_DFL);
+        if (!is_fault) raise(number); /* when we return; a fault comes again by itself */
+    } else if (before.sa_flags & SA_SIGINFO) {
+        before.sa_sigaction(number, info, context);
+    } else if (before.sa_handler != SIG_IGN) {
+        before.sa_handler(number);
+    }
 }
 
 static int copy_text(char *to, size_t room, const char *from, size_t length) {
@@ -77,31 +101,39 @@ int ktq_guard_sigbus(const char *sentence, int code) {
     return error;
 }
 
+/* The slot whose mapping begins at an address; NULL: one that is free. Adds a block if there is none. NULL: no such slot, no memory. */
+static mapping *slot_of(const char *address) {
+    for (block *one = &first; one; one = atomic_load(&one->next)) {
+        for (int i = 0; i < MAPPINGS; i++) {
+            mapping *slot = &one->mapping[i];
+            int is_used = atomic_load(&slot->length) != 0;
+            if (address ? is_used && slot->address == address : !is_used) return slot;
+        }
+        if (!address && !atomic_load(&one->next)) atomic_store(&one->next, calloc(1, sizeof *one));
+    }
+    return NULL;
+}
+
 int ktq_register_mapping(const void *address, size_t length, const char *name) {
     if (!address || !length || !name) return KTQ_EINVAL;
-    int error = KTQ_EFULL;
     pthread_mutex_lock(&registry);
-    for (int i = 0; i < MAPPINGS && error; i++) {
-        if (atomic_load(&mappings[i].length)) continue;
+    mapping *slot = slot_of(NULL);
+    if (slot) {
         size_t bytes = strlen(name);
         const char *tail = bytes < NAME_BYTES ? name : name + bytes - (NAME_BYTES - 1); /* the end of a long path says more */
-        memcpy(mappings[i].name, tail, strlen(tail) + 1);
-        mappings[i].address = address;
-        atomic_store(&mappings[i].length, length);
-        error = KTQ_OK;
+        memcpy(slot->name, tail, strlen(tail) + 1);
+        slot->address = address;
+        atomic_store(&slot->length, length);
     }
     pthread_mutex_unlock(&registry);
-    return error;
+    return slot ? KTQ_OK : KTQ_ENOMEM;
 }
 
 int ktq_unregister_mapping(const void *address) {
-    int error = KTQ_EINVAL;
+    if (!address) return KTQ_EINVAL;
     pthread_mutex_lock(&registry);
-    for (int i = 0; i < MAPPINGS && error; i++) {
-        if (!atomic_load(&mappings[i].length) || mappings[i].address != address) continue;
-        atomic_store(&mappings[i].length, 0);
-        error = KTQ_OK;
-    }
+    mapping *slot = slot_of(address);
+    if (slot) atomic_store(&slot->length, 0);
     pthread_mutex_unlock(&registry);
-    return error;
+    return slot ? KTQ_OK : KTQ_EINVAL;
 }
