@@ -85,6 +85,6 @@ def read_environment() -> None:
 
 
 def raise_error(error: int) -> None:
-    """ValueError with the sentence of an error that C returned, if it is one."""
+    """ValueError with the sentence of an error that C returned, if it is one; MemoryError where that was missing."""
     if error != lib.KTQ_OK:
-        raise ValueError(_text(lib.ktq_strerror(error)))
+        raise (MemoryError if error == lib.KTQ_ENOMEM else ValueError)(_text(lib.ktq_strerror(error)))

@@ -103,7 +103,12 @@ def read_bandwidth(threads: int) -> float:
             barrier.wait()
 
     with ThreadPoolExecutor(threads) as executor:
-        for done in [executor.submit(read, number) for number in range(threads)]:
+        try:
+            reading = [executor.submit(read, number) for number in range(threads)]
+        except RuntimeError:  # no more threads to be had: those that there are would wait for them
+            barrier.abort()
+            raise
+        for done in reading:
             done.result()
     return threads * words * 8 / min(rounds)
 

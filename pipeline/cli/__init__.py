@@ -51,6 +51,9 @@ Examples:
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B
 """
 
+# What Python and the dynamic linker say where a limit of this process is reached.
+LIMITED = ("can't start new thread", "failed to map segment", "annot allocate memory")
+
 
 def _normal(token: str) -> str:
     """Underscores and capitals are as good: --input_path, INT4."""
@@ -147,6 +150,12 @@ def main() -> None:
         if isinstance(error, OSError) and code is None:
             code = 4 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM) else 1
             _fail(f"{error.filename or 'the system'}: {error.strerror or error}", code)
+        if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMITED):
+            _fail(
+                "the system gives this process no more threads or memory; raise its limits (ulimit -u, ulimit -v) "
+                "or lower --cpuinfer-threads, then resume",
+                4,
+            )
         if code is None:
             raise
         _fail(str(error), code)

@@ -104,10 +104,14 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
 
     try:
         with ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack") as pool:
+            _start_threads(pool, threads + WAITING)
             context = Context(pool, window=-(-(threads + WAITING) // lanes) + 1, reporter=reporter)
             crew = [threading.Thread(target=lane, args=(context,), name=f"lane-{i}") for i in range(lanes)]
-            for thread in crew:
-                thread.start()
+            try:
+                for thread in crew:
+                    thread.start()
+            except RuntimeError as error:  # no more threads to be had; the lanes that there are end with their unit
+                failures.append(error)
             for thread in crew:
                 while thread.is_alive():
                     thread.join(SIGNAL_DELAY)
@@ -117,6 +121,16 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
         raise failures[0]
     if stop.number:
         raise Interrupted(stop.number, plan.request.output)
+
+
+def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Start them before there is work: a submit() that cannot start one fails, but leaves its work to those that there are."""
+    ready = threading.Event()
+    try:
+        for _ in range(count):
+            pool.submit(ready.wait)
+    finally:
+        ready.set()
 
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
