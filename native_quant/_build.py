@@ -56,8 +56,9 @@ def sources() -> list[str]:
     return sorted(str(path) for path in files if CSRC / "arch" not in path.parents or ARCH in path.parents)
 
 
-def headers() -> list[str]:
-    return sorted(str(path) for pattern in ("*.h", "*.def") for path in CSRC.rglob(pattern))
+def others() -> list[str]:
+    """The headers, and the C files of other architectures: an sdist that is made here is built elsewhere."""
+    return sorted({str(path) for path in CSRC.rglob("*.*") if path.is_file()} - set(sources()))
 
 
 ffibuilder = FFI()
@@ -66,7 +67,7 @@ ffibuilder.set_source(
     "ktconvert.native_quant._ktq",
     '#include "ktq.h"',
     sources=sources(),
-    depends=headers(),
+    depends=others(),
     include_dirs=[str(CSRC), str(ARCH)],
     extra_compile_args=COMPILE + os.environ.get("KTCONVERT_CFLAGS", "").split(),
     extra_link_args=os.environ.get("KTCONVERT_CFLAGS", "").split(),

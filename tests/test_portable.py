@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "native_quant" / "csrc"
@@ -29,6 +32,17 @@ def test_x86_stands_in_its_own_files() -> None:
             r"\w*intrin\.h|cpuid|__builtin_ia32_\w+|__asm__|\basm\b|\b_mm\d*_\w+|arch/x86|KT_TARGET_\w+", code
         )
         assert found is None, f"{path.relative_to(ROOT)}: {found[0]}"
+
+
+@pytest.mark.parametrize("arch", ["x86", "generic"])
+def test_an_sdist_holds_the_files_of_every_architecture(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setuptools puts an extension's sources and what it depends on into an sdist."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("KTCONVERT_ARCH", arch)
+    build = runpy.run_path("native_quant/_build.py")
+    files = {str(path.relative_to(ROOT)) for path in CSRC.rglob("*.*") if path.is_file()}
+    assert sorted(build["sources"]() + build["others"]()) == sorted(files)
+    assert (f"native_quant/csrc/arch/{arch}/cpu.c") in build["sources"]()
 
 
 PROGRAM = """
