@@ -47,6 +47,8 @@ def parse_arch(text: str, path: str = "--arch-file") -> Arch:
         tree = tomllib.loads(text)
     except ValueError as e:
         raise InputError(f"{path}: not valid TOML ({e})") from None
+    except RecursionError:
+        raise InputError(f"{path}: not valid TOML (nested too deeply)") from None
     known = [f.name for f in fields(Arch) if f.name != "refusal"]
     _only(path, tree, known, "")
     name = tree.pop("name", None)
@@ -70,7 +72,8 @@ def parse_arch(text: str, path: str = "--arch-file") -> Arch:
 
 
 def _style(path: str, table: Any) -> Style:
-    kind = STYLES.get(table.get("style", "")) if isinstance(table, dict) else None
+    style = table.get("style") if isinstance(table, dict) else None
+    kind = STYLES.get(style) if isinstance(style, str) else None
     if kind is None:
         raise InputError(f"{path}: stored.style must be one of {', '.join(STYLES)}")
     flags = [f.name for f in fields(kind) if f.name not in kind.parts]

@@ -16,6 +16,7 @@ from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers.safetensors import LFS_MAGIC, REMEDY, read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 
 INDEX = "model.safetensors.index.json"
@@ -295,20 +296,24 @@ def _no_weights(root: Path, files: list[str]) -> Exception:
 def read_config(root: Path) -> dict[str, Any]:
     """config.json of a directory, or params.json; {} where there is neither. Raises InputError where it is no JSON object."""
     for name in ("config.json", "params.json"):
-        path = root / name
-        try:
-            # Infinity and NaN are let through: configurations of released models hold them.
-            tree = json.loads(path.read_bytes().decode("utf-8"))
-        except FileNotFoundError:
-            continue
-        except OSError as e:
-            raise InputError(f"{path}: cannot be read ({e.strerror}); {REMEDY}") from None
-        except (ValueError, RecursionError):
-            raise InputError(f"{path}: not valid JSON; {REMEDY}") from None
-        if not isinstance(tree, dict):
-            raise InputError(f"{path}: must hold a JSON object; {REMEDY}")
-        return tree
+        if (root / name).exists():
+            return _parsed(root / name)
     return {}
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """config.json as parsed. Raises InputError where it cannot be read, is no JSON object, or could not be written again."""
+    try:
+        # Infinity and NaN are let through: configurations of released models hold them.
+        tree = documents.parse(path.read_bytes())
+        documents.require_plain(tree)
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror}); {REMEDY}") from None
+    except ValueError:
+        raise InputError(f"{path}: not valid JSON; {REMEDY}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: must hold a JSON object; {REMEDY}")
+    return tree
 
 
 def _blob(path: Path) -> str | None:

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.files import documents
+from ktconvert.layouts.files.documents import COUNT, NUMBER
 
 NAME = "manifest.json"
 FORMAT = 1
+LONGEST_NAME = 255  # bytes, on Linux
+LAYERS = [range(1 << 31)]
+# More experts or NUMA parts than this is no model: what is built for each of them would fill the memory.
+EXPERTS, PARTS = range(1, 1 << 16), range(1, 1 << 10)
+SIZES = (COUNT, [COUNT], str)
+# What is asked of a manifest, and the form that it must have (documents.mismatch).
+MANIFEST = {
+    "command": str,
+    "settings": {"arch_file?": (str, None), "no_merge_safetensor?": bool},
+    "model": {
+        "architecture?": str,
+        "activation?": str,
+        "dtypes?": [str],
+        "method?": str,
+        "backward?": bool,
+        "layers?": LAYERS,
+        "kept_layers?": LAYERS,
+        "numa?": PARTS,
+        "experts?": (EXPERTS, [EXPERTS], str),
+        "hidden?": SIZES,
+        "intermediate?": SIZES,
+    },
+    "source": [{"name": str, "size": NUMBER, "header_sha256?": str, "blob?": str, "sha256?": str}],
+    "files": [{"name": str, "size": NUMBER, "sha256": str}],
+}
 
 
 def encode(
@@ -41,24 +69,25 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        document = json.loads(path.read_bytes())
-        if document["format"]["name"] != "ktconvert-manifest":
+        document = documents.parse(path.read_bytes())
+        if documents.mismatch(document, {"format": {"name": "ktconvert-manifest"}}):
+            if documents.mismatch(document, {"format": {"name": str}}):
+                raise ValueError("it has no format")
             return None
-        if document["format"]["version"] > FORMAT:
+        wrong = documents.mismatch(document, {"format": {"version": NUMBER}, "tool": {"version": str}})
+        if wrong is None and document["format"]["version"] > FORMAT:
             raise VerificationError(
                 f"{path}: written by a newer ktconvert ({document['tool']['version']}); update this one."
             )
+        wrong = wrong or documents.mismatch(document, MANIFEST)
+        if wrong is not None:
+            raise ValueError(wrong)
         for file in document["files"]:
-            if (
-                not isinstance(file["name"], str)
-                or not isinstance(file["size"], int)
-                or not isinstance(file["sha256"], str)
-            ):
-                raise ValueError("a file's entry is incomplete")
             if file["name"].startswith("/") or ".." in Path(file["name"]).parts:
                 raise ValueError(f"{file['name']} lies outside the output")
-        dict(document["settings"]), dict(document["model"]), list(document["source"])
-    except (ValueError, KeyError, TypeError) as error:
+            if any(len(part) > LONGEST_NAME for part in os.fsencode(file["name"]).split(b"/")):
+                raise ValueError("a file's name is too long")
+    except ValueError as error:
         raise VerificationError(
             f"{path}: not a manifest that can be understood ({error}); convert again with --overwrite."
         ) from error

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.files.documents import COUNT, mismatch
 from ktconvert.layouts.outputs import compressed_card, ignore
 from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Tensor
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
@@ -157,7 +158,8 @@ class Compressed:
         return (
             are_templates(facts.get(TEMPLATES))
             and isinstance(facts.get("method"), str)
-            and all(type(facts.get(name)) is int for name in ("bits", "group_size", "packed_linears"))
+            and all(mismatch(facts.get(name), COUNT) is None for name in ("bits", "group_size", "packed_linears"))
+            and "layers" in facts
         )
 
     # --- numbers ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY, Header, read_header
 from ktconvert.layouts.checkpoints.source import INDEX, read_index
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
-from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.outputs import FORMS, Form, loose
 from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
@@ -62,6 +61,7 @@ def open_output(root: Path) -> Output:
     if not root.is_dir() or not is_output(root):
         quantized = _json(root, "config.json", {}).get("quantization_config")
         if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
+            manifest.read(root)  # raises where it is damaged
             raise UnsupportedError(
                 f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that file back or "
                 "convert again, else give the directory of an output."
@@ -137,16 +137,7 @@ def _trusted(root: Path) -> dict[str, Any] | None:
     if about is None:
         return None
     facts = about["model"]
-    sizes = [facts.get(name) for name in ("experts", "hidden", "intermediate")]
-    good = (
-        isinstance(about.get("command"), str)
-        and isinstance(about.get("tool"), dict)
-        and _form_told(about).is_trusted(facts)
-        and all(type(n) is int for name in ("layers", "kept_layers") for n in facts.get(name, []))
-        and all(isinstance(size, int | list | str) for size in sizes)
-        and all(isinstance(file, dict) for file in about["source"])
-    )
-    if not good:
+    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _form_told(about).is_trusted(facts):
         raise VerificationError(
             f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
         )
@@ -155,10 +146,11 @@ def _trusted(root: Path) -> dict[str, Any] | None:
 
 def _json(root: Path, name: str, damaged: dict[str, str]) -> dict[str, Any]:
     try:
-        tree = json.loads((root / name).read_bytes())
+        tree = documents.parse((root / name).read_bytes())
+        documents.require_plain(tree)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         damaged[name] = f"{name}: not valid JSON ({str(error)[:100]})"
         return {}
     if not isinstance(tree, dict):

@@ -30,6 +30,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("doctor", "Say what this machine has, and the kt-kernel flags that fit it."),
 }
 
+LONGEST = 1000  # characters of a message
+
 EPILOG = """\b
 Exit codes:
   0        done
@@ -169,6 +171,9 @@ def _open_streams() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # names of files and tensors need not be text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _take_signals() -> None:
@@ -178,11 +183,19 @@ def _take_signals() -> None:
 
 
 def _fail(message: str, code: int, text: str | None = None) -> None:
-    """End with an exit code, a text for people (by default the message), and with --json an event."""
+    """End with an exit code, a text for people (by default the message in one line), and with --json an event."""
+    message = _one_line(message)
     if "--json" in sys.argv:
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))
-    _print(sys.stderr, f"ktconvert: {message}" if text is None else text)
+    lines = [f"ktconvert: {message}"] if text is None else map(_one_line, text.splitlines())
+    _print(sys.stderr, "\n".join(lines))
     sys.exit(code)
+
+
+def _one_line(text: str) -> str:
+    """Files hold any text, of any length, and messages quote them."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return plain if len(plain) <= LONGEST else f"{plain[: LONGEST // 2]} ... {plain[-LONGEST // 2 :]}"
 
 
 def _print(stream: TextIO, text: str) -> None:

@@ -52,12 +52,12 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
 
 @click.command("bench", epilog=EPILOG)
 @click.argument("output", type=options.FilePath())
-@click.option("--layer", type=click.IntRange(min=0), default=None, help="Layer to compute. [default: the first]")
+@click.option("--layer", type=options.Number(min=0), default=None, help="Layer to compute. [default: the first]")
 @click.option(
     "--tokens", type=Counts(), default="1,4,16,64,256,1024", show_default=True, help="Tokens per forward, several."
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: the physical cores we may use]"
+    "--threads", type=options.Number(min=1), default=None, help="Threads. [default: the physical cores we may use]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")

@@ -43,7 +43,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @options.cpuinfer_threads
 @click.option(
     "--threadpool-count",
-    type=click.IntRange(min=1),
+    type=options.Number(min=1),
     default=2,
     show_default=True,
     help="NUMA parts to split every expert into.",
@@ -51,7 +51,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("--gpu", is_flag=True, help="Accepted and ignored: no GPU is needed.")
 @click.option("--no-merge-safetensor", is_flag=True, help="Keep loose per-layer folders of .kt files.")
 @click.option(
-    "--resume-layer", type=click.IntRange(min=0), default=0, help="kt-kernel's resume by hand; ours needs no number."
+    "--resume-layer", type=options.Number(min=0), default=0, help="kt-kernel's resume by hand; ours needs no number."
 )
 @click.option(
     "--save-backward-weights", is_flag=True, help="Also write the transposed matrices that fine-tuning needs."

@@ -26,11 +26,11 @@ Examples:
     "--gpu-weights", type=options.FilePath(), default=None, help="What MODEL was converted into, for the GPU."
 )
 @click.option("--text", required=True, type=options.FilePath(), help="What both models read: a UTF-8 text file.")
-@click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens read at a time.")
-@click.option("--skip-windows", type=click.IntRange(min=0), default=0, show_default=True,
+@click.option("--window", type=options.Number(min=2), default=512, show_default=True, help="Tokens read at a time.")
+@click.option("--skip-windows", type=options.Number(min=0), default=0, show_default=True,
               help="Leave out the first so many, e.g. what was calibrated with.")  # fmt: skip
-@click.option("--max-windows", type=click.IntRange(min=1), default=None, help="Read no more. [default: all]")
-@click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: physical cores]")
+@click.option("--max-windows", type=options.Number(min=1), default=None, help="Read no more. [default: all]")
+@click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")

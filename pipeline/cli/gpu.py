@@ -89,18 +89,18 @@ class SeveralValues(click.Command):
 @click.option("--dataset", type=options.PathOrHubId(), default="HuggingFaceH4/ultrachat_200k", show_default=True,
               help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.")  # fmt: skip
 @click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set.")
-@click.option("--num-calibration-samples", type=click.IntRange(min=1), default=512, show_default=True,
+@click.option("--num-calibration-samples", type=options.Number(min=1), default=512, show_default=True,
               help="Samples: the first rows of the split.")  # fmt: skip
-@click.option("--max-sequence-length", type=click.IntRange(min=2), default=2048, show_default=True,
+@click.option("--max-sequence-length", type=options.Number(min=2), default=2048, show_default=True,
               help="Tokens at which a sample is cut.")  # fmt: skip
-@click.option("--dampening-frac", type=click.FloatRange(min=0, max=1), default=0.1, show_default=True,
+@click.option("--dampening-frac", type=options.Real(min=0, max=1), default=0.1, show_default=True,
               help="Part of the mean of the Hessian's diagonal that is added to it.")  # fmt: skip
 @click.option(
-    "--random-seed", type=click.IntRange(min=0), default=42, show_default=True, help="For the order of samples."
+    "--random-seed", type=options.Number(min=0), default=42, show_default=True, help="For the order of samples."
 )
 @click.option("--calibrate", type=click.Choice(["all", "routed"], case_sensitive=False), default="all", show_default=True,
               help="Every expert sees all tokens, as with llmcompressor, or those routed to it.")  # fmt: skip
-@click.option("--min-expert-tokens", type=click.IntRange(min=1), default=128, show_default=True,
+@click.option("--min-expert-tokens", type=options.Number(min=1), default=128, show_default=True,
               help="With --calibrate routed: experts with fewer tokens are rounded to nearest, and listed.")  # fmt: skip
 @click.option("--engine", type=click.Choice(["stream", "oneshot"], case_sensitive=False), default="stream", show_default=True,
               help="Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.")  # fmt: skip
@@ -115,7 +115,7 @@ class SeveralValues(click.Command):
 @click.option("--max-cpu-memory", type=options.Size(), default=None,
               help="Accepted and ignored: memory is bounded by some experts. [default: 1000GiB with --max-gpu-memory]")  # fmt: skip
 @options.cpuinfer_threads
-@click.option("--tp-size", type=click.IntRange(min=1), multiple=True, default=(1,), show_default=True,
+@click.option("--tp-size", type=options.Number(min=1), multiple=True, default=(1,), show_default=True,
               help="Tensor parallelism to be loaded with; refused where experts cannot be cut so. May be repeated.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards between experts. [default: 5GB]")

@@ -31,7 +31,7 @@ Examples:
     default=None,
     help="Original checkpoint: config, tokenizer and the like are copied.",
 )
-@click.option("--max-tensors", type=click.IntRange(min=1), default=3000, show_default=True, help="Tensors per shard.")
+@click.option("--max-tensors", type=options.Number(min=1), default=3000, show_default=True, help="Tensors per shard.")
 @click.option(
     "--layers", default=None, help="Merge these layers, e.g. 3-60,62, though others are missing. [default: all]"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.tell.report import Reporter, size
 
 F = TypeVar("F", bound=Callable[..., Any])
+MOST = 1 << 62
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 EMPTY = "is empty; give a path"
@@ -30,10 +32,32 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cli
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
-        nbytes = int(float(match[1]) * FACTORS[match[2] or ""]) if match else 0
-        if nbytes < 1:
-            self.fail(f"{value!r} is not a size like 5GB or 500MiB", param, ctx)
-        return nbytes
+        amount = float(match[1]) * FACTORS[match[2] or ""] if match else 0.0
+        if not 1 <= amount < MOST:
+            self.fail(f"{str(value)[:40]!r} is not a size like 5GB or 500MiB", param, ctx)
+        return int(amount)
+
+
+class Number(click.IntRange):
+    """A whole number, and none that no machine could count to: C and torch take no longer ones."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        number: int = super().convert(value, param, ctx)
+        if number >= MOST:
+            self.fail(f"{str(value)[:40]!r} is too large", param, ctx)
+        return number
+
+
+class Real(click.FloatRange):
+    """A finite number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 class FilePath(click.Path):
@@ -63,7 +87,7 @@ def cpuinfer_threads(command: F) -> F:
     """--cpuinfer-threads."""
     return click.option(
         "--cpuinfer-threads",
-        type=click.IntRange(min=1),
+        type=Number(min=1),
         default=None,
         help="Threads. [default: the CPUs this process may use]",
     )(command)
@@ -94,7 +118,7 @@ def gpu_experts(command: F) -> F:
     for option in (
         click.option(
             "--num-gpu-experts",
-            type=click.IntRange(min=0),
+            type=Number(min=0),
             default=None,
             help="Instead of a mask: the first N experts of each layer come from MODEL.",
         ),

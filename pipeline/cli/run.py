@@ -32,14 +32,14 @@ Examples:
 @options.gpu_experts
 @click.option("--prompt", default=None, help="The text to continue, as it stands.")
 @click.option("--chat", is_flag=True, help="Talk with the model, line by line; Ctrl-D ends.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per answer.")
+@click.option("--max-new-tokens", type=options.Number(min=1), default=256, show_default=True, help="Tokens per answer.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=options.Real(min=0),
     default=0.0,
     help="0: always the likeliest token; above: chosen by chance. [default: 0]",
 )
-@click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: physical cores]")
+@click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")

@@ -26,8 +26,8 @@ Examples:
 )
 @options.gpu_experts
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
-@click.option("--threads", type=click.IntRange(min=1), default=None, help="Threads. [default: physical cores]")
+@click.option("--port", type=options.Number(1, 65535), default=8000, show_default=True, help="Port to listen on.")
+@click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
 def serve(model: str, **given: Any) -> None:

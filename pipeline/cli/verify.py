@@ -41,7 +41,7 @@ Examples:
     help="The source (directory, file or hub id), or another output.",
 )
 @click.option("--revision", default=None, help="Branch, tag or commit, where --against is a hub id.")
-@click.option("--numa", type=click.IntRange(min=1), default=None, help="The NUMA parts that it must have.")
+@click.option("--numa", type=options.Number(min=1), default=None, help="The NUMA parts that it must have.")
 @click.option(
     "--quant-method",
     type=click.Choice(tuple(METHODS), case_sensitive=False),

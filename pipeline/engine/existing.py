@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
-from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files import documents, manifest
+from ktconvert.layouts.files.documents import NUMBER
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.plan import Plan, changed_files, require_same_settings, require_same_source
+from ktconvert.pipeline.engine.plan import FORMAT, Plan, changed_files, require_same_settings, require_same_source
 from ktconvert.pipeline.engine.units import Status, statuses
 from ktconvert.pipeline.engine.workdir import INSIDE, Places, done_reason, locate
 
 IGNORED = {INSIDE, "lost+found"}
-PLAN_KEYS = {"command": str, "input": str, "settings": dict, "tuning": dict, "source": list}
+SOURCE = {
+    "name": str,
+    "size": NUMBER,
+    "mtime_ns?": int,
+    "header_sha256?": (str, None),
+    "blob?": (str, None),
+    "sha256?": (str, None),
+}
+# plan.json. Settings and tuning are the command's own (pipeline/plans/commands.py).
+PLAN = {"command": str, "input": str, "settings": {}, "tuning": {}, "source": [SOURCE], "overwrite?": bool}
 
 
 def saved_plan(places: Places) -> dict[str, Any] | None:
     """plan.json of a conversion that was begun, or None. Raises OutputError where it cannot be understood."""
     try:
-        document = json.loads(places.plan.read_bytes())
-        if document["ktconvert-plan"] != 1:
+        document = documents.parse(places.plan.read_bytes())
+        wrong = documents.mismatch(document, {"ktconvert-plan": NUMBER, "tool_version": str})
+        if wrong is None and document["ktconvert-plan"] != FORMAT:
             raise OutputError(
                 f"{places.plan}: written by another ktconvert ({document['tool_version']}); finish it with that one."
             )
-        for key, kind in PLAN_KEYS.items():
-            if not isinstance(document[key], kind):
-                raise ValueError(f"{key} is no {kind.__name__}")
+        wrong = wrong or documents.mismatch(document, PLAN)
+        if wrong is not None:
+            raise ValueError(wrong)
         return dict(document)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise OutputError(f"{places.plan}: not a plan ({error}); remove {places.root} and start again.") from error
 
 

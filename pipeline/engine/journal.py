@@ -8,14 +8,27 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.files import documents
+from ktconvert.layouts.files.documents import NUMBER
 from ktconvert.layouts.files.publish import explained
 
 Record = dict[str, Any]
 HEADER: Record = {"ktconvert-journal": 1}
+FILE = [str, NUMBER, str]  # path below the unit's final place, bytes, sha256
+FIGURES = {"relative_error": (float, int), "cosine": (float, int)}
+STATS = {"gate?": FIGURES, "up?": FIGURES, "down?": FIGURES}
+# event -> what its record holds (documents.mismatch)
+EVENTS: dict[str, dict[str, Any]] = {
+    "run": {"pid": int, "oom_kills?": (NUMBER, None)},
+    "start": {"unit": str},
+    "done": {"unit": str, "fingerprint": str, "files": [FILE], "tensors": NUMBER, "stats": STATS},
+    "forgotten": {"fingerprint": str},
+    "assembled": {"inode": NUMBER},
+}
 
 
 def read(path: Path) -> list[Record]:
-    """All whole records; what follows the last whole line, or the first line that is not JSON, does not count.
+    """All whole records; what follows the last whole line, or the first line that is no record, does not count.
 
     A file that does not begin as ours holds none: what cannot be told was done is done again.
     """
@@ -34,14 +47,18 @@ def _parse(data: bytes) -> tuple[list[Record], int]:
         return records, good
     for line in data.splitlines(keepends=True):
         try:
-            record = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
+            record = documents.parse(line) if line.endswith(b"\n") else None
+        except ValueError:
+            break
+        if not isinstance(record, dict) or documents.mismatch(record, _form(record.get("event"))):
             break
         records.append(record)
         good += len(line)
     return records, good
+
+
+def _form(event: Any) -> dict[str, Any]:
+    return EVENTS.get(event, {}) if isinstance(event, str) else {}
 
 
 class Journal:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
+from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.plans.cpu import plan_cpu
-from ktconvert.pipeline.plans.gpu import plan_gpu
+from ktconvert.pipeline.plans.cpu import STATED_DTYPES, plan_cpu
+from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
 
 PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
@@ -17,10 +20,67 @@ PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] 
 }
 
 
+# What the settings and tuning of a saved plan must be, by command (documents.mismatch); settings of GPTQ only where that is the method.
+COMMON = {"max_shard_size": (SIZE, None), "arch_file": (str, None)}
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {
+        "quant_method": tuple(forms_of("cpu")),
+        "threadpool_count": COUNT,
+        "layers": str,
+        "kept_layers": (str, None),
+        "no_merge_safetensor": bool,
+        "save_backward_weights": bool,
+        "non_experts": ("skip", "copy"),
+        **COMMON,
+    },
+    "gpu": {
+        "quant_method": tuple(QUANTIZING),
+        "quant_type": tuple(forms_of("gpu")),
+        "rounding": ("library", "float32"),
+        "ignore_patterns": [str],
+        "torch_dtype": str,
+        **COMMON,
+    },
+    "merge": {"max_tensors": COUNT, "companions": bool, "layers?": (str, None)},
+}
+GPTQ = {
+    "dataset": str,
+    "dataset_split": str,
+    "num_calibration_samples": COUNT,
+    "max_sequence_length": COUNT,
+    "dampening_frac": (float, int),
+    "random_seed": NUMBER,
+    "calibrate": ("all", "routed"),
+    "min_expert_tokens": COUNT,
+    "engine": ("stream", "oneshot"),
+    "trust_remote_code": bool,
+    "machine": {"threads": COUNT, "group_bytes": SIZE, "device_type": str, "device": str},
+}
+TUNING = {
+    "cpuinfer_threads": COUNT,
+    "max_memory?": (SIZE, None),
+    "verify_inputs?": (bool, None),
+    "revision?": (str, None),
+    "resume_layer?": NUMBER,
+    "input_type?": (*STATED_DTYPES, None),
+    "tp_size?": [COUNT],
+    "force_cpu?": bool,
+    "max_gpu_memory?": (SIZE, None),
+    "allow_machine_change?": bool,
+    "original_path?": (str, None),
+}
+
+
 def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """The plan of any request. Raises OutputError for a command that only another ktconvert has."""
+    """The plan of a request that was saved. Raises OutputError for a command that only another ktconvert has, or damaged settings."""
     if request.command not in PLANNERS:
         raise OutputError(
             f"{request.output}: was begun by `ktconvert {request.command}`, which this one does not have."
         )
+    settings: Mapping[str, Any] = SETTINGS[request.command]
+    if request.settings.get("quant_method") == "GPTQ":
+        settings = {**settings, **GPTQ}
+    wrong = mismatch(dict(request.settings), settings, "settings") or mismatch(dict(request.tuning), TUNING, "tuning")
+    if wrong is not None:
+        raise OutputError(f"{request.output}: its plan cannot be understood ({wrong}); start over with --overwrite.")
     return PLANNERS[request.command](request, hashed)

@@ -1,0 +1,377 @@
+"""Files that we read, damaged in every way that a fuzzer finds: one sentence and a documented exit code, or success; no other exception.
+
+KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import click
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.checkpoints.arch_file import parse_arch
+from ktconvert.layouts.checkpoints.archs import ARCHS
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config, read_index
+from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.pipeline import cli
+from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli.bench import Counts
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.existing import agree, saved_plan, unit_states
+from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.workdir import locate
+from ktconvert.pipeline.plans.commands import plan_request
+from ktconvert.pipeline.verify.structure import check_structure
+from rig import conversion, mutations
+
+MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
+CODES = {0, 1, 2, 3, 4, 5, 6, 7}
+SEEDS = st.integers(0, (1 << 64) - 1)
+SENTENCE = 2000  # characters; longer is no sentence
+PARTS = ("--threadpool-count", 1)
+RTN = ("--quant-method", "rtn", "--quant-type", "w4a16")
+ARCH = """name = "Mine"
+matches = ["qwen3_moe"]
+activation = "silu"
+weights_on = "output"
+layers = ["num_hidden_layers"]
+experts = ["num_experts"]
+
+[[stored]]
+style = "separate"
+gate = "{prefix}layers.{layer}.mlp.experts.{expert}.gate_proj.weight"
+up   = "{prefix}layers.{layer}.mlp.experts.{expert}.up_proj.weight"
+down = "{prefix}layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+"""
+
+
+def fuzzed(examples: int) -> settings:
+    return settings(
+        max_examples=examples * MORE,
+        deadline=None,
+        database=None,
+        derandomize=MORE == 1,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def command(*arguments: object, words: str = "") -> int:
+    """Run a command in this process, as the real one; its exit code. A failure is one sentence, in which these words stand."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    before, sys.argv = sys.argv, ["ktconvert", *map(str, arguments)]
+    code = 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = before
+    err.seek(0)
+    lines = [line for line in err.read().splitlines() if not line.startswith(("note: ", "warning: "))]
+    assert code in CODES, (code, lines)
+    if code:
+        usage = [line for line in lines if not line.startswith(("Usage: ", "Try ")) and line]
+        assert len(usage) == 1, lines
+        assert usage[0].startswith("Error: " if len(usage) < len(lines) else "ktconvert: "), lines
+        assert len(usage[0]) < SENTENCE, lines
+        assert words in usage[0]
+    return code
+
+
+@dataclass(frozen=True)
+class Places:
+    """A checkpoint, what comes of it, and a conversion that broke off in its second layer."""
+
+    root: Path
+    source: Path
+    output: Path
+    packed: Path
+    loose: Path
+    broken: Path
+    plan: Plan
+    opened: TensorSource
+
+    @property
+    def arch(self) -> Path:
+        """A row of the architecture table."""
+        return self.root / "arch.toml"
+
+    @property
+    def mask(self) -> Path:
+        """Which experts are hot."""
+        return self.root / "mask.safetensors"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    root = tmp_path_factory.mktemp("fuzz")
+    source = conversion.checkpoint(root / "source", layers=2, experts=1)
+    for words in (
+        ["cpu", "-o", root / "output", *PARTS],
+        ["cpu", "-o", root / "loose", *PARTS, "--no-merge-safetensor"],
+        ["gpu", "-o", root / "packed", *RTN],
+    ):
+        assert command(*words, "-i", source, "-q") == 0
+    shard = source / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\xc0\x7f")  # NaN
+    assert command("cpu", "-i", source, "-o", root / "broken", *PARTS, "--cpuinfer-threads", 1, "-q") == 5
+    old = saved_plan(locate(root / "broken"))
+    assert old is not None
+    plan = plan_request(Request(old["command"], old["input"], root / "broken", old["settings"], old["tuning"]))
+    (root / "arch.toml").write_text(ARCH)
+    header = json.dumps({hot_mask.KEY: {"dtype": "BOOL", "shape": [2, 1], "data_offsets": [0, 2]}}).encode()
+    (root / "mask.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\0")
+    return Places(
+        root, source, root / "output", root / "packed", root / "loose", root / "broken", plan, open_checkpoint(source)
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A file that is damaged: where it lies, how, what reads it (here, and from the command line)."""
+
+    file: Callable[[Places], Path]
+    kind: Callable[[Random, bytes], bytes]
+    read: Callable[[Places, Path], object]
+    commands: Callable[[Places], list[list[object]]]
+
+
+def work(places: Places) -> Any:
+    return locate(places.broken)
+
+
+def read_plan(places: Places, _: Path) -> None:
+    old = saved_plan(work(places))
+    if old is not None:
+        agree(places.plan, old, False)
+
+
+def read_journal(places: Places, path: Path) -> None:
+    records = journal.read(path)
+    journal.death(records)
+    journal.assembled(records)
+    unit_states(places.plan, work(places))
+
+
+def read_output(root: Path) -> None:
+    output = open_output(root)
+    check_structure(output, measure(output))
+
+
+def read_architecture(places: Places, _: Path) -> None:
+    recognise(TensorSource(places.source, read_config(places.source), places.opened.shards, places.opened.tensors))
+
+
+def read_arch(places: Places, path: Path) -> None:
+    row = parse_arch(path.read_text(encoding="utf-8", errors="replace"))
+    recognise(places.opened, (row, *ARCHS))
+
+
+def new(places: Places) -> Path:
+    return places.root / "new"
+
+
+def of_source(places: Places) -> list[list[object]]:
+    return [
+        ["inspect", places.source],
+        ["cpu", "-i", places.source, "-o", new(places), *PARTS, "--dry-run"],
+        ["gpu", "-i", places.source, "-o", new(places), *RTN, "--dry-run"],
+        ["merge", "-i", places.loose, "-r", places.source, "-o", new(places), "--dry-run"],
+        ["verify", places.output, "--against", places.source],
+    ]
+
+
+def of_broken(places: Places) -> list[list[object]]:
+    return [["inspect", places.broken], ["resume", places.broken, "--dry-run"]]
+
+
+def of_output(root: Path) -> list[list[object]]:
+    return [["inspect", root], ["verify", root], ["resume", root, "--dry-run"]]
+
+
+def of_packed(places: Places) -> list[list[object]]:
+    check = ["verify", places.packed, "--no-load"]
+    return [*of_output(places.packed)[::2], check, [*check, "--against", places.source]]
+
+
+INDEX = "model.safetensors.index.json"
+of_json, of_lines, of_safetensors, of_toml = (
+    mutations.of_json, mutations.of_lines, mutations.of_safetensors, mutations.of_toml,
+)  # fmt: skip
+SUBJECTS: Mapping[str, Subject] = {
+    "plan": Subject(
+        lambda p: work(p).plan, of_json, read_plan, lambda p: [*of_broken(p), ["verify", p.broken]]
+    ),
+    "journal": Subject(lambda p: work(p).journal, of_lines, read_journal, of_broken),
+    "manifest": Subject(
+        lambda p: p.output / "manifest.json", of_json, lambda p, _: read_output(p.output),
+        lambda p: [*of_output(p.output), ["cpu", "-i", p.source, "-o", p.output, *PARTS, "--dry-run"]],
+    ),
+    "index": Subject(lambda p: p.source / INDEX, of_json, lambda _, path: read_index(path), of_source),
+    "config": Subject(lambda p: p.source / "config.json", of_json, read_architecture, of_source),
+    "header": Subject(
+        lambda p: p.source / "model-00001-of-00003.safetensors", of_safetensors, lambda _, path: read_header(path), of_source
+    ),
+    "arch file": Subject(
+        lambda p: p.arch, of_toml, read_arch,
+        lambda p: [[*words, "--arch-file", p.arch] for words in of_source(p)[:3]],
+    ),
+    "mask": Subject(
+        lambda p: p.mask, of_safetensors, lambda _, path: hot_mask.per_layer(str(path), None, {0: 1, 1: 1}, 2), lambda _: []
+    ),
+}  # fmt: skip
+# The same files of other outputs.
+OUTPUTS: Mapping[str, Subject] = {
+    "manifest of a packed output": Subject(
+        lambda p: p.packed / "manifest.json", of_json, lambda p, _: read_output(p.packed),
+        lambda p: [*of_packed(p), ["gpu", "-i", p.source, "-o", p.packed, *RTN, "--dry-run"]],
+    ),
+    "manifest of a loose output": Subject(
+        lambda p: p.loose / "manifest.json", of_json, lambda p, _: read_output(p.loose),
+        lambda p: [*of_output(p.loose), ["merge", "-i", p.loose, "-o", new(p), "--dry-run"]],
+    ),
+    "index of an output": Subject(
+        lambda p: p.output / INDEX, of_json, lambda p, _: read_output(p.output), lambda p: of_output(p.output)
+    ),
+    "config of an output": Subject(
+        lambda p: p.output / "config.json", of_json, lambda p, _: read_output(p.output), lambda p: of_output(p.output)
+    ),
+    "config of a packed output": Subject(
+        lambda p: p.packed / "config.json", of_json, lambda p, _: read_output(p.packed), of_packed
+    ),
+    "header of an output": Subject(
+        lambda p: p.output / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: read_output(p.output),
+        lambda p: of_output(p.output),
+    ),
+    "header of a packed output": Subject(
+        lambda p: p.packed / "model-00001-of-00003.safetensors", of_safetensors, lambda p, _: read_output(p.packed), of_packed
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def restored(path: Path) -> Any:
+    """A file that is changed within; its time of change, too, is as before."""
+    whole, times = path.read_bytes(), path.stat()
+    path.chmod(0o644)
+    try:
+        yield whole
+    finally:
+        path.write_bytes(whole)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", [*SUBJECTS, *OUTPUTS])
+def test_what_reads_a_file(name: str, places: Places) -> None:
+    subject = {**SUBJECTS, **OUTPUTS}[name]
+    path = subject.file(places)
+    with restored(path) as whole:
+
+        @fuzzed(1000 if name in SUBJECTS else 100)
+        @given(SEEDS)
+        def check(seed: int) -> None:
+            path.write_bytes(mutations.damaged(subject.kind, whole, seed))
+            with contextlib.suppress(KtconvertError):
+                subject.read(places, path)
+
+        check()
+
+
+@pytest.mark.parametrize("name", [*SUBJECTS, *OUTPUTS])
+def test_commands_that_read_a_file(name: str, places: Places) -> None:
+    subject = {**SUBJECTS, **OUTPUTS}[name]
+    path = subject.file(places)
+    if not subject.commands(places):
+        pytest.skip("it is read where a model runs")
+    with restored(path) as whole:
+
+        @fuzzed(20)
+        @given(SEEDS, st.sampled_from(subject.commands(places)))
+        def check(seed: int, arguments: list[object]) -> None:
+            path.write_bytes(mutations.damaged(subject.kind, whole, seed))
+            command(*arguments)
+
+        check()
+
+
+# ---- what it found ---------------------------------------------------------------------------------------------------
+
+
+def changed(path: Path, change: Callable[[Any], object]) -> None:
+    document = json.loads(path.read_bytes())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_a_plan_whose_source_has_no_name(places: Places) -> None:
+    with restored(work(places).plan):
+        changed(work(places).plan, lambda plan: plan["source"][0].pop("name"))
+        assert command("resume", places.broken, "--dry-run", words="not a plan (source[0].name is missing)") == 7
+        changed(work(places).plan, lambda plan: plan.update(source=[], settings={**plan["settings"], "layers": 5}))
+        assert command("resume", places.broken, "--dry-run", words="cannot be understood (settings.layers is 5)") == 7
+
+
+def test_a_record_without_a_fingerprint(places: Places) -> None:
+    """What it says was done is done again."""
+    path = work(places).journal
+    with restored(path) as whole:
+        path.write_bytes(whole.replace(b'"fingerprint"', b'"footprint"'))
+        assert journal.finished(journal.read(path)) == {}
+        assert command("resume", places.broken, "--dry-run") == 0
+
+
+def test_an_original_whose_config_is_a_list(places: Places) -> None:
+    with restored(places.source / "config.json"):
+        (places.source / "config.json").write_text("[1]")
+        arguments = ["merge", "-i", places.loose, "-r", places.source, "-o", new(places), "--dry-run"]
+        assert command(*arguments, words="config.json: must hold a JSON object") == 5
+
+
+def test_a_manifest_of_more_experts_than_memory_holds(places: Places) -> None:
+    with restored(places.packed / "manifest.json"):
+        changed(places.packed / "manifest.json", lambda made: made["model"].update(experts=1 << 32))
+        assert command("verify", places.packed, "--no-load", words="(model.experts is 4294967296)") == 6
+
+
+DIGITS = "9" * 400
+
+
+def numbers() -> list[tuple[str, str]]:
+    """(command, option) of all options that take a number or a size."""
+    found = []
+    for name in cli.COMMANDS:
+        command = cli.group.get_command(click.Context(cli.group), name)
+        assert command is not None
+        for option in command.params:
+            if isinstance(option.type, click.IntRange | click.FloatRange | options.Size | Counts):
+                found.append((name, option.opts[0]))
+            assert type(option.type) not in (click.IntRange, click.FloatRange), (name, option.opts)
+    return found
+
+
+@pytest.mark.parametrize(("name", "option"), numbers())
+def test_numbers_of_any_length(name: str, option: str, places: Places) -> None:
+    both = ["-i", places.loose if name == "merge" else places.source, "-o", new(places)]
+    where: list[object] = both if name in ("cpu", "gpu", "merge") else [] if name == "doctor" else [places.output]
+    more = {"serve": ["--cpu-weights", places.output], "eval": ["--text", places.arch]}.get(name, [])
+    for value in (DIGITS, DIGITS * 13, f"{DIGITS}.5", "nan", "inf", "1e999"):
+        assert command(name, *where, *more, option, value) == 2
