@@ -326,7 +326,10 @@ def test_a_plan_whose_source_has_no_name(places: Places) -> None:
     with restored(work(places).plan):
         changed(work(places).plan, lambda plan: plan["source"][0].pop("name"))
         assert command("resume", places.broken, "--dry-run", words="not a plan (source[0].name is missing)") == 7
-        changed(work(places).plan, lambda plan: plan.update(source=[], settings={**plan["settings"], "layers": 5}))
+    with restored(work(places).plan):
+        changed(work(places).plan, lambda plan: plan["tuning"].pop("cpuinfer_threads"))
+        assert command("resume", places.broken, "--dry-run", words="(tuning.cpuinfer_threads is missing)") == 7
+        changed(work(places).plan, lambda plan: plan["settings"].update(layers=5))
         assert command("resume", places.broken, "--dry-run", words="cannot be understood (settings.layers is 5)") == 7
 
 

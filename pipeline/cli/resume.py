@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,8 @@ def resume(output: Path, **given: Any) -> None:
     """Finish a conversion that was cut off. Nothing else needs to be said again: the plan lies beside the output."""
     from ktconvert.pipeline.engine.execute import execute, tidy
     from ktconvert.pipeline.engine.existing import saved_plan
-    from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.engine.workdir import locate
-    from ktconvert.pipeline.plans.commands import plan_request
+    from ktconvert.pipeline.plans.commands import plan_request, saved_request
     from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
@@ -52,14 +52,14 @@ def resume(output: Path, **given: Any) -> None:
             f"{output}: no conversion into it was begun; start one with `ktconvert cpu`, `ktconvert gpu` or `ktconvert merge`."
         )
     options.check_kernels()
-    tuning = dict(old["tuning"])
+    request = saved_request(output, old)
+    tuning = dict(request.tuning)
     tuning["cpuinfer_threads"] = options.threads(given["cpuinfer_threads"] or tuning["cpuinfer_threads"], reporter)
     tuning["max_memory"] = given["max_memory"] or tuning.get("max_memory")
     tuning["verify_inputs"] = given["verify_inputs"] or tuning.get("verify_inputs")
     tuning["resume_layer"] = 0
     tuning["allow_machine_change"] = given["allow_machine_change"] or tuning.get("allow_machine_change", False)
-    request = Request(old["command"], old["input"], output, old["settings"], tuning)
-    plan = plan_request(request, None if given["dry_run"] else options.hashing(reporter))
+    plan = plan_request(replace(request, tuning=tuning), None if given["dry_run"] else options.hashing(reporter))
     if given["dry_run"]:
         show.show_plan(plan, as_json=given["json_events"])
         return

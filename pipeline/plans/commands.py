@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import OutputError
@@ -71,16 +72,19 @@ TUNING = {
 }
 
 
-def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """The plan of a request that was saved. Raises OutputError for a command that only another ktconvert has, or damaged settings."""
-    if request.command not in PLANNERS:
-        raise OutputError(
-            f"{request.output}: was begun by `ktconvert {request.command}`, which this one does not have."
-        )
-    settings: Mapping[str, Any] = SETTINGS[request.command]
-    if request.settings.get("quant_method") == "GPTQ":
+def saved_request(output: Path, saved: Mapping[str, Any]) -> Request:
+    """The request of plan.json. Raises OutputError for a command that only another ktconvert has, and for damaged settings."""
+    if saved["command"] not in PLANNERS:
+        raise OutputError(f"{output}: was begun by `ktconvert {saved['command']}`, which this one does not have.")
+    settings: Mapping[str, Any] = SETTINGS[saved["command"]]
+    if saved["settings"].get("quant_method") == "GPTQ":
         settings = {**settings, **GPTQ}
-    wrong = mismatch(dict(request.settings), settings, "settings") or mismatch(dict(request.tuning), TUNING, "tuning")
+    wrong = mismatch(saved["settings"], settings, "settings") or mismatch(saved["tuning"], TUNING, "tuning")
     if wrong is not None:
-        raise OutputError(f"{request.output}: its plan cannot be understood ({wrong}); start over with --overwrite.")
+        raise OutputError(f"{output}: its plan cannot be understood ({wrong}); start over with --overwrite.")
+    return Request(saved["command"], saved["input"], output, saved["settings"], saved["tuning"])
+
+
+def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """The plan of any request."""
     return PLANNERS[request.command](request, hashed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,7 @@ def _unfinished(path: Path) -> Places | None:
 def look_unfinished(places: Places) -> dict[str, Any]:
     """Where a conversion stands. With its source at hand, every unit; without, what the journal says."""
     from ktconvert.pipeline.engine.existing import saved_plan, unit_states
-    from ktconvert.pipeline.engine.plan import Request
-    from ktconvert.pipeline.plans.commands import plan_request
+    from ktconvert.pipeline.plans.commands import plan_request, saved_request
 
     old = saved_plan(places)
     assert old is not None
@@ -166,9 +166,9 @@ def look_unfinished(places: Places) -> dict[str, Any]:
         "resume": shlex.join(["ktconvert", "resume", str(places.output)]),
     }
     try:
-        tuning = old["tuning"] | {"verify_inputs": False}
-        request = Request(old["command"], old["input"], places.output, old["settings"], tuning)
-        states = unit_states(plan_request(request), places)
+        request = saved_request(places.output, old)
+        plan = plan_request(replace(request, tuning={**request.tuning, "verify_inputs": False}))
+        states = unit_states(plan, places)
     except KtconvertError as error:
         return document | {"units": None, "source_problem": str(error)}
     todo = [state.unit for state in states if not state.done]
