@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
-from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.checks import Check
 from ktconvert.pipeline.verify.output import require_sound
 from rig import families
 from rig.safetensors import Tensor, Tensors, edit_file, read_file
@@ -53,7 +53,7 @@ def problems(report: dict[str, Any], check: str) -> list[str]:
 
 
 def told(report: dict[str, Any], check: str) -> str:
-    return str(next(found["told"] for found in report["checks"] if found["name"] == check))
+    return str(next(found["result"] for found in report["checks"] if found["name"] == check))
 
 
 @pytest.fixture(scope="module")

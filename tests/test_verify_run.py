@@ -84,8 +84,10 @@ def test_a_conversion_computes(name: str, made: dict[str, Path]) -> None:
     done, report = run(made[name])
     assert done.exit_code == 0 and report["ok"]
     found = row(report)
-    assert found["ok"] and "layer 0, 8 experts, 24 tokens: finite" in found["told"]
-    assert "(exact)" in found["told"] and "(default)" in found["told"] and f"at most {smoke.BOUND}" in found["told"]
+    assert found["ok"] and "layer 0, 8 experts, 24 tokens: finite" in found["result"]
+    assert (
+        "(exact)" in found["result"] and "(default)" in found["result"] and f"at most {smoke.BOUND}" in found["result"]
+    )
 
 
 def test_without_the_option_nothing_is_computed(made: dict[str, Path]) -> None:

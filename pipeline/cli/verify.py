@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs import FORMS
 from ktconvert.pipeline.cli import options
 
 if TYPE_CHECKING:
-    from ktconvert.pipeline.verify.found import Check
+    from ktconvert.pipeline.verify.checks import Check
     from ktconvert.pipeline.verify.output import Report
 
 # What --quant-method takes, options and names -> the name of what is stored.
@@ -112,7 +112,7 @@ def run_check(report: Report, threads: int) -> Check:
     from ktconvert.native_quant.runtime import kt_methods, smoke
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.pipeline.cli.bench import experts_per_token
-    from ktconvert.pipeline.verify.found import AGAIN, Check
+    from ktconvert.pipeline.verify.checks import AGAIN, Check
     from ktconvert.pipeline.verify.structure import weights_whole
 
     output, found = report.output, report.measure

@@ -1,1 +1,1 @@
-"""`ktconvert verify`: what is checked (structure, hashes, source, another output), and how it is told."""
+"""`ktconvert verify`: what is checked (structure, hashes, source, another output), and how it is reported."""

@@ -25,7 +25,7 @@ CHUNK = 64  # rows in memory as float64 at a time
 
 
 class Calibrated(NamedTuple):
-    """What was found of a linear whose codes were calibrated.
+    """The comparison of a linear whose codes were calibrated.
 
     ratio    its error over that of rounding to nearest
     rounded  whether its codes are those of rounding
@@ -40,7 +40,7 @@ class Calibrated(NamedTuple):
 def judge(
     form: Form, matrix: Matrix, stored: Sequence[Bytes], rounded: Sequence[Bytes], *, whole: bool
 ) -> tuple[npt.NDArray[np.float64], Calibrated, str]:
-    """Sums as of error_sums over a linear (or some of its rows), what is told of it, and what is wrong with its codes ("": nothing).
+    """Sums as of error_sums over a linear (or some of its rows), what is reported of it, and what is wrong with its codes ("": nothing).
 
     stored and rounded: its tensors as they are, and as rounding to nearest makes them. Columns that are zero throughout, though rounding
     has codes there, were never seen in calibration: they are left out.
@@ -57,14 +57,14 @@ def judge(
     sums, rounding = (_sums(x, values, columns) for values in (ours, theirs))
     error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
     ratio = error / usual if usual else 1.0 if error == 0 else np.inf
-    found = Calibrated(ratio, bool(np.array_equal(ours, theirs)), bool(unused.any()))
+    comparison = Calibrated(ratio, bool(np.array_equal(ours, theirs)), bool(unused.any()))
     if ratio <= WORST_RATIO:
-        return sums, found, ""
+        return sums, comparison, ""
     problem = (
         f"is {error:.4f} away from its source, {ratio:.1f} times as far as rounding to nearest ({usual:.4f}); "
         f"at most {WORST_RATIO:g} times is plausible"
     )
-    return sums, found, problem
+    return sums, comparison, problem
 
 
 def calibrated_summary(linears: Sequence[Calibrated]) -> str:

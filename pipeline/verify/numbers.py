@@ -8,7 +8,7 @@ from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import Form
 from ktconvert.layouts.outputs.measuring import forms_of_names
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.checks import Check
 
 NOTES = 5  # that are passed on
 

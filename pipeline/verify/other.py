@@ -11,8 +11,8 @@ from ktconvert.layouts.outputs.output import Output, Stored
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.found import PIECE, Check, first_difference
-from ktconvert.pipeline.verify.structure import said
+from ktconvert.pipeline.verify.checks import PIECE, Check, first_difference
+from ktconvert.pipeline.verify.structure import sizes_of
 
 Key = tuple[Place, str]
 
@@ -21,7 +21,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, *, threads:
     """Require the same expert tensors with the same bytes on both sides; what is copied beside them counts where both have it."""
     problems = [
         f"{name} is {value} here, {there} in {other.root}"
-        for (name, value), there in zip(said(measure).items(), said(measure_of(other)).values(), strict=True)
+        for (name, value), there in zip(sizes_of(measure).items(), sizes_of(measure_of(other)).values(), strict=True)
         if value != there
     ]
     problems += [*_one_sided(output, other), *_one_sided(other, output)]
@@ -59,8 +59,8 @@ def _one_sided(output: Output, other: Output) -> list[str]:
     lone = sorted(output.tensors.keys() - other.tensors.keys())
     layers = {place.layer for place, _ in other.tensors}
     whole = Counter(place.layer for place, _ in lone if place.layer not in layers)
-    said = [f"layer {layer} ({count} tensors) is missing in {other.root}" for layer, count in whole.items()]
-    return said + [
+    problems = [f"layer {layer} ({count} tensors) is missing in {other.root}" for layer, count in whole.items()]
+    return problems + [
         f"{output.names.key(place, what)} is missing in {other.root} ({output.names.describe(place, what)})"
         for place, what in lone
         if place.layer in layers
@@ -72,9 +72,9 @@ def _difference(output: Output, other: Output, name: str, a: Stored, b: Stored) 
         return f"{name} has {a.nbytes} bytes, {b.nbytes} in {other.root}"
     for start in range(0, a.nbytes, PIECE):
         stop = min(start + PIECE, a.nbytes)
-        found = first_difference(output.read(a, start, stop), other.read(b, start, stop))
-        if found is not None:
-            at, mine, theirs, _ = found
+        difference = first_difference(output.read(a, start, stop), other.read(b, start, stop))
+        if difference is not None:
+            at, mine, theirs, _ = difference
             return f"{name} differs: byte {start + at} is {mine:#04x}, {theirs:#04x} in {other.root}"
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"{name} is {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)} in {other.root}"

@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.found import Check, LayerError
+from ktconvert.pipeline.verify.checks import Check, LayerError
 from ktconvert.pipeline.verify.numbers import check_numbers
 from ktconvert.pipeline.verify.other import compare_outputs
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
@@ -60,7 +60,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found. checks are in the order in which they were made."""
+    """The result. checks are in the order in which they were made."""
 
     output: Output
     measure: Measure
@@ -96,7 +96,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     output = open_output(wish.output)
     if output.whole and wish.numa is not None:
         raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
-    found = measure(output)
+    measured = measure(output)
     other: Output | None = None
     model: MoeModel | None = None
     if wish.against is not None:
@@ -105,29 +105,29 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
             other = _open_other(path)
         else:
             model = _open_source(wish, output)
-    checks = check_structure(output, found)
-    asked = check_options(found, wish.numa, wish.method) if output.tensors else None
+    checks = check_structure(output, measured)
+    asked = check_options(measured, wish.numa, wish.method) if output.tensors else None
     checks += [asked] if asked else []
     whole, bad = weights_whole(output), unreadable(output)
     hashed = [file for file in files_told(output) if file["name"] not in bad]
     total = sum(file["size"] for file in hashed)
     total += sum(s.nbytes for s in output.tensors.values()) if other is not None else 0
-    total += source_bytes(output, found, model) if model is not None else 0
+    total += source_bytes(output, measured, model) if model is not None else 0
     notes: list[str] = []
     errors: list[LayerError] = []
     reporter.begin(total, 0)
     try:
         if whole:
-            checks.append(check_numbers(output, found.form))
+            checks.append(check_numbers(output, measured.form))
         if output.manifest is not None:
             checks.append(check_hashes(output, hashed, wish.threads, reporter))
         sound = whole and not any(check.problems for check in checks)
         if other is not None:
-            checks.append(compare_outputs(output, found, other, threads=wish.threads, reporter=reporter))
+            checks.append(compare_outputs(output, measured, other, threads=wish.threads, reporter=reporter))
         elif model is not None and whole:
             notes += _other_source(output, model)
             check, errors = compare_source(
-                output, found, model, full=wish.full, threads=wish.threads, reporter=reporter
+                output, measured, model, full=wish.full, threads=wish.threads, reporter=reporter
             )
             checks.append(check)
         elif model is not None:
@@ -138,23 +138,23 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
             model.source.close()
     predictions: Predictions | None = None
     if output.whole and wish.load and sound and other is None:
-        loaded, predictions = _load(wish, output, found, model, reporter)
+        loaded, predictions = _load(wish, output, measured, model, reporter)
         checks += loaded
     notes = [note for check in checks for note in check.notes] + notes
-    return Report(output, found, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions)
+    return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions)
 
 
 def _load(
-    wish: Wish, output: Output, found: Measure, model: MoeModel | None, reporter: Reporter
+    wish: Wish, output: Output, measured: Measure, model: MoeModel | None, reporter: Reporter
 ) -> tuple[list[Check], Predictions | None]:
     """What transformers says of an output for the GPU: do its names fit, and does it predict what the source predicts?"""
     reporter.say("transformers loads it: names first" + (", then the source and the output" if model else ""))
     names, complete = check_reload(output)
-    if model is None or found.form is None:
+    if model is None or measured.form is None:
         return [names], None
     if not complete:
         return [names, not_compared("the output cannot be loaded whole")], None
-    check, predictions = check_predictions(output, model, found.form.grid.bits, wish.text, wish.threads)
+    check, predictions = check_predictions(output, model, measured.form.grid.bits, wish.text, wish.threads)
     return [names, check], predictions
 
 
@@ -164,11 +164,11 @@ def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
     Returns notes. Raises VerificationError with the first problem.
     """
     output = open_output(root)
-    found = measure(output)
-    checks = [*check_structure(output, found), check_numbers(output, found.form)]
+    measured = measure(output)
+    checks = [*check_structure(output, measured), check_numbers(output, measured.form)]
     if load and not any(check.problems for check in checks):
         checks.append(check_reload(output)[0])
-    report = Report(output, found, tuple(checks))
+    report = Report(output, measured, tuple(checks))
     if report.sentence is not None:
         raise VerificationError(report.sentence)
     return tuple(note for check in checks for note in check.notes)
@@ -200,16 +200,18 @@ def check_hashes(output: Output, files: list[dict[str, Any]], threads: int, repo
                     reporter.advance(len(piece))
         except OSError as error:
             return f"{file['name']} cannot be read ({error.strerror})"
-        found, told = digest.hexdigest(), file["sha256"]
-        if found != told:
-            return f"{file['name']} is not what was written: its sha256 is {found[:12]}, the manifest says {told[:12]}"
+        actual, wanted = digest.hexdigest(), file["sha256"]
+        if actual != wanted:
+            return (
+                f"{file['name']} is not what was written: its sha256 is {actual[:12]}, the manifest says {wanted[:12]}"
+            )
         return None
 
     # The largest first: the last one alone would leave the other threads idle.
     ordered = sorted(files, key=lambda file: -file["size"])
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
-        made = list(in_order(pool, ordered, list(range(4 * threads)), one))
-    wrong = {file["name"]: problem for file, _, problem in made if problem is not None}
+        results = list(in_order(pool, ordered, list(range(4 * threads)), one))
+    wrong = {file["name"]: problem for file, _, problem in results if problem is not None}
     problems = tuple(wrong[name] for name in sorted(wrong))
     return Check("hashes", f"{len(files)} files, every byte as it was written", problems)
 

@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.models.evaluate import LONGEST, compare
 from ktconvert.pipeline.tell.report import size
-from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.checks import Check
 from ktconvert.pipeline.verify.reload import absent, first_line, model_class, quiet
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Predictions:
     top1_agreement: float
     bound: float
 
-    def told(self) -> str:
+    def sentence(self) -> str:
         """For the report."""
         return (
             f"KL divergence {self.kl:.3g} nats (at most {self.bound:.3g} are plausible), "
@@ -91,7 +91,8 @@ def check_predictions(
 ) -> tuple[Check, Predictions | None]:
     """Let source and output read a few samples, one after the other: of this text, of our own, or random tokens without a tokenizer.
 
-    What cannot be loaded here, for its size or for its source, is told and is no fault. Raises InputError for a text that is too short.
+    What cannot be loaded here, for its size or for its source, is reported, and is no fault.
+    Raises InputError for a text that is too short.
     """
     try:
         if (why := absent()) is not None:
@@ -102,21 +103,21 @@ def check_predictions(
         return not_compared(str(skip)), None
     try:
         with _loaded(output.root) as loaded:
-            found = _logits(loaded, ids)
+            computed = _logits(loaded, ids)
     except Skip as skip:
         return Check("predictions", "", (f"the source computes, the output does not: {skip}",)), None
-    compared = compare(wanted, found, ids[:, 1:].reshape(-1))
+    compared = compare(wanted, computed, ids[:, 1:].reshape(-1))
     if not np.isfinite(compared.converted).all():
         return Check("predictions", "", ("the output's predictions are not finite",)), None
     bound = BOUNDS[bits][1] if noisy is None else max(NOTHING, noisy)
     kl = float(compared.divergence.mean())
-    made = Predictions(compared.divergence.size, kl, float(compared.agree.mean()), bound)
-    far = f"the output predicts something else than its source: {made.told()}"
-    return Check("predictions", made.told(), (far,) if not kl <= bound else ()), made
+    predictions = Predictions(compared.divergence.size, kl, float(compared.agree.mean()), bound)
+    far = f"the output predicts something else than its source: {predictions.sentence()}"
+    return Check("predictions", predictions.sentence(), (far,) if not kl <= bound else ()), predictions
 
 
 def not_compared(why: str) -> Check:
-    """What is told instead, and is no fault."""
+    """What is reported instead, and is no fault."""
     return Check("predictions", "not compared", notes=(f"predictions were not compared: {why}",))
 
 

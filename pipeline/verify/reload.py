@@ -13,7 +13,7 @@ from typing import Any
 
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.models import generate
-from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.checks import Check
 
 NEEDS = ("torch", "transformers", "accelerate", "compressed_tensors")
 DTYPES = {
@@ -43,7 +43,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     """Load every tensor's name, type and shape as from_pretrained does, with no weights behind them.
 
     A key that is missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer that has some here;
-    elsewhere it is the source's own (names and shapes are carried over), and told. So is a model that transformers cannot build.
+    elsewhere it is the source's own (names and shapes are carried over), which is reported. So is a model that transformers cannot build.
     The second result: whether the model is whole, so that it can compute.
     """
     if (why := absent()) is not None:
@@ -54,7 +54,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     except Exception as error:  # whatever transformers raises for a config that it does not know
         return _unchecked(f"transformers cannot build it: {first_line(error)}")
     try:
-        found, keys = _load(kind, config, output)
+        shapes, keys = _load(kind, config, output)
     except Exception as error:  # also what goes wrong while experts are put together
         return Check("reload", "", (f"transformers cannot load its tensors: {first_line(error)}",)), False
     layers = {place.layer for place, _ in output.tensors}
@@ -62,14 +62,14 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     wrong += [(f"transformers has no place for {key}", _layer_of(key) in layers) for key in keys["unexpected_keys"]]
     wrong += [
         (f"{key} becomes {list(shape)}, config.json wants {list(wanted[key])}", _layer_of(key) in layers)
-        for key, shape in found.items()
+        for key, shape in shapes.items()
         if key not in keys["missing_keys"] and shape != wanted.get(key, shape)
     ]
     experts, others = (sorted(problem for problem, routed in wrong if routed == which) for which in (True, False))
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     notes = (f"{others[0]}{more}: none of these experts', so the same as of the source",) if others else ()
-    told = f"{kind.__name__} has a place for every routed expert, and an expert for every place"
-    return Check("reload", told, tuple(experts), notes), not experts and not keys["missing_keys"]
+    result = f"{kind.__name__} has a place for every routed expert, and an expert for every place"
+    return Check("reload", result, tuple(experts), notes), not experts and not keys["missing_keys"]
 
 
 def model_class(root: Any) -> tuple[Any, Any]:
@@ -96,7 +96,7 @@ def model_class(root: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Neither progress bars nor warnings of transformers and compressed-tensors, which write to stderr whatever they are told."""
+    """Neither progress bars nor warnings of transformers and compressed-tensors, which write to stderr whatever their settings."""
     import transformers
 
     before, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()
@@ -154,5 +154,5 @@ def _unchecked(why: str) -> tuple[Check, bool]:
 
 def first_line(error: Exception) -> str:
     """What an exception of others says, cut to one line."""
-    said = str(error).strip().splitlines() or [""]
-    return (said[0] or type(error).__name__)[:200]
+    lines = str(error).strip().splitlines() or [""]
+    return (lines[0] or type(error).__name__)[:200]

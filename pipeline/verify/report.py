@@ -1,4 +1,4 @@
-"""What verify found, for people and for programs."""
+"""The results of verify, for people and for programs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.tell.report import size
-from ktconvert.pipeline.verify.found import worst
+from ktconvert.pipeline.verify.checks import worst
 from ktconvert.pipeline.verify.output import Report
-from ktconvert.pipeline.verify.structure import said
+from ktconvert.pipeline.verify.structure import sizes_of
 
 SHOWN = 10  # problems printed per check; --json has them all
 
@@ -33,13 +33,13 @@ def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
 
 def facts(output: Output, measure: Measure) -> dict[str, Any]:
     """What an output is, by its bytes; who made it, by its manifest."""
-    told = output.manifest
+    manifest = output.manifest
     return {
         "output": str(output.root),
-        "made_by": f"ktconvert {told['tool']['version']}" if told else None,
-        "command": told["command"] if told else None,
+        "made_by": f"ktconvert {manifest['tool']['version']}" if manifest else None,
+        "command": manifest["command"] if manifest else None,
         "form": "loose" if output.loose else forms_of_names(output)[0].arrangement,
-        **said(measure),
+        **sizes_of(measure),
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
         "expert_bytes": sum(s.nbytes for s in output.tensors.values()),
@@ -49,24 +49,27 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
     }
 
 
-def facts_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """The same as (label, text)."""
     rows = [
-        ("output", found["output"]),
-        ("made by", f"{found['made_by']} {found['command']}" if found["made_by"] else "not ktconvert (no manifest)"),
-        ("form", FORMS[found["form"]].format(**found)),
-        ("method", found["method"]),
-        *([("NUMA parts", _told(found["numa"]))] if found["form"] != "pack-quantized" else []),
-        ("layers", f"{len(found['layers'])} ({ranges(found['layers'])})"),
-        ("experts", _told(found["experts"])),
-        ("hidden size", _told(found["hidden"])),
-        ("expert width", _told(found["intermediate"])),
-        ("weights", f"{size(found['expert_bytes'])} in {found['tensors']} tensors"),
+        ("output", document["output"]),
+        (
+            "made by",
+            f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)",
+        ),
+        ("form", FORMS[document["form"]].format(**document)),
+        ("method", document["method"]),
+        *([("NUMA parts", _text(document["numa"]))] if document["form"] != "pack-quantized" else []),
+        ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
+        ("experts", _text(document["experts"])),
+        ("hidden size", _text(document["hidden"])),
+        ("expert width", _text(document["intermediate"])),
+        ("weights", f"{size(document['expert_bytes'])} in {document['tensors']} tensors"),
     ]
-    if found["backward"]:
+    if document["backward"]:
         rows.append(("backward", "yes"))
-    if found["other_tensors"]:
-        rows.append(("other", f"{found['other_tensors']} tensors, {size(found['other_bytes'])}"))
+    if document["other_tensors"]:
+        rows.append(("other", f"{document['other_tensors']} tensors, {size(document['other_bytes'])}"))
     return rows
 
 
@@ -79,7 +82,8 @@ def document(report: Report) -> dict[str, Any]:
         "message": report.sentence,
         "against": report.against,
         "checks": [
-            {"name": c.name, "ok": not c.problems, "told": c.told, "problems": list(c.problems)} for c in report.checks
+            {"name": c.name, "ok": not c.problems, "result": c.result, "problems": list(c.problems)}
+            for c in report.checks
         ],
         "notes": list(report.notes),
         "errors": [
@@ -101,7 +105,7 @@ def document(report: Report) -> dict[str, Any]:
 def lines(report: Report) -> list[str]:
     """The report for people."""
     out = aligned(facts_rows(facts(report.output, report.measure)))
-    out += ["", *aligned([("check", "result"), *((c.name, _result(c.problems, c.told)) for c in report.checks)])]
+    out += ["", *aligned([("check", "result"), *((c.name, _result(c.problems, c.result)) for c in report.checks)])]
     for check in report.checks:
         if check.problems:
             out += ["", f"{check.name}:", *(f"  {problem}" for problem in check.problems[:SHOWN])]
@@ -110,13 +114,13 @@ def lines(report: Report) -> list[str]:
     if report.errors:
         rows = [("layer", "projection", "relative error", "cosine", "worst expert")]
         for e in report.errors:
-            told = e.figures
+            figures = e.figures
             rows.append(
                 (
                     str(e.layer),
                     e.projection,
-                    f"{told['relative_error']:.4f}",
-                    f"{told['cosine']:.5f}",
+                    f"{figures['relative_error']:.4f}",
+                    f"{figures['cosine']:.5f}",
                     f"{e.worst.expert} ({e.worst.relative_error:.4f})",
                 )
             )
@@ -137,11 +141,11 @@ def lines(report: Report) -> list[str]:
     return [*out, "", "verified" if not report.problems else "NOT verified"]
 
 
-def _result(problems: Sequence[str], told: str) -> str:
-    return f"ok: {told}" if not problems else f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+def _result(problems: Sequence[str], result: str) -> str:
+    return f"ok: {result}" if not problems else f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

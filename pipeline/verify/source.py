@@ -20,7 +20,7 @@ from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import Job
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
-from ktconvert.pipeline.verify.found import Check, Found, LayerError, first_difference, gather, sample
+from ktconvert.pipeline.verify.checks import Check, ExpertComparison, LayerError, first_difference, gather, sample
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 # The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be the same.
@@ -66,7 +66,7 @@ def compare_source(
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.found and (h, i) == model.shape(n)[1:]]
     layers = [n for n in layers if form.illegal_reason(*measure.shapes[n][1:], measure.numa) is None]
 
-    def one(layer: int, expert: int) -> Found:
+    def one(layer: int, expert: int) -> ExpertComparison:
         count, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward)
         job = Job(model, form, choice, grid, expert, expert + 1, {})
@@ -106,11 +106,11 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
 # --- experts --------------------------------------------------------------------------------------
 
 
-def _compare_expert(compared: Comparison, job: Job, *, measured: bool) -> Found:
-    found = Found()
+def _compare_expert(compared: Comparison, job: Job, *, measured: bool) -> ExpertComparison:
+    comparison = ExpertComparison()
     for projection in PROJECTIONS:
         for part, wanted in job.quantize((job.start, projection)):
-            stored = _compare_part(compared, job, part, wanted, found)
+            stored = _compare_part(compared, job, part, wanted, comparison)
             if stored is None or part.backward:
                 continue
             matrix = part.of(job.model.linear(job.grid.layer, job.start, projection), job.grid.numa)
@@ -119,37 +119,39 @@ def _compare_expert(compared: Comparison, job: Job, *, measured: bool) -> Found:
                 sums, seen, problem = judge(job.form, matrix, stored, wanted, whole=measured)
                 compared.calibrated.append(seen)
                 here = compared.output.tensors[part.place, job.form.tensors(part.n, part.k)[0].suffix]
-                found.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
+                comparison.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
                 sums = job.form.error_sums(matrix, stored)
             if measured:
-                found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
+                comparison.sums[projection] = comparison.sums.get(projection, np.zeros(4)) + sums
     for info in job.model.expert_tensors(job.grid.layer, job.start):
         job.model.source.release(info)
-    return found
+    return comparison
 
 
-def _compare_part(compared: Comparison, job: Job, part: Part, wanted: list[Bytes], found: Found) -> list[Bytes] | None:
-    """The stored tensors of a part, if all are there with the right sizes; what is wrong with them goes into `found`."""
-    output, before = compared.output, len(found.problems)
+def _compare_part(
+    compared: Comparison, job: Job, part: Part, wanted: list[Bytes], comparison: ExpertComparison
+) -> list[Bytes] | None:
+    """The stored tensors of a part, if all are there with the right sizes; what is wrong with them goes into `comparison`."""
+    output, before = compared.output, len(comparison.problems)
     stored: list[Bytes] = []
     tensors = job.form.tensors(part.n, part.k)
     for tensor, data in zip(tensors, wanted, strict=True):
         here = output.tensors.get((part.place, tensor.suffix))
         if here is None or here.nbytes != data.size:
-            found.problems.append(_absent(output, part, tensor, here))
+            comparison.problems.append(_absent(output, part, tensor, here))
             continue
         stored.append(output.read(here))
         if compared.calibrated is not None and tensor == tensors[0]:
-            found.equal += 1  # judged, not compared
+            comparison.equal += 1  # judged, not compared
             continue
         difference = first_difference(stored[-1], data)
         if difference is None:
-            found.equal += 1
+            comparison.equal += 1
         else:
-            found.problems.append(_differs(output, part, tensor, here, difference))
+            comparison.problems.append(_differs(output, part, tensor, here, difference))
     complete = len(stored) == len(tensors)
-    judged = compared.calibrated is None or len(found.problems) == before  # codes with other scales mean nothing
+    judged = compared.calibrated is None or len(comparison.problems) == before  # codes with other scales mean nothing
     return stored if complete and judged else None
 
 

@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
 from ktconvert.layouts.outputs.output import Output, files_of
 from ktconvert.layouts.outputs.parts import ExpertGrid, Place
-from ktconvert.pipeline.verify.found import Check
+from ktconvert.pipeline.verify.checks import Check
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
@@ -67,14 +67,14 @@ def files_told(output: Output) -> list[dict[str, Any]]:
 
 def unreadable(output: Output) -> dict[str, str]:
     """Files that are missing, cut off or damaged -> what is wrong with them."""
-    found = {}
+    problems = {}
     for file in files_told(output):
         path = output.root / file["name"]
         if not path.is_file():
-            found[file["name"]] = f"{file['name']} is missing"
+            problems[file["name"]] = f"{file['name']} is missing"
         elif path.stat().st_size != file["size"]:
-            found[file["name"]] = f"{file['name']} has {path.stat().st_size} bytes, the manifest says {file['size']}"
-    return output.damaged | found
+            problems[file["name"]] = f"{file['name']} has {path.stat().st_size} bytes, the manifest says {file['size']}"
+    return output.damaged | problems
 
 
 def weights_whole(output: Output) -> bool:
@@ -100,7 +100,7 @@ def check_index(output: Output) -> Check | None:
         return None
     if output.weight_map is None:
         if output.manifest is not None:
-            return None  # its absence is told by check_files
+            return None  # check_files reports its absence
         absent = "there is no index, as after merge_cpu_weights.py; kt-kernel needs none"
         return Check("index", "none", notes=(absent,))
     bad = unreadable(output)
@@ -135,8 +135,8 @@ def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int
     parts = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
     usual = _usual(measure)
-    told = facts.get("experts")
-    most = max([told if isinstance(told, int) else 0, *(e for e, _, _ in measure.shapes.values())])
+    stated = facts.get("experts")
+    most = max([stated if isinstance(stated, int) else 0, *(e for e, _, _ in measure.shapes.values())])
     for layer in sorted({*measure.shapes, *facts.get("layers", []), *facts.get("kept_layers", [])}):
         own = measure.shapes.get(layer, usual)
         experts = own[0] if _by_layer(output, "experts") else most
@@ -196,14 +196,14 @@ def _sizes(output: Output, measure: Measure) -> Iterator[str]:
         reason = measure.form.illegal_reason(hidden, intermediate, measure.numa)
         if reason is not None:
             yield f"{measure.method} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
-    for name, found in said(measure).items():
-        told = output.facts.get(name)
-        one_or_more = [found] if isinstance(told, list) and not isinstance(found, list) else found
-        if told not in (None, "not recorded", one_or_more):
-            yield f"the manifest says {name} {told}, the tensors have {found}"
+    for name, actual in sizes_of(measure).items():
+        stated = output.facts.get(name)
+        one_or_more = [actual] if isinstance(stated, list) and not isinstance(actual, list) else actual
+        if stated not in (None, "not recorded", one_or_more):
+            yield f"the manifest says {name} {stated}, the tensors have {actual}"
 
 
-def said(measure: Measure) -> dict[str, Any]:
+def sizes_of(measure: Measure) -> dict[str, Any]:
     """What the bytes say, under the names of the manifest's facts."""
 
     def only(position: int) -> int | list[int]:
@@ -222,14 +222,14 @@ def said(measure: Measure) -> dict[str, Any]:
 
 def check_metadata(output: Output, measure: Measure) -> Check | None:
     """What our shards say of themselves is what they hold."""
-    told = {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
-    if not told:
+    ours = {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
+    if not ours:
         return None
     problems = []
     by_shard: dict[str, set[int]] = {}
     for (place, _), stored in output.tensors.items():
         by_shard.setdefault(stored.file, set()).add(place.layer)
-    for shard, about in told.items():
+    for shard, about in ours.items():
         wanted = {"method": measure.method} | ({} if output.whole else {"numa": str(measure.numa)})
         if "layer" in about and by_shard.get(shard):
             layer = min(by_shard[shard])
@@ -239,10 +239,10 @@ def check_metadata(output: Output, measure: Measure) -> Check | None:
         for name, value in wanted.items():
             if about.get(name) != value:
                 problems.append(f"{shard}: its metadata says {name} {about.get(name)}, its tensors have {value}")
-    sources = {about.get("source") for about in told.values()}
+    sources = {about.get("source") for about in ours.values()}
     if len(sources) > 1:
         problems.append(f"the shards come from {len(sources)} different sources, says their metadata")
-    return Check("metadata", f"{len(told)} shards say what they hold", tuple(problems))
+    return Check("metadata", f"{len(ours)} shards say what they hold", tuple(problems))
 
 
 def check_config(output: Output, measure: Measure) -> Check | None:
@@ -296,8 +296,8 @@ def _usual(measure: Measure) -> tuple[int, int, int]:
 
 def _layers_are_certain(output: Output) -> bool:
     """Whether the layers were read from the checkpoint itself, or named by the user, so that the config does not decide."""
-    made = output.manifest
-    return made is not None and (made["command"] != "merge" or made["settings"].get("layers") is not None)
+    manifest = output.manifest
+    return manifest is not None and (manifest["command"] != "merge" or manifest["settings"].get("layers") is not None)
 
 
 def _by_layer(output: Output, fact: str) -> bool:
@@ -305,8 +305,8 @@ def _by_layer(output: Output, fact: str) -> bool:
     if output.manifest is not None and isinstance(output.manifest["model"].get(fact), list):
         return True
     row = claims.family(output.config)
-    found = cfg.find(output.config, row.experts if fact == "experts" else row.width) if row else None
-    return found is not None and isinstance(found[1], list)
+    value = cfg.find(output.config, row.experts if fact == "experts" else row.width) if row else None
+    return value is not None and isinstance(value[1], list)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ class Check:
     """One thing that was looked at: what holds if there are no problems, else the problems, one sentence each, and what to do."""
 
     name: str
-    told: str
+    result: str
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     remedy: str = AGAIN
@@ -62,7 +62,7 @@ class LayerError:
 
 
 @dataclass
-class Found:
+class ExpertComparison:
     """What comparing one expert gave."""
 
     problems: list[str] = field(default_factory=list)
@@ -71,7 +71,11 @@ class Found:
 
 
 def gather(
-    model: MoeModel, layers: Iterable[int], compare: Callable[[int, int], Found], threads: int, reporter: Reporter
+    model: MoeModel,
+    layers: Iterable[int],
+    compare: Callable[[int, int], ExpertComparison],
+    threads: int,
+    reporter: Reporter,
 ) -> tuple[list[str], int, list[LayerError]]:
     """compare(layer, expert) for every expert of these layers, in threads: problems, how many tensors are equal, and the errors."""
     problems: list[str] = []
@@ -79,14 +83,14 @@ def gather(
     errors: dict[tuple[int, str], LayerError] = {}
     work = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
 
-    def one(item: tuple[int, int], _slot: int) -> Found:
+    def one(item: tuple[int, int], _slot: int) -> ExpertComparison:
         return compare(*item)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        for (layer, expert), _, found in in_order(pool, work, list(range(2 * threads)), one):
-            problems += found.problems
-            equal += found.equal
-            for projection, sums in found.sums.items():
+        for (layer, expert), _, comparison in in_order(pool, work, list(range(2 * threads)), one):
+            problems += comparison.problems
+            equal += comparison.equal
+            for projection, sums in comparison.sums.items():
                 total = errors.setdefault((layer, projection), LayerError(layer, projection))
                 total.sums += sums
                 total.experts.append(Error(layer, expert, projection, **error_figures(sums)))
