@@ -19,6 +19,7 @@ from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     CheckpointFiles,
@@ -34,7 +35,6 @@ from ktconvert.pipeline.plans.checkpoint import (
 from ktconvert.pipeline.stages import carry_over, experts, gptq_layers
 from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
-from ktconvert.pipeline.walk import settings as of_gptq
 
 ONESHOT = (
     "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, which is not causal "

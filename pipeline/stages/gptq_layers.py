@@ -16,14 +16,15 @@ from ktconvert.layouts.outputs.compressed import Compressed
 from ktconvert.layouts.outputs.form import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
+from ktconvert.pipeline.gptq import oneshot
+from ktconvert.pipeline.gptq.settings import Settings
+from ktconvert.pipeline.gptq.shard import Job, figures, rounded, tell, write_shard
 from ktconvert.pipeline.stages.carry_over import Carried
 from ktconvert.pipeline.stages.experts import layer_metadata
-from ktconvert.pipeline.walk import layerwise, oneshot
+from ktconvert.pipeline.walk import layer as layerwise
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.pipeline.walk.needs import REMEDIES
 from ktconvert.pipeline.walk.samples import read_samples, write_samples
-from ktconvert.pipeline.walk.settings import Settings
-from ktconvert.pipeline.walk.shard import Job, figures, rounded, tell, write_shard
 from ktconvert.quantizers import gptq
 
 NAME = "gptq"

@@ -14,7 +14,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.files.shards import Entry, plan_shard
 from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
-from ktconvert.pipeline.walk import layerwise
+from ktconvert.pipeline.walk import layer as layerwise
 from ktconvert.pipeline.walk.calibration import Calibration, token_ids
 from ktconvert.pipeline.walk.layered import LayeredModel
 

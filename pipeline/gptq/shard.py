@@ -17,11 +17,12 @@ from ktconvert.layouts.outputs.compressed import Compressed
 from ktconvert.layouts.outputs.linear_names import linear_name
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context
+from ktconvert.pipeline.gptq import oneshot
+from ktconvert.pipeline.gptq.settings import Settings
 from ktconvert.pipeline.stages import experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
-from ktconvert.pipeline.walk import layerwise, oneshot
+from ktconvert.pipeline.walk import layer as layerwise
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.pipeline.walk.settings import Settings
 from ktconvert.quantizers import groups
 from ktconvert.quantizers.choice import ABSMAX
 
