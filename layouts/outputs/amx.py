@@ -135,6 +135,10 @@ class Amx:
         kernels.pack_codes(self.grid.bits, codes, weight)
         scale.view(np.float32)[:] = scales.reshape(-1)
 
+    def scales(self, stored: Sequence[Bytes], n: int, k: int) -> npt.NDArray[np.float32]:
+        """One for each row: float32 [n, 1]."""
+        return stored[1].view(np.float32).reshape(n, 1)
+
     def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
         """The dequantized part, float32 [n, k], or some rows of it."""
         weight, scale = stored

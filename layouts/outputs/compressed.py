@@ -196,6 +196,10 @@ class Compressed:
         """The signed codes of weight_packed: int8 [n, k]."""
         return groups.unpack_words(self.grid.bits, packed)
 
+    def scales(self, stored: Sequence[Bytes], n: int, k: int) -> npt.NDArray[np.uint16]:
+        """One for each group: bits of BF16 [n, k / group]."""
+        return self.typed(stored, n, k)[2]
+
     def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
         """The numbers that packed codes and BF16 scales stand for: float32 [n, k], exact, or some rows of them."""
         packed, _, scale = self.typed(stored, n, k)

@@ -164,6 +164,9 @@ class Form(Protocol):
     def pack(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
         """Pack codes [n, k] and scales [n, groups] (float32, or BF16 bits as uint16: grid.scales) that were chosen elsewhere."""
 
+    def scales(self, stored: Sequence[Bytes], n: int, k: int) -> npt.NDArray[Any]:
+        """The scales of a part [n, k] as `pack` takes them, [n, groups]; a view."""
+
     def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
         """The numbers that a part [n, k] stands for, or some rows of it: float32 [rows, k]."""
 

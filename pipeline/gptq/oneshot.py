@@ -10,24 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs.compressed import Compressed
+from ktconvert.layouts.outputs import Form
+from ktconvert.pipeline.gptq.compensate import Stored, packed
+from ktconvert.pipeline.walk.dataset import first_line
 
-Made = Callable[[int, int, str], tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]]
+# (layer, expert, projection) -> the tensors of the linear, in the form's order
+Quantized = Callable[[int, int, str], Stored]
 EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
 
 
 def quantize_model(
     root: Path,
     samples: Sequence[npt.NDArray[np.int64]],
-    form: Compressed,
+    form: Form,
     *,
     dampening: float,
     every_expert: bool,
     trust_remote_code: bool,
-) -> Made:
+) -> Quantized:
     """Run oneshot with GPTQModifier on the checkpoint's routed experts.
 
-    Returns (layer, expert, projection) -> weight_packed int32 [n, k * bits / 32] and weight_scale, BF16 bits [n, k / group].
+    Returns what gives the tensors of a linear.
     Raises UnsupportedError for a checkpoint that the library cannot load, and for experts that it left as they were.
     """
     import torch
@@ -36,7 +39,7 @@ def quantize_model(
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts
-    from ktconvert.quantizers import gptq, groups
+    from ktconvert.quantizers import gptq
 
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -55,19 +58,17 @@ def quantize_model(
             moe_calibrate_all_experts=every_expert,
         )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedError(
-            f"{root}: llmcompressor's oneshot cannot do it ({said[0]}); use --engine stream."
+            f"{root}: llmcompressor's oneshot cannot do it ({first_line(error)}); use --engine stream."
         ) from error
 
-    def made(layer: int, expert: int, projection: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+    def quantized(layer: int, expert: int, projection: str) -> Stored:
         name = f"{places[layer]}.{expert}.{projection}_proj"
         linear = model.get_submodule(name)
         if not hasattr(linear, "weight_scale"):
             raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")
         scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
-        grid = form.grid
-        codes = gptq.codes(linear.weight.detach().cpu(), scale, (grid.low, grid.high))
-        return groups.pack_words(grid.bits, codes.numpy()), scale.view(torch.uint16).numpy()
+        codes = gptq.codes(linear.weight.detach().cpu(), scale, (form.grid.low, form.grid.high))
+        return packed(form, codes, scale)
 
-    return made
+    return quantized

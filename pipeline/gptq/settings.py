@@ -21,7 +21,7 @@ class Settings:
     engine    "stream", or "oneshot": llmcompressor's own, for comparison
     machine   what of the machine decides about bytes, as where the conversion was begun: "threads" and "device" among it
     group     experts in memory at a time
-    Others as in layerwise.Work.
+    Others as in compensate.Compensate.
     """
 
     calibration: Calibration
@@ -46,25 +46,25 @@ class Settings:
         )
 
 
-def settings_of(model: MoeModel, given: Mapping[str, Any]) -> Settings:
+def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
     """What the stage takes, from the settings of a request."""
-    machine = given["machine"]
-    routed = given["calibrate"] == "routed"
+    machine = chosen["machine"]
+    routed = chosen["calibrate"] == "routed"
     return Settings(
         calibration=Calibration(
-            dataset=given["dataset"],
-            split=given["dataset_split"],
-            samples=given["num_calibration_samples"],
-            max_length=given["max_sequence_length"],
-            seed=given["random_seed"],
+            dataset=chosen["dataset"],
+            split=chosen["dataset_split"],
+            samples=chosen["num_calibration_samples"],
+            max_length=chosen["max_sequence_length"],
+            seed=chosen["random_seed"],
         ),
-        dampening=given["dampening_frac"],
-        rounding=given["rounding"],
+        dampening=chosen["dampening_frac"],
+        rounding=chosen["rounding"],
         routed=routed,
-        floor=given["min_expert_tokens"],
+        floor=chosen["min_expert_tokens"],
         group=group_size(model, int(machine["group_bytes"]), routed),
-        engine=given["engine"],
-        trust_remote_code=given["trust_remote_code"],
+        engine=chosen["engine"],
+        trust_remote_code=chosen["trust_remote_code"],
         machine=machine,
     )
 
@@ -78,19 +78,19 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     return max(1, min(experts, budget // (weights + hessians + working)))
 
 
-def facts(given: Mapping[str, Any]) -> dict[str, Any]:
+def facts(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """What the manifest and the model card say of the calibration."""
-    local = Path(given["dataset"]).is_absolute()  # as the command line stores a local one
+    local = Path(chosen["dataset"]).is_absolute()  # as the command line stores a local one
     return {
         "calibration": {
-            "dataset": Path(given["dataset"]).name if local else given["dataset"],
-            "split": given["dataset_split"],
-            "samples": given["num_calibration_samples"],
-            "max_length": given["max_sequence_length"],
-            "seed": given["random_seed"],
-            "dampening": given["dampening_frac"],
-            "calibrate": given["calibrate"],
-            "engine": given["engine"],
+            "dataset": Path(chosen["dataset"]).name if local else chosen["dataset"],
+            "split": chosen["dataset_split"],
+            "samples": chosen["num_calibration_samples"],
+            "max_length": chosen["max_sequence_length"],
+            "seed": chosen["random_seed"],
+            "dampening": chosen["dampening_frac"],
+            "calibrate": chosen["calibrate"],
+            "engine": chosen["engine"],
         }
     }
 
@@ -104,6 +104,6 @@ def check_model(model: MoeModel) -> None:
         )
 
 
-def shape_of(model: MoeModel, settings: Settings, given: Mapping[str, Any]) -> needs.Shape:
+def shape_of(model: MoeModel, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:
     """The shape from which memory and disk follow."""
-    return needs.shape_of(model, given, group=settings.group, on_gpu=settings.machine["device_type"] != "cpu")
+    return needs.shape_of(model, chosen, group=settings.group, on_gpu=settings.machine["device_type"] != "cpu")

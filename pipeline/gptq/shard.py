@@ -1,8 +1,8 @@
-"""A layer's quantized experts on disk: one shard, its guards, and what is told of it."""
+"""A layer's quantized experts on disk: one shard, the checks on it, and the figures that are reported of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,119 +13,136 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs.compressed import Compressed
+from ktconvert.layouts.outputs import PROJECTIONS, Form
 from ktconvert.layouts.outputs.linear_names import linear_name
-from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.engine.units import Context
-from ktconvert.pipeline.gptq import oneshot
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.pipeline.engine.units import Written
+from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
+from ktconvert.pipeline.gptq.oneshot import Quantized
 from ktconvert.pipeline.gptq.settings import Settings
 from ktconvert.pipeline.stages import experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
-from ktconvert.pipeline.walk import layer as layerwise
+from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.walk.consumers import Tokens
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.quantizers import groups
 from ktconvert.quantizers.choice import ABSMAX
 
-Linear = tuple[int, str, layerwise.Packed, layerwise.Scales]
+STRIP = 32  # rows in which values are looked for at a time
 
 
 @dataclass(frozen=True)
-class Job:
+class LayerWork:
     """One layer with experts, and the layers without any that lie before it."""
 
     model: MoeModel
-    form: Compressed
+    form: Form
     settings: Settings
     layer: int
     before: tuple[int, ...]
     metadata: Mapping[str, str]
     skeleton: Callable[[], LayeredModel]
-    oneshot: Callable[[Path], oneshot.Made]
+    oneshot: Callable[[Path], Quantized]
 
-    @property
-    def grid(self) -> ExpertGrid:
-        """The layer's sizes."""
+    def part(self, expert: int, projection: str) -> Part:
+        """A linear of the layer, which is one part."""
         _, hidden, intermediate = self.model.shape(self.layer)
-        return ExpertGrid(self.layer, hidden, intermediate)
+        (part,) = ExpertGrid(self.layer, hidden, intermediate).parts(expert, projection)
+        return part
 
 
-def rounded(job: Job, context: Context) -> layerwise.Rounded:
-    """Round a linear to nearest, as `--quant-method RTN` does."""
-    count = job.model.shape(job.layer)[0]
-    nearest = experts.Job(job.model, job.form, ABSMAX, job.grid, 0, count, job.metadata)
+def nearest(work: LayerWork) -> Nearest:
+    """What rounds a linear of the layer to nearest, as `--quant-method RTN` does."""
+    count, hidden, intermediate = work.model.shape(work.layer)
+    grid = ExpertGrid(work.layer, hidden, intermediate)
+    rtn = experts.Job(work.model, work.form, ABSMAX, grid, 0, count, work.metadata)
 
-    def rounded(expert: int, projection: str) -> tuple[layerwise.Packed, layerwise.Scales]:
-        ((part, stored),) = nearest.quantize((expert, projection))
-        packed, _, scale = job.form.typed(stored, part.n, part.k)
-        return packed, scale
+    def quantize(expert: int, projection: str) -> Stored:
+        ((_, stored),) = rtn.quantize((expert, projection))
+        return stored
 
-    return rounded
-
-
-def write_shard(job: Job, partial: Path, context: Context, made: Iterator[Linear]) -> tuple[int, str, int]:
-    """Write the linears, which come in file order, as a shard: its size in bytes, sha256 and number of tensors.
-
-    Raises VerificationError for a linear that became all zeros and was not: an expert that computes nothing.
-    """
-    parts = job.grid.all_parts(range(job.model.shape(job.layer)[0]))
-    plan = experts.plan_parts(job.form, job.form.names(job.model), parts, job.metadata)
-    others: list[experts.Packed] = []
-    with publish.DirectFile(partial, plan.size) as file:
-        file.append(plan.header)
-        for expert, projection, packed, scale in made:
-            if not job.form.codes(packed).any():
-                name = linear_name(job.model, job.layer, expert, projection)
-                if not (scale == groups.EMPTY_SCALE).all():
-                    raise VerificationError(
-                        f"{name}: all its codes became zero; use --quant-method RTN, and tell us the model."
-                    )
-                context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
-            first, *rest = job.form.stored(packed, scale)
-            file.append(first)
-            others.append(rest)
-            taken(job.model, job.layer, (expert, projection), context.reporter)
-        experts.append_others(file, others)
-        return plan.size, file.close(), len(plan.entries)
+    return quantize
 
 
-def figures(job: Job, shard: Path) -> dict[str, Any]:
-    """How far one expert of the shard lies from the source: the quality figure of the report."""
+class ShardWriter:
+    """The shard of a layer, into which linears are written in file order: all first tensors, then all second ones, and so on."""
+
+    def __init__(self, work: LayerWork, partial: Path, reporter: Reporter) -> None:
+        self.work, self.reporter = work, reporter
+        items = [(e, p) for e in range(work.model.shape(work.layer)[0]) for p in PROJECTIONS]
+        names = work.form.names(work.model)
+        self.plan = experts.plan_parts(work.form, names, (work.part(*item) for item in items), work.metadata)
+        self._others: list[Stored] = []
+        self._file = publish.DirectFile(partial, self.plan.size)
+
+    def __enter__(self) -> ShardWriter:
+        self._file.__enter__()
+        self._file.append(self.plan.header)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def write(self, expert: int, projection: str, stored: Stored) -> None:
+        """Write a linear. Raises VerificationError if all of it became zeros and it was not: an expert that computes nothing."""
+        work = self.work
+        name = linear_name(work.model, work.layer, expert, projection)
+        if work.form.is_zero(stored):
+            self.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
+        elif not self._has_values(stored, work.part(expert, projection)):
+            raise VerificationError(
+                f"{name}: all its codes became zero; use --quant-method RTN, and tell us the model."
+            )
+        first, *others = stored
+        self._file.append(first)
+        self._others.append(others)
+        taken(work.model, work.layer, (expert, projection), self.reporter)
+
+    def _has_values(self, stored: Stored, part: Part) -> bool:
+        strips = (slice(first, first + STRIP) for first in range(0, part.n, STRIP))
+        return any(self.work.form.unpack(stored, part.n, part.k, rows).any() for rows in strips)
+
+    def finish(self) -> tuple[Written, int]:
+        """Write what comes after all first tensors: the file, and its number of tensors."""
+        experts.append_others(self._file, self._others)
+        return Written("", self.plan.size, self._file.close()), len(self.plan.entries)
+
+
+def error_of_sample(work: LayerWork, shard: Path) -> dict[str, Any]:
+    """How far one expert of the shard is from the source: the quality figure of the report."""
     entries = {e.name: e for e in read_header(shard).entries}
-    names = job.form.names(job.model)
+    names = work.form.names(work.model)
 
     def error(expert: int, projection: str) -> dict[str, float]:
-        (part,) = job.grid.parts(expert, projection)
-        wanted = (entries[names.key(part.place, t.suffix)] for t in job.form.tensors(part.n, part.k))
+        part = work.part(expert, projection)
+        wanted = (entries[names.key(part.place, t.suffix)] for t in work.form.tensors(part.n, part.k))
         stored = [np.fromfile(shard, np.uint8, entry.nbytes, offset=entry.start) for entry in wanted]
-        return error_figures(job.form.error_sums(job.model.linear(job.layer, expert, projection), stored))
+        return error_figures(work.form.error_sums(work.model.linear(work.layer, expert, projection), stored))
 
-    return sampled_error(job.model, job.layer, 0, job.model.shape(job.layer)[0], error)
+    return sampled_error(work.model, work.layer, 0, work.model.shape(work.layer)[0], error)
 
 
-def tell(job: Job, told: layerwise.Told, context: Context) -> dict[str, Any]:
-    """What happened to the layer's experts, for the journal, the model card and people."""
-    tokens = told.tokens
-    unseen = int((tokens == 0).sum())
-    figures: dict[str, Any] = {
-        "layer": job.layer,
+def report(work: LayerWork, tokens: Tokens, done: Compensate, reporter: Reporter) -> dict[str, Any]:
+    """What happened to the layer's experts: reported, and as figures for the journal and the model card."""
+    if done.too_few:
+        reporter.note(
+            f"layer {work.layer}: {len(done.too_few)} of {len(tokens)} experts rounded to nearest, for fewer than "
+            f"{work.settings.floor} tokens were routed to them: {', '.join(map(str, done.too_few[:16]))}"
+            f"{', ...' if len(done.too_few) > 16 else ''}"
+        )
+    fell_back = [linear_name(work.model, work.layer, *item) for item in done.fell_back]
+    if fell_back:
+        reporter.warn(
+            f"layer {work.layer}: {len(fell_back)} of {3 * len(tokens)} linears rounded to nearest, for their Hessian could not be "
+            f"factorized, such as {fell_back[0]}; a larger --dampening-frac or more samples may help"
+        )
+    return {
+        "layer": work.layer,
         "routed_tokens": {
             "least": int(tokens.min()),
             "median": int(np.median(tokens)),
             "most": int(tokens.max()),
-            "none": unseen,
+            "none": int((tokens == 0).sum()),
         },
-        "rounded_experts": told.rounded,
-        "rounded_linears": told.fell_back,
+        "rounded_experts": done.too_few,
+        "rounded_linears": fell_back,
     }
-    if told.rounded:
-        context.reporter.note(
-            f"layer {job.layer}: {len(told.rounded)} of {len(tokens)} experts rounded to nearest, for fewer than "
-            f"{job.settings.floor} tokens were routed to them: {', '.join(map(str, told.rounded[:16]))}"
-            f"{', ...' if len(told.rounded) > 16 else ''}"
-        )
-    if told.fell_back:
-        context.reporter.warn(
-            f"layer {job.layer}: {len(told.fell_back)} of {3 * len(tokens)} linears rounded to nearest, for their Hessian could not be "
-            f"factorized, such as {told.fell_back[0]}; a larger --dampening-frac or more samples may help"
-        )
-    return figures

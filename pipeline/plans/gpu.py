@@ -13,7 +13,6 @@ from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import Form, card, forms_of
-from ktconvert.layouts.outputs.compressed import Compressed
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.loop import WAITING
@@ -163,8 +162,6 @@ def _rtn(request: Request, model: MoeModel, form: Form, _rest: Beside, metadata:
 def _gptq(request: Request, model: MoeModel, form: Form, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
     given, tuning = request.settings, request.tuning
     of_gptq.check_model(model)
-    if not isinstance(form, Compressed):
-        raise UnsupportedError(f"{form.name} cannot be calibrated; use --quant-method RTN.")
     settings = of_gptq.settings_of(model, given)
     shape = of_gptq.shape_of(model, settings, given)
     beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}

@@ -1,4 +1,4 @@
-"""The chain of GPTQ: samples, then layer after layer; each leaves the next one what its sequences have become."""
+"""The chain of GPTQ: samples, then layer after layer, each of which leaves the next one the hidden states of all sequences."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.layouts.outputs.compressed import Compressed
-from ktconvert.layouts.outputs.form import expert_bytes
+from ktconvert.layouts.outputs.form import Form, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
+from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.gptq.settings import Settings
-from ktconvert.pipeline.gptq.shard import Job, figures, rounded, tell, write_shard
+from ktconvert.pipeline.gptq.shard import LayerWork, ShardWriter, error_of_sample, nearest, report
 from ktconvert.pipeline.stages.carry_over import Carried
 from ktconvert.pipeline.stages.experts import layer_metadata
-from ktconvert.pipeline.walk import layer as layerwise
+from ktconvert.pipeline.walk.consumers import Counts
+from ktconvert.pipeline.walk.layer import LayerWalk, walk_dense_layer, walk_layer
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.pipeline.walk.needs import REMEDIES
-from ktconvert.pipeline.walk.samples import read_samples, write_samples
+from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import gptq
 
 NAME = "gptq"
 VERSION = 1
 SAMPLES = "samples"
+Work = SamplesWork | LayerWork
 CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
 
 
 def stage(
     model: MoeModel,
-    form: Compressed,
+    form: Form,
     settings: Settings,
     rest: Mapping[str, Carried],
     metadata: Mapping[str, str],
-) -> Stage[Any]:
+) -> Stage[Work]:
     """The chain. rest: what the checkpoint holds beside its routed experts, by name."""
 
     @functools.cache
@@ -48,7 +50,7 @@ def stage(
         return LayeredModel(model.source, rest, trust_remote_code=code, device=device)
 
     @functools.cache
-    def library(samples: Path) -> oneshot.Made:
+    def library(samples: Path) -> oneshot.Quantized:
         return oneshot.quantize_model(
             model.source.root,
             read_samples(samples),
@@ -62,7 +64,7 @@ def stage(
     most = settings.calibration.samples * settings.calibration.max_length
     boundary = 2 * most * hidden if settings.engine == "stream" else 0
     ids_bytes = 8 * (most + settings.calibration.samples)
-    units: list[Unit[Any]] = [
+    units: list[Unit[Work]] = [
         Unit(
             stage=NAME,
             key=SAMPLES,
@@ -74,15 +76,15 @@ def stage(
             bytes_out=ids_bytes,
             kept=False,
             leaves=boundary,
-            work=(settings, skeleton),
+            work=SamplesWork(settings.calibration, settings.machine["threads"], skeleton),
         )
     ]
     shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
-    passed = 0
+    first = 0
     for layer in model.layers:
         experts, hidden, width = model.shape(layer)
-        before = tuple(range(passed, layer))
-        passed = layer + 1
+        before = tuple(range(first, layer))
+        first = layer + 1
         about = layer_metadata(model, layer, metadata)
         beside = [c for n in (*before, layer) for c in beside_experts(model, rest, n)]
         tensors: list[TensorInfo] = [*model.layer_tensors(layer), *(i for c in beside for i in c.reads)]
@@ -102,10 +104,12 @@ def stage(
                 bytes_in=sum(t.nbytes for t in tensors),
                 bytes_out=experts * expert_bytes(form, ExpertGrid(layer, hidden, width)),
                 leaves=boundary if layer != model.layers[-1] else 0,
-                work=Job(model, form, settings, layer, before, about, skeleton, library),
+                work=LayerWork(model, form, settings, layer, before, about, skeleton, library),
             )
         )
-    return Stage(NAME, f"calibrate, and quantize experts to {form.name}", ("source",), tuple(units), make, chain=True)
+    return Stage(
+        NAME, f"calibrate, and quantize experts to {form.name}", ("source",), tuple(units), run_unit, chain=True
+    )
 
 
 def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> list[Carried]:
@@ -116,83 +120,61 @@ def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> 
     return [carried for name, carried in rest.items() if name.startswith(prefix)]
 
 
-def make(unit: Unit[Any], partial: Path, context: Context) -> Result:
-    """Any unit of the chain."""
+def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
+    """Any unit of the chain. Raises ResourceError where memory runs out."""
     import torch
 
-    settings: Settings = unit.work[0] if unit.key == SAMPLES else unit.work.settings
-    torch.set_num_threads(int(settings.machine["threads"]))
+    work = unit.work
     try:
-        if unit.key == SAMPLES:
-            return write_samples(unit, partial, context, settings.calibration, unit.work[1]())
-        return (write_layer if settings.engine == "stream" else write_whole)(unit, partial, context, unit.work)
+        if isinstance(work, SamplesWork):
+            torch.set_num_threads(work.threads)
+            return write_samples(unit.key, work, partial, context)
+        torch.set_num_threads(int(work.settings.machine["threads"]))
+        shard, tensors, figures = (write_layer if work.settings.engine == "stream" else write_whole)(
+            work, partial, context
+        )
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and CPU_FULL not in str(error):
             raise
         raise ResourceError(
             f"{unit.key}: not enough memory. {REMEDIES} Then resume, or start again with --overwrite."
         ) from error
+    context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in work.model.layer_tensors(work.layer)))
+    return Result((shard,), tensors, figures)
 
 
-def write_layer(unit: Unit[Any], partial: Path, context: Context, job: Job) -> Result:
+def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[Written, int, dict[str, Any]]:
     """One shard: the layer's routed experts; and for the next layer what leaves this one."""
     link: Link = context.chain  # type: ignore[assignment]
-    lm = job.skeleton()
-    samples = read_samples(link.store[SAMPLES])
-    settings, model = job.settings, job.model
-    work = layerwise.Work(
-        model=model,
-        form=job.form,
-        layer=job.layer,
-        lengths=[len(ids) for ids in samples],
-        dampening=settings.dampening,
-        rounding=settings.rounding,
-        routed=settings.routed,
-        floor=settings.floor,
-        group=settings.group,
-    )
-    count = sum(work.lengths)
+    lm, settings = work.skeleton(), work.settings
+    lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     assert link.before is not None
-    entering = RowFile(link.before, count, lm.hidden, new=False)
-    for layer in job.before:
-        passed = _pass_through(work, lm, layer, entering, link.scratch / f"after-{layer:03d}")
+    entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)
+    for layer in work.before:
+        with entering:
+            walk = LayerWalk(work.model, layer, lengths, settings.group)
+            left = walk_dense_layer(walk, lm, entering, link.scratch / f"after-{layer:03d}")
         if entering.path != link.before:
             entering.path.unlink()
-        entering = passed
-    with entering, lm.loaded(job.layer):
-        lm.require_causal(job.layer)
-        inputs = layerwise.record(work, lm, entering, link.scratch / "inputs")
-        told = layerwise.Told(layerwise.token_counts(work, inputs))
-        with inputs.rows:
-            outputs = None
-            if link.leaves is not None:
-                outputs = RowFile(link.scratch / "outputs", count, lm.hidden, new=True)
-            made = layerwise.quantize_experts(work, lm, inputs, rounded(job, context), told, outputs)
-            size, digest, tensors = write_shard(job, partial, context, made)
-        if outputs is not None and link.leaves is not None:
-            with outputs, RowFile(link.leaves, count, lm.hidden, new=True) as leaving:
-                layerwise.pass_on(work, lm, entering, outputs, leaving)
-                leaving.sync()
-    context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in job.model.layer_tensors(job.layer)))
-    return Result((Written("", size, digest),), tensors, {**figures(job, partial), **tell(job, told, context)})
+        entering = left
+    with entering, ShardWriter(work, partial, context.reporter) as shard:
+        options = settings.dampening, settings.rounding, settings.routed, settings.floor
+        counts = Counts()
+        compensate = Compensate(work.form, *options, nearest(work), shard.write)
+        walk = LayerWalk(work.model, work.layer, lengths, settings.group)
+        walk_layer(walk, lm, (counts, compensate), entering, link.scratch, link.leaves)
+        written, tensors = shard.finish()
+    reported = report(work, counts.tokens[work.layer], compensate, context.reporter)
+    return written, tensors, {**error_of_sample(work, partial), **reported}
 
 
-def write_whole(unit: Unit[Any], partial: Path, context: Context, job: Job) -> Result:
+def write_whole(work: LayerWork, partial: Path, context: Context) -> tuple[Written, int, dict[str, Any]]:
     """One shard of what oneshot made of the whole model, at the first layer that asks for it."""
     link: Link = context.chain  # type: ignore[assignment]
-    made = job.oneshot(link.store[SAMPLES])
-    items = ((e, p, *made(job.layer, e, p)) for e in range(job.model.shape(job.layer)[0]) for p in PROJECTIONS)
-    size, digest, tensors = write_shard(job, partial, context, items)
-    context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in job.model.layer_tensors(job.layer)))
-    return Result((Written("", size, digest),), tensors, {"layer": job.layer, **figures(job, partial)})
-
-
-def _pass_through(work: layerwise.Work, lm: LayeredModel, layer: int, entering: RowFile, path: Path) -> RowFile:
-    """A layer without routed experts: what leaves it, in a new file."""
-    leaving = RowFile(path, entering.count, entering.width, new=True)
-    with entering, lm.loaded(layer):
-        lm.require_causal(layer)
-        for start, stop in work.spans():
-            hidden = layerwise.from_bits(entering.read(start, stop), lm.device)
-            leaving.write(start, layerwise.bits(lm.run(layer, hidden)))
-    return leaving
+    quantized = work.oneshot(link.store[SAMPLES])
+    with ShardWriter(work, partial, context.reporter) as shard:
+        for expert in range(work.model.shape(work.layer)[0]):
+            for projection in PROJECTIONS:
+                shard.write(expert, projection, quantized(work.layer, expert, projection))
+        written, tensors = shard.finish()
+    return written, tensors, {"layer": work.layer, **error_of_sample(work, partial)}

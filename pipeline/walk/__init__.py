@@ -1,1 +1,1 @@
-"""GPTQ: which data, on which machine, with which model, layer after layer, and what it takes."""
+"""A model layer by layer: calibration samples, the layered model, what its experts read, consumers of that, and what it takes."""

@@ -17,7 +17,16 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.models.generate import PLAIN_TEMPLATE
-from ktconvert.pipeline.walk.dataset import Row, kind_of, local_files, of_split, quiet, rows_of_file, rows_of_hub, said
+from ktconvert.pipeline.walk.dataset import (
+    Row,
+    first_line,
+    kind_of,
+    local_files,
+    of_split,
+    quiet,
+    rows_of_file,
+    rows_of_hub,
+)
 
 __all__ = ["Calibration", "local_files", "samples", "token_ids", "visiting_order"]
 
@@ -42,13 +51,13 @@ class Calibration:
     seed: int
 
 
-def token_ids(wanted: Calibration, tokenizer: Any, tell: Callable[[str], None] | None = None) -> list[Ids]:
+def token_ids(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
     """The samples in the order in which llmcompressor's oneshot would visit what samples() gives; fewer where there are fewer rows.
 
     Each int64 [1..max_length]. The same file gives the same ids in every process of a machine. Raises as samples() does.
     """
-    found = samples(wanted, tokenizer, tell)
-    return [found[index] for index in visiting_order([ids.size for ids in found])]
+    shuffled = samples(wanted, tokenizer, note)
+    return [shuffled[index] for index in visiting_order([ids.size for ids in shuffled])]
 
 
 def visiting_order(lengths: Sequence[int]) -> list[int]:
@@ -62,8 +71,8 @@ def visiting_order(lengths: Sequence[int]) -> list[int]:
     return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
 
 
-def samples(wanted: Calibration, tokenizer: Any, tell: Callable[[str], None] | None = None) -> list[Ids]:
-    """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out, and told.
+def samples(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
+    """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out, with a note.
 
     A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template (without one: the contents,
     one per line), or its text, or instruction, input and output on lines of their own. A text file has no rows: it is cut into
@@ -72,25 +81,25 @@ def samples(wanted: Calibration, tokenizer: Any, tell: Callable[[str], None] | N
     Raises InputError where the data set is not there, cannot be read, lacks the split, has no such column or no token at all.
     """
     files = of_split(local_files(wanted.dataset), wanted.split)
-    found: list[Ids] = []
+    rows: list[Ids] = []
     with _untouched(tokenizer), quiet(), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
-            most = wanted.samples - len(found)
+            most = wanted.samples - len(rows)
             if kind_of(file) == "text":
-                found += _pieces((row["text"] for row in rows_of_file(file, cache)), tokenizer, wanted.max_length, most)
+                rows += _pieces((row["text"] for row in rows_of_file(file, cache)), tokenizer, wanted.max_length, most)
             else:
-                found += _encoded(rows_of_file(file, cache, most), tokenizer, wanted.max_length, str(file))
-            if len(found) >= wanted.samples:
+                rows += _encoded(rows_of_file(file, cache, most), tokenizer, wanted.max_length, str(file))
+            if len(rows) >= wanted.samples:
                 break
         if not files:
-            rows = rows_of_hub(wanted.dataset, wanted.split, wanted.samples, cache, tell)
-            found = _encoded(rows, tokenizer, wanted.max_length, wanted.dataset)
-    order = np.random.default_rng(wanted.seed).permutation(len(found))  # what Dataset.shuffle(seed) does
-    kept = [found[index] for index in order if found[index].size]
+            hub = rows_of_hub(wanted.dataset, wanted.split, wanted.samples, cache, note)
+            rows = _encoded(hub, tokenizer, wanted.max_length, wanted.dataset)
+    order = np.random.default_rng(wanted.seed).permutation(len(rows))  # what Dataset.shuffle(seed) does
+    kept = [rows[index] for index in order if rows[index].size]
     if not kept:
         raise InputError(f"{wanted.dataset}: holds no token; give --dataset a data set with text")
-    if tell and len(kept) < len(found):
-        tell(f"{wanted.dataset}: {len(found) - len(kept)} of {len(found)} samples hold no token and are left out")
+    if note and len(kept) < len(rows):
+        note(f"{wanted.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
     return kept
 
 
@@ -121,12 +130,12 @@ def _stretches(lines: Iterable[str]) -> Iterator[str]:
 
 def _encoded(rows: Iterable[Row], tokenizer: Any, max_length: int, where: str) -> list[Ids]:
     """Each row's text as ids, cut at max_length. Raises InputError, which names the row."""
-    found = []
+    encoded = []
     for number, row in enumerate(rows, 1):
         text = _text(row, tokenizer, f"{where}: row {number}")
         ids = tokenizer(text, padding=False, max_length=max_length, truncation=True, add_special_tokens=False)
-        found.append(np.array(ids["input_ids"], dtype=np.int64))
-    return found
+        encoded.append(np.array(ids["input_ids"], dtype=np.int64))
+    return encoded
 
 
 def _text(row: Row, tokenizer: Any, where: str) -> str:
@@ -154,7 +163,7 @@ def _chat(messages: Any, tokenizer: Any, where: str) -> str:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception as error:  # a template may raise anything
         raise InputError(
-            f"{where}: the chat template refuses its messages ({said(error)}); give messages with role and content, or a column text"
+            f"{where}: the chat template refuses its messages ({first_line(error)}); give messages with role and content, or a column text"
         ) from error
 
 

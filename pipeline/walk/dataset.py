@@ -36,7 +36,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def local_files(dataset: str) -> list[Path]:
     """The files of a local data set: itself, or what lies in the folder, by name; [] for the id of one on the hub.
 
-    In a folder, hidden files and those of documentation (.md or no suffix) are passed over, and so are its folders. Raises InputError
+    In a folder, hidden files and those of documentation (.md or no suffix) are skipped, and so are its folders. Raises InputError
     for a path that does not exist, a folder without data, a file of another kind, and files of several kinds.
     """
     path = Path(dataset).expanduser()
@@ -107,7 +107,7 @@ def rows_of_file(file: Path, cache: str, most: int | None = None) -> Iterator[Ro
     try:
         if file.stat().st_size == 0:
             return
-        found = datasets.load_dataset(
+        rows = datasets.load_dataset(
             kind,
             data_files=[glob.escape(str(file.absolute()))],
             split="train",
@@ -115,10 +115,10 @@ def rows_of_file(file: Path, cache: str, most: int | None = None) -> Iterator[Ro
             cache_dir=cache,
             **LOADING[kind],
         )
-        yield from found if most is None else found.take(most)
+        yield from rows if most is None else rows.take(most)
     except Exception as error:  # every library underneath raises its own
         line = _bad_line(file) if kind == "json" else None
-        raise InputError(f"{file}: cannot be read as {kind} ({line or said(error)}); repair it") from error
+        raise InputError(f"{file}: cannot be read as {kind} ({line or first_line(error)}); repair it") from error
 
 
 def _bad_line(file: Path) -> str | None:
@@ -138,18 +138,18 @@ def _bad_line(file: Path) -> str | None:
     return None
 
 
-def rows_of_hub(dataset: str, split: str, most: int, cache: str, tell: Callable[[str], None] | None) -> Iterable[Row]:
+def rows_of_hub(dataset: str, split: str, most: int, cache: str, note: Callable[[str], None] | None) -> Iterable[Row]:
     """The first rows of a split of the hub's: as `datasets` has cached or downloads them, else from a snapshot that is there.
 
     `datasets` looks into its own cache only, so what `hf download` made is opened here. Raises InputError, ResourceError.
     """
     import datasets
 
-    if tell:
-        tell(f"{dataset}: looked for in the local cache and on the hub")
+    if note:
+        note(f"{dataset}: looked for in the local cache and on the hub")
     try:
-        found: Iterable[Row] = datasets.load_dataset(dataset, split=f"{split}[:{most}]")
-        return found
+        cached: Iterable[Row] = datasets.load_dataset(dataset, split=f"{split}[:{most}]")
+        return cached
     except Exception as error:  # every library underneath raises its own
         try:
             rows = _rows_of_snapshot(dataset, split, most, cache)
@@ -180,17 +180,17 @@ def _explained(dataset: str, error: BaseException) -> KtconvertError:
         if isinstance(cause, OSError) and cause.errno in FULL:
             return ResourceError(f"{dataset}: the disk of the cache {cache_root()} is full; set HF_HOME to another")
         cause = cause.__cause__
-    if NO_SPLIT.search(said(error)):
-        return InputError(f"{dataset}: {said(error)}; choose one with --dataset-split")
+    if NO_SPLIT.search(first_line(error)):
+        return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
     return InputError(
-        f"{dataset}: cannot be loaded ({said(error)}); give --dataset FILE ({suffixes()}) or a folder of such files, or run "
+        f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({suffixes()}) or a folder of such files, or run "
         f"`hf download --repo-type dataset {dataset}` where there is a network and set HF_HOME to its cache, "
         "or take --quant-method RTN, which needs no data"
     )
 
 
-def said(error: BaseException) -> str:
-    """The first line of what an error says."""
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

@@ -47,15 +47,15 @@ def this_machine(threads: int, force_cpu: bool, max_gpu_memory: int | None) -> d
         hide_gpus()
     import torch
 
-    found: dict[str, Any] = {"threads": threads, **{name: importlib.metadata.version(name) for name in PACKAGES}}
+    facts: dict[str, Any] = {"threads": threads, **{name: importlib.metadata.version(name) for name in PACKAGES}}
     if not force_cpu and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         group = min(total, max_gpu_memory or total) // GPU_SHARE
-        found |= {"device_type": "cuda", "device": torch.cuda.get_device_name(0), "group_bytes": group}
-        return dict(sorted(found.items()))
+        facts |= {"device_type": "cuda", "device": torch.cuda.get_device_name(0), "group_bytes": group}
+        return dict(sorted(facts.items()))
     capability = torch.backends.cpu.get_cpu_capability()
-    found |= {"device_type": "cpu", "device": f"CPU with {capability}", "group_bytes": GROUP_BYTES}
-    return dict(sorted(found.items()))
+    facts |= {"device_type": "cpu", "device": f"CPU with {capability}", "group_bytes": GROUP_BYTES}
+    return dict(sorted(facts.items()))
 
 
 def require_same(begun: Mapping[str, Any], now: Mapping[str, Any], output: Path, allowed: bool) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.pipeline.stages.carry_over import Carried, pieces
+from ktconvert.pipeline.walk.skeleton import build_skeleton
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ class LayeredModel:
         transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         self.source, self.tensors, self.device = source, tensors, device
         self._trusted = trust_remote_code
-        self.model = _skeleton(source, trust_remote_code)
+        self.model = build_skeleton(source, trust_remote_code)
         places = find_experts(self.model)
         self._experts: dict[int, Any] = {}
         for place in places:
@@ -117,8 +118,8 @@ class LayeredModel:
         import transformers
 
         try:
-            found = transformers.AutoTokenizer.from_pretrained(self.source.root, trust_remote_code=self._trusted)
-            usable = bool(found("a", add_special_tokens=False)["input_ids"])
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.source.root, trust_remote_code=self._trusted)
+            usable = bool(tokenizer("a", add_special_tokens=False)["input_ids"])
         except (OSError, ValueError, ImportError, KeyError):
             usable = False
         if not usable:
@@ -126,7 +127,7 @@ class LayeredModel:
                 f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its files"
                 " (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it brings code of its own."
             )
-        return found
+        return tokenizer
 
     def names(self, layer: int) -> list[str]:
         """The checkpoint's tensors of a decoder layer, without routed experts."""
@@ -154,10 +155,10 @@ class LayeredModel:
             dtype_plan=self.model._get_dtype_plan(torch.bfloat16),
             weight_mapping=self._mapping,
         )
-        given = {name: self._tensor(self.tensors[name]) for name in names}
-        found, _ = convert_and_load_state_dict_in_model(self.model, given, config)
-        del given
-        if lacks := sorted(wanted & found.missing_keys):
+        stored = {name: self._tensor(self.tensors[name]) for name in names}
+        loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
+        del stored
+        if lacks := sorted(wanted & loading.missing_keys):
             raise InputError(
                 f"{self.source.root}: lacks {len(lacks)} tensors of its model, such as {lacks[0]}; download it again."
             )
@@ -294,30 +295,3 @@ class LayeredModel:
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be wrong; "
                 "use --quant-method RTN, and tell us the model."
             )
-
-
-def _skeleton(source: TensorSource, trust_remote_code: bool) -> Any:
-    """The model on the meta device, its buffers real, in BF16 with eager attention."""
-    import torch
-    import transformers
-    from accelerate import init_empty_weights
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(source.root, trust_remote_code=trust_remote_code)
-        for part in (config, config.get_text_config(decoder=True)):
-            if getattr(part, "quantization_config", None) is not None:
-                del part.quantization_config
-        kind: Any = transformers.AutoModelForCausalLM
-        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-            kind = transformers.AutoModelForImageTextToText
-        with init_empty_weights(include_buffers=False):
-            model = kind.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnsupportedError(
-            f"{source.root}: transformers {transformers.__version__} cannot build this model ({said[0]}); "
-            "--quant-method RTN needs no model."
-        ) from error
-    return model.eval()

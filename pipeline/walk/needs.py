@@ -22,10 +22,8 @@ LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcomp
 CUDA = 3 * GIB // 2
 # Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.
 SCORE = HALF + 2 * FLOAT
-BLOCK, MATRICES = (
-    128,
-    16,
-)  # columns that llmcompressor quantizes before it corrects the rest, and matrices of that width
+BLOCK = 128  # columns that GPTQ quantizes before it corrects the rest
+MATRICES = 16  # of that width, that it holds at a time
 ROWS = 8  # rows of H and of all heads together that a sequence holds at a time, in BF16: q, k, v, rotations, residual
 
 CARDS = (24, 48, 80)  # GiB
@@ -172,8 +170,8 @@ def shape_of(model: MoeModel, settings: Mapping[str, Any], *, group: int, on_gpu
 
 
 def _number(config: Mapping[str, Any], default: int, *keys: str) -> int:
-    found = cfg.number(dict(config), keys)
-    return found[1] if found else default
+    named = cfg.number(dict(config), keys)
+    return named[1] if named else default
 
 
 def _rest(model: MoeModel) -> int:
@@ -181,8 +179,8 @@ def _rest(model: MoeModel) -> int:
     routed = model.expert_tensor_names() | model.mtp_tensors
     layers: dict[str, int] = {}
     for name, info in model.source.tensors.items():
-        if name not in routed and (found := LAYER.search(name)):
-            layers[found[1]] = layers.get(found[1], 0) + HALF * prod(info.shape)
+        if name not in routed and (match := LAYER.search(name)):
+            layers[match[1]] = layers.get(match[1], 0) + HALF * prod(info.shape)
     return max(layers.values(), default=0)
 
 
@@ -205,7 +203,7 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
     if not needed.host:
         return []
     shared = "shared by all its experts" if shape.calibrate == "all" else "for each expert"
-    told = [
+    sentences = [
         f"GPTQ keeps {size(needed.disk)} of activations on disk while it runs: {shape.samples} samples of {shape.length} tokens are "
         f"{size(needed.boundary)} at each layer's entrance",
         f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; the Hessian of gate and up is "
@@ -215,12 +213,14 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
     fitting = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
     small = [f"{card} GiB" for card, limit in limits.items() if not limit]
-    told.append(f"{'it takes' if shape.on_gpu else 'on a GPU it would take'} {size(on_gpu.gpu)} of the card's memory")
+    sentences.append(
+        f"{'it takes' if shape.on_gpu else 'on a GPU it would take'} {size(on_gpu.gpu)} of the card's memory"
+    )
     if fitting:
-        told.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for activations and Hessians")
+        sentences.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for activations and Hessians")
     if small:
-        told.append(f"too small are cards of {', '.join(small)}. {REMEDIES}")
-    return told
+        sentences.append(f"too small are cards of {', '.join(small)}. {REMEDIES}")
+    return sentences
 
 
 def _count(shape: Shape) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,26 +14,36 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.files.shards import Entry, plan_shard
-from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
-from ktconvert.pipeline.walk import layer as layerwise
+from ktconvert.pipeline.engine.units import Context, Link, Result, Written
+from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.calibration import Calibration, token_ids
 from ktconvert.pipeline.walk.layered import LayeredModel
 
 
-def write_samples(
-    unit: Unit[Any], partial: Path, context: Context, calibration: Calibration, lm: LayeredModel
-) -> Result:
-    """The tokens of all samples, and for the first layer what they are embedded to."""
+@dataclass(frozen=True)
+class SamplesWork:
+    """Which samples, torch's number of threads, and the model whose tokenizer and embedding they go through."""
+
+    calibration: Calibration
+    threads: int
+    skeleton: Callable[[], LayeredModel]
+
+
+def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) -> Result:
+    """The tokens of all samples, as the unit `key` of a chain; and for the first layer what they are embedded to."""
     link: Link = context.chain  # type: ignore[assignment]
-    known = link.store[unit.key]
-    if known.exists():
-        found = read_samples(known)
+    calibration, lm = work.calibration, work.skeleton()
+    stored = link.store[key]
+    if stored.exists():
+        samples = read_samples(stored)
     else:
-        found = token_ids(calibration, lm.tokenizer(), context.reporter.note)
-        if len(found) < calibration.samples:
-            context.reporter.note(f"{calibration.dataset}: {len(found)} samples, {calibration.samples} were asked for")
-    lengths = np.array([len(ids) for ids in found], np.int64)
-    ids = np.concatenate(found)
+        samples = token_ids(calibration, lm.tokenizer(), context.reporter.note)
+        if len(samples) < calibration.samples:
+            context.reporter.note(
+                f"{calibration.dataset}: {len(samples)} samples, {calibration.samples} were asked for"
+            )
+    lengths = np.array([len(ids) for ids in samples], np.int64)
+    ids = np.concatenate(samples)
     plan = plan_shard(
         [Entry("input_ids", "I64", ids.shape, ids.nbytes), Entry("lengths", "I64", lengths.shape, lengths.nbytes)], {}
     )
@@ -44,11 +55,11 @@ def write_samples(
     if link.leaves is not None:
         with RowFile(link.leaves, len(ids), lm.hidden, new=True) as leaving:
             start = 0
-            for hidden in lm.embed(iter(found)):
-                leaving.write(start, layerwise.bits(hidden))
+            for hidden in lm.embed(iter(samples)):
+                leaving.write(start, bf16.to_bits(hidden))
                 start += len(hidden)
             leaving.sync()
-    return Result((Written("", plan.size, digest),), 2, {"samples": len(found), "calibration_tokens": len(ids)})
+    return Result((Written("", plan.size, digest),), 2, {"samples": len(samples), "calibration_tokens": len(ids)})
 
 
 def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: npt.NDArray[np.int64]) -> None:
@@ -64,5 +75,5 @@ def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: npt.N
 def read_samples(path: Path) -> list[npt.NDArray[np.int64]]:
     """The samples that write_samples wrote, each int64 [T]. Raises InputError for a damaged file."""
     header = read_header(path)
-    found = {e.name: np.fromfile(path, "<i8", e.nbytes // 8, offset=e.start) for e in header.entries}
-    return np.split(found["input_ids"], np.cumsum(found["lengths"])[:-1])
+    stored = {e.name: np.fromfile(path, "<i8", e.nbytes // 8, offset=e.start) for e in header.entries}
+    return np.split(stored["input_ids"], np.cumsum(stored["lengths"])[:-1])

@@ -1,0 +1,92 @@
+"""Consumers of the walk: what they ask for, what they are given for each group of experts, and the one that only counts tokens.
+
+A consumer is any object with these three members. The walk knows none by name: whoever adds one writes it and hands it to `walk_layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Tokens = npt.NDArray[np.int64]  # tokens routed to each expert of a layer, over all sequences: [experts]
+
+
+class Accumulator(Protocol):
+    """What is kept of the inputs of a linear; quantizers.gptq.Hessian is one."""
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Count a sequence's inputs in, BF16 [T, k]; T is 0 where none of its tokens was routed to the expert."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a consumer needs to know of the inputs of each linear. Consumers that need the same share it.
+
+    empty   (k, device) -> an accumulator that has seen nothing
+    routed  whether an expert sees the tokens that are routed to it, and each has accumulators of its own; else every expert sees every
+            token, and gate and up of all experts of a layer share one accumulator
+    """
+
+    empty: Callable[[int, Any], Accumulator]
+    routed: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert in BF16: gate and up [width, hidden], down [hidden, width]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Consecutive experts of a layer, with the evidence that the consumer asked for.
+
+    tokens   of all experts of the layer
+    weights  of each expert of the group, by its number
+    gate_up  the accumulator of what gate and up read, by expert; {} without evidence
+    down     that of what down reads
+    """
+
+    layer: int
+    tokens: Tokens
+    weights: Mapping[int, ExpertWeights]
+    gate_up: Mapping[int, Any]
+    down: Mapping[int, Any]
+
+
+class Consumer(Protocol):
+    """What takes the evidence of each layer as the walk passes."""
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """What is gathered for it; None where the numbers of tokens are enough."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the next layer is to read what the weights that `take` returns give. At most one consumer of a walk does that."""
+
+    def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights] | None:
+        """Called for one group of experts after the other; the weights by expert, on the same device, where it replaces them."""
+
+
+@dataclass
+class Counts:
+    """Counts the tokens that are routed to each expert, by layer."""
+
+    tokens: dict[int, Tokens] = field(default_factory=dict)
+    evidence = None
+    replaces = False
+
+    def take(self, group: ExpertGroup) -> None:
+        """Remember the layer's numbers."""
+        self.tokens[group.layer] = group.tokens

@@ -1,0 +1,281 @@
+"""The walk and its contract: a consumer made up here runs in it, alone and beside GPTQ, and gets what transformers' own modules read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if any(find_spec(name) is None for name in ("torch", "transformers", "accelerate")):
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+import torch
+
+from ktconvert.layouts.checkpoints.beside import beside
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.files.rows import RowFile
+from ktconvert.layouts.outputs import FORMS, PROJECTIONS, Form
+from ktconvert.native_quant import kernels
+from ktconvert.pipeline.gptq.compensate import Compensate
+from ktconvert.pipeline.stages import carry_over
+from ktconvert.pipeline.walk import bf16
+from ktconvert.pipeline.walk.consumers import Consumer, Counts, Evidence, ExpertGroup, ExpertWeights
+from ktconvert.pipeline.walk.layer import LayerWalk, walk_layer
+from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.quantizers import gptq
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen3-moe-small"
+LENGTHS = (23, 9, 1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- a new consumer: this class is all there is to it ---------------------------------------------
+
+
+class Magnitudes:
+    """Tokens that each linear reads, and the sum of |x| of each column, by layer, expert and what is read."""
+
+    replaces = False
+
+    class Sum:
+        def __init__(self, width: int, device: Any) -> None:
+            self.tokens, self.sum = 0, torch.zeros(width, dtype=torch.float64, device=device)
+
+        def add(self, inputs: torch.Tensor) -> None:
+            self.tokens += len(inputs)
+            self.sum += inputs.double().abs().sum(0)
+
+    def __init__(self, routed: bool) -> None:
+        self.evidence = Evidence(self.Sum, routed)
+        self.of: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
+
+    def take(self, group: ExpertGroup) -> None:
+        for expert in group.weights:
+            for which in ("gate_up", "down"):
+                seen = getattr(group, which)[expert]
+                self.of[group.layer, expert, which] = seen.tokens, seen.sum
+
+
+# --- the walk, and what transformers computes -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(10, 2000, length) for length in LENGTHS]
+
+
+def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Sequence[Consumer]], folder: Path) -> None:
+    """Take the samples through all layers of the bundled model, three experts at a time."""
+    source = open_checkpoint(EXAMPLE)
+    model = recognise(source)
+    rest = carry_over.carried(beside(source, model.expert_tensor_names(), model.quantization))
+    lm = LayeredModel(source, {tensor.key: tensor for tensor in rest})
+    folder.mkdir()
+    with RowFile(folder / "embedded", sum(LENGTHS), lm.hidden, new=True) as file:
+        start = 0
+        for hidden in lm.embed(iter(samples)):
+            file.write(start, bf16.to_bits(hidden))
+            start += len(hidden)
+    entering = folder / "embedded"
+    for layer in model.layers:
+        leaving = folder / f"after-{layer}" if layer != model.layers[-1] else None
+        scratch = folder / f"scratch-{layer}"
+        scratch.mkdir()
+        with RowFile(entering, sum(LENGTHS), lm.hidden, new=False) as rows:
+            walk_layer(LayerWalk(model, layer, LENGTHS, 3), lm, consumers_of(model, layer), rows, scratch, leaving)
+        entering = leaving or entering
+
+
+def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = None) -> Any:
+    """The bundled model, with the weights of its experts replaced if there are others."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
+    )
+    for (layer, expert), own in (weights or {}).items():
+        experts = model.model.layers[layer].mlp.experts
+        experts.gate_up_proj.data[expert] = torch.cat([own.gate, own.up])
+        experts.down_proj.data[expert] = own.down
+    return model
+
+
+def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int, int, str], tuple[int, torch.Tensor]]:
+    """What Magnitudes gathers, from what the model's experts modules are called with."""
+    found: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
+
+    def add(layer: int, expert: int, which: str, x: torch.Tensor) -> None:
+        tokens, total = found.get((layer, expert, which), (0, torch.zeros(x.shape[1], dtype=torch.float64)))
+        found[layer, expert, which] = tokens + len(x), total + x.double().abs().sum(0)
+
+    def hook(layer: int) -> Callable[..., None]:
+        def forward(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            hidden, ids, _ = args
+            for expert in range(module.num_experts):
+                x = hidden[(ids == expert).any(1)] if routed else hidden
+                gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
+                add(layer, expert, "gate_up", x)
+                add(layer, expert, "down", module.act_fn(gate) * up)
+
+        return forward
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.experts.register_forward_pre_hook(hook(number))
+    with torch.inference_mode():
+        for ids in samples:
+            model(torch.from_numpy(ids)[None], use_cache=False)
+    return found
+
+
+def assert_same(have: Any, want: Any, layers: Sequence[int]) -> None:
+    have, want = ({key: value for key, value in x.items() if key[0] in layers} for x in (have, want))
+    assert have.keys() == want.keys() and have
+    for key in want:
+        assert have[key][0] == want[key][0], key
+        assert torch.equal(have[key][1], want[key][1]), key
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_consumer_gets_what_transformers_experts_read(routed: bool, samples: list[Any], tmp_path: Path) -> None:
+    """In every layer, and with another consumer that needs the other kind beside it."""
+    ours, other, counts = Magnitudes(routed), Magnitudes(not routed), Counts()
+    walked(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
+    model = transformers_model()
+    layers = range(len(model.model.layers))
+    want = by_hooks(model, samples, routed)
+    assert_same(ours.of, want, layers)
+    of_routed = ours.of if routed else other.of
+    for layer in layers:
+        tokens = counts.tokens[layer]
+        assert tokens.sum() == sum(LENGTHS) * model.config.num_experts_per_tok
+        assert [of_routed[layer, e, "down"][0] for e in range(len(tokens))] == tokens.tolist()
+
+
+class Gptq:
+    """Compensate on all layers: what it writes and what its codes stand for."""
+
+    def __init__(self, form: Form = FORMS["W4A16"]) -> None:
+        self.form = form
+        self.stored: dict[tuple[int, int, str], list[Any]] = {}
+        self.values: dict[tuple[int, int], ExpertWeights] = {}
+
+    def of_layer(self, model: MoeModel, layer: int) -> Compensate:
+        def nearest(expert: int, projection: str) -> list[Any]:
+            linear = model.linear(layer, expert, projection)
+            stored = [np.empty(tensor.nbytes, np.uint8) for tensor in self.form.tensors(*linear.shape)]
+            self.form.quantize(linear, stored)
+            return stored
+
+        def write(expert: int, projection: str, stored: list[Any]) -> None:
+            self.stored[layer, expert, projection] = stored
+
+        consumer = Compensate(self.form, 0.01, "library", False, 0, nearest, write)
+        take = consumer.take
+
+        def taken(group: ExpertGroup) -> Any:
+            values = take(group)
+            self.values.update({(layer, expert): own for expert, own in values.items()})
+            return values
+
+        consumer.take = taken  # type: ignore[method-assign]
+        return consumer
+
+
+def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
+    """GPTQ writes what it writes alone; after it, the other consumer sees what the quantized experts lead to."""
+    alone, beside_it, ours = Gptq(), Gptq(), Magnitudes(routed=True)
+    walked(samples, lambda model, layer: [alone.of_layer(model, layer)], tmp_path / "alone")
+    walked(samples, lambda model, layer: [ours, beside_it.of_layer(model, layer)], tmp_path / "beside")
+    assert alone.stored.keys() == beside_it.stored.keys() and alone.stored
+    for key, tensors in alone.stored.items():
+        assert all(np.array_equal(a, b) for a, b in zip(tensors, beside_it.stored[key], strict=True))
+
+    plain = by_hooks(transformers_model(), samples, routed=True)
+    last = max(layer for layer, _, _ in plain)
+    assert_same(ours.of, plain, [0])  # before anything is replaced, and by weights that are not
+    assert not all(torch.equal(ours.of[key][1], plain[key][1]) for key in plain if key[0] == last)
+    quantized = by_hooks(transformers_model(beside_it.values), samples, routed=True)
+    assert_same(
+        {key: value for key, value in ours.of.items() if key[2] == "gate_up"},
+        {key: value for key, value in quantized.items() if key[2] == "gate_up"},
+        range(last + 1),
+    )
+
+
+@pytest.mark.parametrize("name", ["AMXINT4", "AMXINT8"])
+def test_gptq_takes_a_form_with_one_scale_for_each_row(name: str, samples: list[Any], tmp_path: Path) -> None:
+    """Other codes than rounding to nearest, the same scales; what goes on is what is stored; nearer to the source on what was read."""
+    form = FORMS[name]
+    ours, inputs = Gptq(form), Inputs()
+    walked(samples, lambda model, layer: [inputs, ours.of_layer(model, layer)], tmp_path / "walk")
+    model = recognise(open_checkpoint(EXAMPLE))
+    better = 0
+    for (layer, expert, projection), stored in ours.stored.items():
+        linear = model.linear(layer, expert, projection)
+        nearest = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*linear.shape)]
+        form.quantize(linear, nearest)
+        assert np.array_equal(form.scales(stored, *linear.shape), form.scales(nearest, *linear.shape))
+        assert not np.array_equal(stored[0], nearest[0])
+        values = torch.from_numpy(form.unpack(stored, *linear.shape)).bfloat16()
+        assert torch.equal(values, getattr(ours.values[layer, expert], projection))
+        h = inputs.of[layer, expert, "down" if projection == "down" else "gate_up"].sum
+        x = bf16.to_tensor(kernels.decode(linear)).float()
+        losses = [
+            float(torch.einsum("ni,ij,nj->", error, h, error))
+            for error in (x - torch.from_numpy(form.unpack(s, *linear.shape)) for s in (stored, nearest))
+        ]
+        better += losses[0] < losses[1]
+    assert len(ours.stored) == 2 * 8 * len(PROJECTIONS) and better == len(ours.stored)
+
+
+class Inputs:
+    """The Hessians that GPTQ quantizes with."""
+
+    replaces = False
+    evidence = Evidence(gptq.Hessian.empty)
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, int, str], gptq.Hessian] = {}
+
+    def take(self, group: ExpertGroup) -> None:
+        for which in ("gate_up", "down"):
+            self.of |= {(group.layer, e, which): hessian for e, hessian in getattr(group, which).items()}
+
+
+def test_consumers_that_need_the_same_share_it(samples: list[Any], tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Remembers:
+        replaces = False
+        evidence = Evidence(gptq.Hessian.empty)
+
+        def take(self, group: ExpertGroup) -> None:
+            seen.append([*group.gate_up.values(), *group.down.values()])
+
+    walked(samples, lambda _, layer: [Remembers(), Remembers()] if layer == 0 else [], tmp_path / "walk")
+    for first, second in zip(seen[::2], seen[1::2], strict=True):
+        assert all(a is b for a, b in zip(first, second, strict=True))
+    assert len({id(group[0]) for group in seen}) == 1  # gate and up of all experts read the same
+    assert all(hessian.batches == len(LENGTHS) for group in seen for hessian in group)
+
+
+def test_two_cannot_replace_the_experts(samples: list[Any], tmp_path: Path) -> None:
+    consumers = [Gptq(), Gptq()]
+    with pytest.raises(ValueError, match="more than one consumer replaces the experts"):
+        walked(samples, lambda model, layer: [c.of_layer(model, layer) for c in consumers], tmp_path / "walk")
