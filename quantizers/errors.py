@@ -9,9 +9,19 @@ import numpy.typing as npt
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers.reference import F32, bf16_to_f32
+from ktconvert.quantizers.reference import F32, U16, bf16_to_f32
 
 ROWS = 64  # in float64 at a time, so that memory stays small
+
+
+def decode_finite(matrix: Matrix) -> U16:
+    """A linear as BF16 bits, uint16 [n, k]. Raises kernels.NonFinite where one of them is NaN or infinite."""
+    bf16 = kernels.decode(matrix)
+    wrong = (bf16 & 0x7FFF) >= 0x7F80
+    if wrong.any():
+        row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        raise kernels.NonFinite(int(row), int(column))
+    return bf16
 
 
 def sums_of(x: F32, y: F32) -> npt.NDArray[np.float64]:

@@ -9,6 +9,7 @@ import click
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 LATER = {  # what kt-kernel's script takes and we do not
     "awq": "AWQ checkpoints are not an input yet",
@@ -40,6 +41,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     show_default=True,
     help="Output format.",
 )
+@click.option("--scale", type=click.Choice(tuple(QUANTIZERS), case_sensitive=False), default=ABSMAX.name, hidden=True)
 @options.cpuinfer_threads
 @click.option(
     "--threadpool-count",
@@ -114,6 +116,7 @@ def cpu(**given: Any) -> None:
             "non_experts": given["non_experts"],
             "max_shard_size": given["max_shard_size"],
             "arch_file": options.text_of("--arch-file", given["arch_file"]),
+            **({} if given["scale"] == ABSMAX.name else {"scale": given["scale"]}),  # the default came first
         },
         tuning={
             "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),

@@ -49,7 +49,9 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     _require_stated_dtype(request.tuning.get("input_type"), model)
     forms = forms_of("cpu")
     form = forms[settings["quant_method"]].configured(settings)
-    choice = QUANTIZERS[settings.get("scale", ABSMAX.name)]
+    scale = settings.get("scale", ABSMAX.name)
+    if scale not in QUANTIZERS:
+        raise UsageError(f"--scale {scale}: this ktconvert has {', '.join(QUANTIZERS)}.")
     parts = int(settings["threadpool_count"])
     settings |= _choose_layers(request, settings, model, form, parts)
     layers = parse_layers(settings["layers"], model.layers)
@@ -69,7 +71,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         model,
         form,
         layers,
-        choice=choice,
+        choice=QUANTIZERS[scale],
         numa=parts,
         backward=settings["save_backward_weights"],
         loose_files=not merge,
@@ -188,6 +190,7 @@ def _facts(
         "numa": parts,
         **shape_facts(model, layers),
         "backward": settings["save_backward_weights"],
+        **({"scale": settings["scale"]} if "scale" in settings else {}),
     }
 
 

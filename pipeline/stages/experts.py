@@ -23,6 +23,7 @@ from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Writte
 from ktconvert.pipeline.stages.expert_stream import error_figures, items, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.quantizers.choice import ABSMAX, Choice
+from ktconvert.quantizers.errors import decode_finite
 
 VERSION = 1
 STRIP = 32  # rows that a kernel decodes at a time
@@ -79,13 +80,8 @@ def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes]) -
     """Choose codes for a part and pack them into `out`. Raises kernels.NonFinite for NaN and Inf."""
     if choice.choose is None:
         form.quantize(matrix, out)
-        return
-    bf16 = kernels.decode(matrix)
-    wrong = (bf16 & 0x7FFF) >= 0x7F80
-    if wrong.any():
-        row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-        raise kernels.NonFinite(int(row), int(column))
-    form.pack(*choice.choose(bf16, form.grid), out)
+    else:
+        form.pack(*choice.choose(decode_finite(matrix), form.grid), out)
 
 
 def room(form: Form, part: Part, place: Bytes | None = None) -> Packed:

@@ -1,0 +1,111 @@
+"""A made-up way to choose codes, whole in this file and put into the table as one row: converted, verified, cut off and resumed.
+
+As a program this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.parts import Place
+from ktconvert.quantizers import Grid, reference
+from ktconvert.quantizers.choice import QUANTIZERS, Choice
+from rig import conversion, killpoint
+from rig.safetensors import read_file
+
+LARGEST = 100 / 127  # of the codes
+
+
+def truncated(bf16: Any, grid: Grid) -> tuple[Any, Any]:
+    """Toward zero, and some codes are never used."""
+    values = reference.bf16_to_f32(bf16)
+    step = np.abs(values).max(axis=1, keepdims=True) / np.float32(LARGEST * grid.high)
+    return np.trunc(values / step).astype(np.int8), (step / grid.step).astype(np.float32)
+
+
+TOY = Choice("toy", 7, truncated)
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+COMMAND = (sys.executable, __file__)
+
+
+def ktconvert(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("toy") / "source", layers=2)
+
+
+@pytest.fixture(scope="module", params=["int4", "int8"])
+def output(request: pytest.FixtureRequest, source: Path) -> Path:
+    path = source.with_name(request.param)
+    ktconvert("cpu", "-i", source, "-o", path, "--quant-method", request.param, "--scale", "toy")
+    return path
+
+
+def test_its_codes_are_packed(source: Path, output: Path) -> None:
+    """What the output stands for is what the made-up rounding says, by the definition's arithmetic."""
+    opened = open_output(output)
+    found = measure(opened)
+    assert found.form is FORMS[found.method]
+    place = Place(1, 1, "up", False, 1)
+    stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
+    tensors = read_file(source / "model-00002-of-00003.safetensors")
+    part = tensors["model.layers.1.mlp.experts.1.up_proj.weight"].bits[conversion.WIDTH // 2 :]
+    codes, scales = truncated(part, found.form.grid)
+    wanted = codes.astype(np.float32) * np.float32(found.form.grid.step) * scales
+    np.testing.assert_array_equal(found.form.unpack(stored, *part.shape), wanted)
+
+
+def test_it_is_verified(source: Path, output: Path) -> None:
+    told = json.loads((output / "manifest.json").read_bytes())
+    assert told["model"]["scale"] == told["settings"]["scale"] == "toy"
+    report = json.loads(ktconvert("verify", output, "--against", source, "--json").stdout)
+    assert report["ok"] and report["errors"]
+    done = conversion.ktconvert("verify", output, "--against", source)  # without the row
+    conversion.refused(done, 3, "toy")
+
+
+def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path) -> None:
+    """Other bytes than by default, and the default is named nowhere, as before there was a choice."""
+    plain = tmp_path / "plain"
+    ktconvert("cpu", "-i", source, "-o", plain, "--quant-method", output.name)
+    assert conversion.differing(conversion.tree(plain), conversion.tree(output))
+    assert "scale" not in json.loads((plain / "manifest.json").read_bytes())["settings"]
+
+
+def test_it_is_resumed(source: Path, output: Path, tmp_path: Path) -> None:
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+    again = tmp_path / "out"
+    command = [*COMMAND, "cpu", "-i", source, "-o", again, "--quant-method", output.name, "--scale", "toy"]
+    assert killpoint.run(command, again, 0, shim, log).returncode == 0
+    calls = killpoint.count(log)
+    for n in (calls // 3, calls // 2):
+        shutil.rmtree(again)
+        assert killpoint.run(command, again, n, shim).returncode == killpoint.KILLED
+        ktconvert("resume", again)
+        assert conversion.tree(again) == conversion.tree(output)
+
+
+if __name__ == "__main__":
+    QUANTIZERS[TOY.name] = TOY
+    from ktconvert.pipeline.cli import main
+
+    main()
