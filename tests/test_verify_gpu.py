@@ -232,7 +232,7 @@ def columns(unused: slice) -> Callable[[bytes], bytes]:
     [
         ("weight_packed", lambda raw: raw[4096:] + raw[:4096], "times as far as rounding to nearest"),
         ("weight_packed", columns(slice(0, 200)), "has zeros in 200 of 256 columns"),
-        ("weight_scale", lambda raw: raw[2:] + raw[:2], "rounding the source gives"),
+        ("weight_scale", lambda raw: raw[2:] + raw[:2], "quantizing the source gives"),
     ],
     ids=["rows turned", "hardly calibrated", "scales turned"],
 )
@@ -246,7 +246,7 @@ def test_a_wrong_expert_of_gptq(
     assert look(output, "--no-load")["ok"]
     report = look(output, "--against", example, "--no-load")
     (problem,) = problems(report, "source")
-    assert report["code"] == 6 and problem.startswith(name) and words in problem
+    assert report["code"] == 6 and name in problem and words in problem
 
 
 def test_columns_that_calibration_never_saw_are_told(copy: Callable[[str], Path], example: Path) -> None:
