@@ -13,6 +13,7 @@ from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.plans.cpu import STATED_DTYPES, plan_cpu
 from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
+from ktconvert.quantizers.choice import QUANTIZERS
 
 PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
     "cpu": plan_cpu,
@@ -32,6 +33,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "no_merge_safetensor": bool,
         "save_backward_weights": bool,
         "non_experts": ("skip", "copy"),
+        "scale?": tuple(QUANTIZERS),
         **COMMON,
     },
     "gpu": {

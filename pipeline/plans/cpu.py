@@ -49,9 +49,6 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     _require_stated_dtype(request.tuning.get("input_type"), model)
     forms = forms_of("cpu")
     form = forms[settings["quant_method"]].configured(settings)
-    scale = settings.get("scale", ABSMAX.name)
-    if scale not in QUANTIZERS:
-        raise UsageError(f"--scale {scale}: this ktconvert has {', '.join(QUANTIZERS)}.")
     parts = int(settings["threadpool_count"])
     settings |= _choose_layers(request, settings, model, form, parts)
     layers = parse_layers(settings["layers"], model.layers)
@@ -71,7 +68,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         model,
         form,
         layers,
-        choice=QUANTIZERS[scale],
+        choice=QUANTIZERS[settings.get("scale", ABSMAX.name)],
         numa=parts,
         backward=settings["save_backward_weights"],
         loose_files=not merge,
