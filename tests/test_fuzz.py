@@ -342,6 +342,15 @@ def test_a_record_without_a_fingerprint(places: Places) -> None:
         assert command("resume", places.broken, "--dry-run") == 0
 
 
+@pytest.mark.parametrize("name", ["\0", "\ud800", "x" * 300])
+def test_a_record_of_a_file_that_cannot_be(name: str, places: Places) -> None:
+    path = work(places).journal
+    with restored(path) as whole:
+        path.write_bytes(whole.replace(b'"files": [[""', b'"files": [[' + json.dumps(name).encode()))
+        assert journal.finished(journal.read(path))
+        assert command("resume", places.broken, "--dry-run") == 0
+
+
 def test_an_original_whose_config_is_a_list(places: Places) -> None:
     with restored(places.source / "config.json"):
         (places.source / "config.json").write_text("[1]")

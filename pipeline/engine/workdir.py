@@ -217,7 +217,7 @@ def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[
 def _has_size(path: Path, nbytes: int) -> bool:
     try:
         return path.stat().st_size == nbytes
-    except OSError:
+    except (OSError, ValueError):  # a damaged record may name what no file can be called
         return False
 
 
