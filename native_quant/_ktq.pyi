@@ -19,6 +19,8 @@ class Lib:
     KTQ_FP16: int
     KTQ_F32: int
     KTQ_FP8_E4M3: int
+    KTQ_INT4: int
+    KTQ_INT8: int
     KTQ_LIBRARY: int
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int

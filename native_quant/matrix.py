@@ -24,6 +24,7 @@ class Kind:
     number   what C calls it; None: `decode` is its decoder.
     scaled   values are multiplied by scales.
     columns, items   so many columns are a block, which takes so many items.
+    by_rows  C reads it only where the columns of a row lie one after the other.
     decode   Matrix -> float32 [n, k], of a few rows at a time, for what C does not know.
     """
 
@@ -33,12 +34,13 @@ class Kind:
     scaled: bool = False
     columns: int = 1
     items: int = 1
+    by_rows: bool = False
     decode: Callable[[Matrix], npt.NDArray[np.float32]] | None = None
 
     @property
     def turns(self) -> bool:
         """Whether C reads it whichever axis is the contiguous one."""
-        return self.number is not None and self.columns == self.items == 1
+        return self.number is not None and self.columns == self.items == 1 and not self.by_rows
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,10 @@ BF16 = Kind("bf16", np.dtype(np.uint16), lib.KTQ_BF16)
 FP16 = Kind("fp16", np.dtype(np.uint16), lib.KTQ_FP16)
 F32 = Kind("f32", np.dtype(np.float32), lib.KTQ_F32)
 FP8_E4M3 = Kind("fp8_e4m3", np.dtype(np.uint8), lib.KTQ_FP8_E4M3, scaled=True)
-KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3)}  # those that C reads
+# A code of b bits is stored as code + 2^(b-1); of 4 bits, the even column is the lower half of a byte.
+INT4 = Kind("int4", np.dtype(np.uint8), lib.KTQ_INT4, scaled=True, columns=2)
+INT8 = Kind("int8", np.dtype(np.uint8), lib.KTQ_INT8, scaled=True, by_rows=True)
+KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8)}  # those that C reads
 
 
 def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
@@ -161,11 +166,15 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
         raise ValueError(f"values must have two dimensions, neither of them 0, not shape {values.shape}")
     if values.dtype != kind.dtype:
         raise ValueError(f"{kind.name} values must be {kind.dtype} in this machine's byte order, not {values.dtype!r}")
-    (n, k), (row_stride, column_stride), item = values.shape, values.strides, kind.dtype.itemsize
+    n, k = matrix.shape
+    held = values.shape[1] // kind.items * kind.columns
+    if k < 1 or matrix.skip < 0 or matrix.skip + k > held:
+        raise ValueError(f"values of shape {values.shape} hold {held} columns, not {k} after {matrix.skip}")
+    (row_stride, column_stride), item = values.strides, kind.dtype.itemsize
     # NumPy may give any stride to an axis of length 1.
     row_stride = row_stride if n > 1 else item
-    column_stride = column_stride if k > 1 else item
-    if item not in (row_stride, column_stride):
+    column_stride = column_stride if values.shape[1] > 1 else item
+    if item not in ((row_stride, column_stride) if kind.turns else (column_stride,)):
         raise ValueError(f"one axis of values must be contiguous, not strides {values.strides}")
     if row_stride < 0 or column_stride < 0:
         raise ValueError(f"values must not run backwards, as strides {values.strides} do")
@@ -176,7 +185,7 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
             raise ValueError(f"{kind.name} values have no scales")
         return ffi.new(_SOURCE, source), None
     grid = _check_scales(matrix)
-    return ffi.new(_SOURCE, (*source, _address(grid), grid.shape[1], *matrix.block, *matrix.origin)), grid
+    return ffi.new(_SOURCE, (*source, _address(grid), grid.shape[1], *matrix.block, *matrix.origin, matrix.skip)), grid
 
 
 def _check_scales(matrix: Matrix) -> npt.NDArray[np.float32]:

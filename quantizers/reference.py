@@ -57,7 +57,19 @@ def decode(matrix: Matrix) -> U16:
             unsigned = f32_to_bf16(fp8_e4m3_magnitude(values) * matrix.each_scale())
             sign: U16 = np.left_shift(values & 0x80, 8, dtype=np.uint16)
             return unsigned ^ sign
+        if kind in ("int4", "int8"):
+            return f32_to_bf16(integers(matrix).astype(np.float32) * matrix.each_scale())
     raise ValueError(f"no definition of {kind}")
+
+
+def integers(matrix: Matrix) -> I8:
+    """The codes of packed integers: int8 [n, k]; of 4 bits, the even column is the lower half of a byte."""
+    stored: U8 = matrix.values
+    if matrix.kind.name == "int4":
+        stored = np.stack([stored & 15, stored >> 4], axis=2).reshape(len(stored), -1)
+    half = 8 if matrix.kind.name == "int4" else 128
+    codes = (stored.astype(np.int16) - half).astype(np.int8)
+    return codes[:, matrix.skip : matrix.skip + matrix.shape[1]]
 
 
 # --- to codes and scales --------------------------------------------------------------------------

@@ -58,13 +58,15 @@ class Quantization:
 
     method       quant_method, such as "compressed-tensors".
     blocks       the sizes (rows, columns) of blocks that share an FP8 scale.
-    bits, groups widths of integer codes, and columns that share one of their scales, of compressed-tensors' config groups.
+    bits, groups widths of integer codes, and columns that share one of their scales, of compressed-tensors' config groups;
+    asymmetric   whether any of these has zero points.
     """
 
     method: str = ""
     blocks: tuple[tuple[int, int], ...] = ()
     bits: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
+    asymmetric: bool = False
 
 
 def quantization(config: dict[str, Any]) -> Quantization:
@@ -92,4 +94,5 @@ def quantization(config: dict[str, Any]) -> Quantization:
         tuple(dict.fromkeys(blocks)),
         tuple(sorted({n for scheme in integers if type(n := scheme.get("num_bits")) is int})),
         tuple(sorted({n for scheme in integers if type(n := scheme.get("group_size")) is int and n > 0})),
+        any(scheme.get("symmetric") is False for scheme in integers),
     )

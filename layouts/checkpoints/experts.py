@@ -107,6 +107,12 @@ class MoeModel:
         part = part_of(moe.style, projection)
         return name_of(moe.style, moe.prefix, part, layer, expert)
 
+    def reading_bytes(self, layer: int, backward: bool = False) -> int:
+        """Memory that reading one of a layer's linears may take, beside the maps; backward: its transpose, too."""
+        moe = self.found[layer]
+        firsts = (weight for (_, expert), weight in moe.weights.items() if expert < 1)
+        return max(weight.reading_bytes(backward or moe.input_major) for weight in firsts)
+
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
         """The tensors that hold one expert's weights; of a tensor that holds all experts only this one's part."""
         moe = self.found[layer]

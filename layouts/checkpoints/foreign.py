@@ -15,10 +15,8 @@ ASIDE = (
 BIASES = ("{s}.bias", "{s}_bias")
 # Names as in the table of encodings, and what they belong to. A name that a row of the table reads is no longer looked up here.
 FOREIGN = {
-    "{t}_packed": "compressed-tensors packed 4-bit",
     "{t}_blocks": "MXFP4",
     "{t}_scales": "MXFP4",
-    "{t}_shape": "compressed-tensors packed 4-bit",
     "{t}_zero_point": "compressed-tensors integer",
     "{t}_scale_2": "NVFP4",
     "{t}_global_scale": "NVFP4",

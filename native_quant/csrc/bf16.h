@@ -29,6 +29,10 @@ static inline float kt_from_bf16(uint16_t bits) {
     return kt_float((uint32_t)bits << 16);
 }
 
+static inline int kt_is_finite(float x) {
+    return (kt_bits(x) & 0x7f800000) != 0x7f800000;
+}
+
 /* Round to nearest even: add half a unit, less one if the result would be even and the rest is exactly half. */
 static inline uint16_t kt_to_bf16(float x) {
     uint32_t u = kt_bits(x);

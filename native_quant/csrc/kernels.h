@@ -26,10 +26,10 @@ enum {
    alignment; k: a multiple of 64. */
 typedef uint16_t kt_amax_fn(const uint8_t *row, int64_t k);
 
-/* Rows that will be read next and may be brought nearer meanwhile: item_bytes for each column; 0: none. */
+/* Rows that will be read next and may be brought nearer meanwhile: column_bits for each column; 0: none. */
 typedef struct {
     const uint8_t *first;
-    int64_t row_stride, item_bytes;
+    int64_t row_stride, column_bits;
 } kt_ahead;
 
 /* Quantizes 16 rows of `columns` BF16 values and writes their half of each tile: tile t at tiles + t * KT_TILE_BYTES.
@@ -61,6 +61,30 @@ typedef void kt_gptq_fn(const kt_gptq *job);
    and goes to out + r * out_pitch (values). */
 typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
                           uint16_t *out, int64_t out_pitch);
+
+/* Columns of one row of packed integers (ktq_source): column c is code number skip + c of `codes`, times
+   scales[(first + c) / group]. 0 <= first, skip. */
+typedef struct {
+    int bits;
+    const uint8_t *codes;
+    int64_t skip, columns;
+    const float *scales;
+    int64_t first, group;
+} kt_codes;
+typedef void kt_decode_codes_fn(const kt_codes *row, uint16_t *out);
+
+/* Where the columns of the row's group number `group` end. */
+static inline int64_t kt_end_of_group(const kt_codes *row, int64_t group) {
+    int64_t end = (group + 1) * row->group - row->first;
+    return end < row->columns ? end : row->columns;
+}
+
+/* Columns start .. stop-1 of the row, which are of group number `group`. */
+static inline kt_codes kt_codes_of_group(const kt_codes *row, int64_t group, int64_t start, int64_t stop) {
+    int64_t at = row->skip + start;
+    return (kt_codes){row->bits, row->codes + at * row->bits / 8, row->bits == 4 ? at % 2 : 0, stop - start, row->scales + group, 0,
+                      row->group};
+}
 
 /* out[r][c] = in[c][r] for at most 32 rows: items of item_bytes (1, 2 or 4); column c begins at in + c * column_stride,
    row r at out + r * row_pitch (bytes). */
@@ -135,8 +159,8 @@ const kt_kernels *kt_current(void);
 
 /* source.c: KTQ_OK, or what is wrong with a source of n rows and k columns. */
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
-/* source.c: bytes of one value. */
-int kt_item_bytes(int kind);
+/* source.c: bits of one value. */
+int kt_column_bits(int kind);
 /* source.c: the values of a row lie one after the other. */
 int kt_is_row_contiguous(const ktq_source *source);
 /* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1, 2 ...;

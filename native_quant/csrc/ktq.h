@@ -18,11 +18,13 @@ enum {
 };
 
 /* The encodings of a source. */
-enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3 };
+enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3, KTQ_INT4, KTQ_INT8 };
 
 /* One linear [n, k] as it is stored; element (r, c) is at values + r*row_stride + c*column_stride (bytes, any alignment).
-   One of the two strides is the size of an element. FP8 only: element (r, c) is multiplied by
-   scales[(first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns]. */
+   One of the two strides is the size of an element. FP8 and integers only: element (r, c) is multiplied by
+   scales[(first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns].
+   Integers: a code q of b bits is stored as q + 2^(b-1), 4 bits with the even column in the lower half of a byte. Columns lie one
+   after the other (column_stride is not read), and `skip` of them come before the first. */
 typedef struct {
     int kind;
     const void *values;
@@ -31,6 +33,7 @@ typedef struct {
     int64_t scales_per_row;
     int64_t block_rows, block_columns;
     int64_t first_row, first_column;
+    int64_t skip;
 } ktq_source;
 
 /* What n and k of a packed weight are multiples of, by the bits of its codes; 0: no weight is packed with this many. */

@@ -86,9 +86,9 @@ def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> Hot
         values, scale = source.linear(layer, expert, projection)
         if scale is None:
             return torch.from_numpy(values).view(torch.bfloat16).to(where)
-        codes = torch.from_numpy(values).to(where).to(torch.bfloat16)
-        scales = torch.from_numpy(scale).view(torch.bfloat16).to(where)
-        return (codes.view(*scales.shape, -1) * scales[:, :, None]).view(codes.shape)
+        codes = torch.from_numpy(values).to(where).to(torch.float32)
+        scales = torch.from_numpy(scale).to(where)
+        return (codes.view(*scales.shape, -1) * scales[:, :, None]).view(codes.shape).to(torch.bfloat16)
 
     def one(expert: int) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
         gate_up = torch.cat([matrix(expert, "gate"), matrix(expert, "up")])

@@ -6,11 +6,13 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts.checkpoints.encodings import ENCODINGS
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
+INPUT_TYPES = ["awq", *(name for row in ENCODINGS for name in row.input_types)]
 LATER = {  # what kt-kernel's script takes and we do not
     "awq": "AWQ checkpoints are not an input yet",
     "moe_int4": "MOE_INT4 exists on aarch64 only",
@@ -32,7 +34,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("-i", "--input-path", required=True, type=options.PathOrHubId(),
               help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).")  # fmt: skip
 @click.option("-o", "--output", required=True, type=options.FilePath(), help="Output directory.")
-@click.option("--input-type", type=click.Choice(["awq", "fp8", "fp16", "bf16"], case_sensitive=False), default=None,
+@click.option("--input-type", type=click.Choice(INPUT_TYPES, case_sensitive=False), default=None,
               help="What the weights are; read from the headers when left out.")  # fmt: skip
 @click.option(
     "--quant-method",

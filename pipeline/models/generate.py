@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
-from ktconvert.native_quant.runtime.hot_weights import FORMAT, METHOD
 from ktconvert.native_quant.runtime.weights import layers_of
 
 # extra -> the packages without which its commands cannot start

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints import encodings
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
@@ -33,8 +34,6 @@ from ktconvert.pipeline.plans.checkpoint import (
 )
 from ktconvert.pipeline.stages import carry_over, experts
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
-
-STATED_DTYPES = {"fp8": "F8_E4M3", "fp16": "F16", "bf16": "BF16"}
 
 
 @collector_at_rest()
@@ -168,8 +167,8 @@ def _choose_layers(
 def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
     if stated is None:
         return
-    found = sorted(model.dtypes)
-    if STATED_DTYPES[stated] not in found:
+    found = model.dtypes
+    if not any(stated in row.input_types and row.name in found for row in encodings.ENCODINGS):
         raise InputError(
             f"{model.source.root}: --input-type {stated} was given, but the experts are {', '.join(found)}; "
             "leave the option out or correct it."
@@ -198,10 +197,9 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
         notes.append(f"layers {ranges(left)} are left out, as asked")
     if settings["kept_layers"] not in (None, "none"):
         notes.append(f"layers {settings['kept_layers']} lay in the output already and are kept as they are")
-    fp8 = any(d.startswith("F8") for d in model.dtypes)
-    if fp8:
+    for title in encodings.quantized(model.dtypes):
         notes.append(
-            f"FP8 to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
+            f"{title} to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
         )
     return [*notes, *form.notes]
 

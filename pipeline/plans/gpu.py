@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints import encodings
 from ktconvert.layouts.checkpoints.beside import Beside, beside
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
@@ -216,12 +217,15 @@ def _facts(model: MoeModel, form: Form, settings: Mapping[str, Any]) -> dict[str
 
 def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
     notes = list(model.common_notes)
-    decoded = sum(isinstance(stored, Weight) for stored in rest.tensors.values())
-    if any(dtype.startswith("F8") for dtype in model.dtypes):
-        notes.append("FP8 to integers rounds twice: where there is a BF16 release, convert that for better accuracy")
+    weights = [stored for stored in rest.tensors.values() if isinstance(stored, Weight)]
+    decoded, titles = len(weights), sorted({weight.encoding.title for weight in weights})
+    for title in encodings.quantized(model.dtypes):
+        notes.append(
+            f"{title} to integers rounds twice: where there is a BF16 release, convert that for better accuracy"
+        )
     if decoded:
         notes.append(
-            f"{decoded} FP8 tensors outside the routed experts are written as BF16, multiplied by their scales: "
+            f"{decoded} {' and '.join(titles)} tensors outside the routed experts are written as BF16, multiplied by their scales: "
             "loaders would read them unscaled"
         )
     if model.mtp_tensors:

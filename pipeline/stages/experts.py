@@ -166,7 +166,7 @@ def peak_memory(units: Sequence[Unit[Job]], packing: int) -> int:
             rest += sum(sum(others) for _, *others in sizes)
         waiting = max(waiting, rest * (job.stop - job.start))
         widest = max(job.grid.hidden, job.grid.intermediate)
-        scratch = max(scratch, 2 * STRIP * widest)
+        scratch = max(scratch, 2 * STRIP * widest + job.model.reading_bytes(job.grid.layer, job.grid.backward))
         measured = max(measured, job.form.error_bytes(widest))
     return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)
 

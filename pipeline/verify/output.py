@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.outputs.measuring import Measure, measure
-from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.stages.ordered import in_order
@@ -101,7 +101,8 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     model: MoeModel | None = None
     if wish.against is not None:
         path = Path(wish.against).expanduser()
-        if is_output(path) or locate(path).plan.exists():
+        made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
+        if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
             other = _open_other(path)
         else:
             model = _open_source(wish, output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import fp8, plain
+from ktconvert.layouts.checkpoints.encodings import fp8, pack_quantized, plain
 from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, Weight
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError
@@ -21,12 +21,13 @@ __all__ = [
     "Weight",
     "beside_weight",
     "of_tensors",
+    "quantized",
     "roles",
     "spelled",
     "weight",
 ]
 
-ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS)
+ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *pack_quantized.ROWS)
 
 
 def roles() -> dict[str, str]:
@@ -42,6 +43,11 @@ def spelled(pattern: str, template: str) -> str:
 def of_tensors(tensors: Tensors, quantization: Quantization) -> Encoding | None:
     """The row of a weight that is stored in these tensors; None if no row reads them."""
     return next((row for row in ENCODINGS if row.holds(tensors, quantization)), None)
+
+
+def quantized(names: Iterable[str]) -> list[str]:
+    """The titles of those of these rows that a BF16 release would be better than."""
+    return [row.title for row in ENCODINGS if row.quantized and row.name in names]
 
 
 def weight(row: Encoding, template: str, tensors: Tensors, quantization: Quantization) -> Weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
-from ktconvert.native_quant.matrix import Matrix
+from ktconvert.native_quant.matrix import PIECE, Kind, Matrix
 
 Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
 FLOATS = ("F32", "BF16", "F16")
@@ -45,6 +46,7 @@ class Encoding:
     tensors      role -> the names that its tensor may have: {t} is what the weight is called in BF16 ("....gate_proj.weight"), {s} that
                  without ".weight". The first role holds the values. A name has the same role in all rows.
     dtypes       of the values.
+    kind         of the values: its decoder.
     matrix       (source, tensors, quantization, input_major) -> one linear as stored. InputError where a tensor's content is wrong.
     shape        (tensors, quantization) -> logical shape, [n, k] or [E, n, k]. InputError, UnsupportedError.
     fit          checks the tensors against each other: InputError, UnsupportedError; gives what of the reading neither names, dtypes nor
@@ -59,6 +61,7 @@ class Encoding:
     title: str
     tensors: Mapping[str, tuple[str, ...]]
     dtypes: tuple[str, ...]
+    kind: Kind
     matrix: Callable[[TensorSource, Tensors, Quantization, bool], Matrix]
     shape: Callable[[Tensors, Quantization], tuple[int, ...]] = shape_of_values
     fit: Callable[[Tensors, Quantization, bool], Any] = nothing_to_fit
@@ -106,6 +109,17 @@ class Weight:
     def fit(self, input_major: bool = False) -> Any:
         """What Encoding.fit gives. Raises InputError or UnsupportedError where the tensors do not fit each other."""
         return self.encoding.fit(self.tensors, self.quantization, input_major)
+
+    def reading_bytes(self, turned: bool) -> int:
+        """Memory that one linear takes while it is read: scales, and all of it in BF16 where that must come first.
+
+        turned: its transpose is wanted.
+        """
+        kind, stack = self.encoding.kind, self.shape[0] if len(self.shape) == 3 else 1
+        scales = sum(math.prod(t.shape) for t in self.tensors.values()) - math.prod(self.values.shape)
+        whole = kind.number is None or (turned and not kind.turns)
+        columns = math.prod(self.shape)
+        return (4 * scales + 2 * columns * whole) // stack + 8 * PIECE * (kind.number is None)
 
     def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
         """One linear as it is stored: [k, n] if it is input-major. Raises InputError where a tensor's content is wrong."""

@@ -81,6 +81,7 @@ ROWS = (
         "FP8",
         {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight")},
         ("F8_E4M3",),
+        FP8_E4M3,
         _matrix,
         fit=_fit,
         input_types=("fp8",),

@@ -92,6 +92,6 @@ KT_TARGET_AVX2 void kt_decode_avx2(int kind, const uint8_t *in, int64_t in_strid
                    : kind == KTQ_F32 ? decode_f32(in, whole, out)
                                      : decode_fp8(in, whole, &t, out);
         int64_t done = good ? whole : 0;
-        if (done < columns) kt_decode_scalar(kind, in + done * kt_item_bytes(kind), 0, 1, columns - done, scale, out + done, 0);
+        if (done < columns) kt_decode_scalar(kind, in + done * kt_column_bits(kind) / 8, 0, 1, columns - done, scale, out + done, 0);
     }
 }

@@ -47,7 +47,7 @@ static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *so
 static void pack(kt_pack_fn *kernel, int bits, int64_t first, int64_t k, const half_tile *half, uint8_t *weight, const kt_ahead *ahead) {
     for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
         int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
-        kt_ahead here = {ahead->first + c * ahead->item_bytes, ahead->row_stride, ahead->item_bytes};
+        kt_ahead here = {ahead->first + c * ahead->column_bits / 8, ahead->row_stride, ahead->column_bits};
         kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal, kt_half_tiles(bits, weight, k, first, c), &here);
     }
 }
@@ -71,7 +71,7 @@ int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, 
         if (kt_is_row_contiguous(source) && first + KT_HALF_ROWS < n) {
             ahead.first = (const uint8_t *)source->values + (first + KT_HALF_ROWS) * source->row_stride;
             ahead.row_stride = source->row_stride;
-            ahead.item_bytes = kt_item_bytes(source->kind);
+            ahead.column_bits = kt_column_bits(source->kind);
         }
         pack(half.subnormals_matter ? scalar : best, bits, first, k, &half, weight, &ahead);
     }

@@ -7,25 +7,31 @@
 /* Columns that are transposed and decoded at a time: 32 rows of 128 float32 are 16 KiB of stack, and stay in L1. */
 enum { STAGE_COLUMNS = 128 };
 
-int kt_item_bytes(int kind) {
+int kt_column_bits(int kind) {
     switch (kind) {
     case KTQ_BF16:
-    case KTQ_FP16: return 2;
-    case KTQ_F32: return 4;
-    case KTQ_FP8_E4M3: return 1;
+    case KTQ_FP16: return 16;
+    case KTQ_F32: return 32;
+    case KTQ_FP8_E4M3:
+    case KTQ_INT8: return 8;
+    case KTQ_INT4: return 4;
     }
     return 0;
 }
 
+static int is_integer(int kind) {
+    return kind == KTQ_INT4 || kind == KTQ_INT8;
+}
+
 int kt_is_row_contiguous(const ktq_source *source) {
-    return source->column_stride == kt_item_bytes(source->kind);
+    return is_integer(source->kind) || source->column_stride * 8 == kt_column_bits(source->kind);
 }
 
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
-    int bytes = kt_item_bytes(source->kind);
-    if (!bytes || !source->values || n <= 0 || k <= 0) return KTQ_EINVAL;
-    if (source->column_stride != bytes && source->row_stride != bytes) return KTQ_EINVAL;
-    if (source->kind != KTQ_FP8_E4M3) return KTQ_OK;
+    int bits = kt_column_bits(source->kind);
+    if (!bits || !source->values || n <= 0 || k <= 0 || source->skip < 0) return KTQ_EINVAL;
+    if (!kt_is_row_contiguous(source) && source->row_stride * 8 != bits) return KTQ_EINVAL;
+    if (source->kind != KTQ_FP8_E4M3 && !is_integer(source->kind)) return KTQ_OK;
     if (!source->scales || source->block_rows <= 0 || source->block_columns <= 0) return KTQ_EINVAL;
     if (source->first_row < 0 || source->first_column < 0) return KTQ_EINVAL;
     if ((source->first_column + k - 1) / source->block_columns >= source->scales_per_row) return KTQ_EINVAL;
@@ -60,9 +66,23 @@ static void decode_piece(const kt_kernels *kernels, const ktq_source *source, co
     }
 }
 
+/* Rows first..first+rows-1 of packed integers: out[rows][k]. */
+static void decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out) {
+    for (int64_t r = first; r < first + rows; r++, out += k) {
+        const float *scales = source->scales + (source->first_row + r) / source->block_rows * source->scales_per_row;
+        kt_codes row = {kt_column_bits(source->kind), (const uint8_t *)source->values + r * source->row_stride, source->skip, k,
+                        scales, source->first_column, source->block_columns};
+        kernels->decode_codes(&row, out);
+    }
+}
+
 /* Rows first..first+rows-1: out[rows][k]. At most 32 if the columns are contiguous. */
 static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out) {
-    int bytes = kt_item_bytes(source->kind);
+    if (is_integer(source->kind)) {
+        decode_integers(kernels, source, first, rows, k, out);
+        return;
+    }
+    int bytes = kt_column_bits(source->kind) / 8;
     const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
     if (kt_is_row_contiguous(source)) {
         decode_piece(kernels, source, in, source->row_stride, first, rows, 0, k, out, k);

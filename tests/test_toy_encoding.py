@@ -1,0 +1,146 @@
+"""An encoding is one row: a made-up one, defined here alone, is converted, verified, killed and resumed by the real command.
+
+This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` is ktconvert with one more row in its table.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.checkpoints import encodings
+from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, aligned
+from ktconvert.native_quant import matrix as of
+from ktconvert.quantizers import reference
+from rig import killpoint
+from rig.conversion import KTCONVERT, tree
+from rig.safetensors import edit_file, read_folder, write_file
+
+# ---- the row: int8 codes, and one F16 scale for each row ---------------------------------------------------------------
+
+
+def decoded(linear: of.Matrix) -> Any:
+    """float32 [n, k]: half the square of a code, with its sign, times the scale. No C knows of it."""
+    codes = linear.values.astype(np.float32)
+    return codes * np.abs(codes) / 2 * linear.each_scale()
+
+
+def linear_of(source: Any, tensors: Any, quantization: Any, input_major: bool) -> of.Matrix:
+    scales = aligned(source, tensors["toy_scale"]).view(np.float16).astype(np.float32)
+    return of.Matrix(aligned(source, tensors["toy"]).view(np.int8), TOY, scales[:, None], (1, 1 << 30))
+
+
+TOY = of.Kind("toy", np.dtype(np.int8), decode=decoded)
+ROW = Encoding(
+    name="TOY8",
+    title="TOY8",
+    tensors={"toy": ("{t}_q",), "toy_scale": ("{t}_qs",)},
+    dtypes=("I8",),
+    kind=TOY,
+    matrix=linear_of,
+    input_types=("toy",),
+)
+
+if __name__ == "__main__":
+    encodings.ENCODINGS = (*encodings.ENCODINGS, ROW)
+    from ktconvert.pipeline.cli import main
+
+    sys.exit(main())
+
+# ---- its proof ---------------------------------------------------------------------------------------------------------
+
+E, H, I = 2, 256, 384  # noqa: E741
+COMMAND = (sys.executable, __file__)
+
+
+def toy(*arguments: object, code: int = 0, command: tuple[str, ...] = COMMAND) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A toy checkpoint, and the same one in BF16."""
+    rng = np.random.default_rng(0)
+    stored: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    for layer in range(2):
+        for expert in range(E):
+            for projection, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+                codes = rng.integers(-128, 128, shape).astype(np.int8)
+                scales = rng.uniform(1e-6, 1e-5, shape[0]).astype(np.float16)
+                stored |= {f"{name}_q": ("I8", codes), f"{name}_qs": ("F16", scales.view(np.uint16))}
+                x = codes.astype(np.float32) * np.abs(codes.astype(np.float32)) / 2
+                plain[name] = ("BF16", reference.f32_to_bf16(x * scales.astype(np.float32)[:, None]))
+    folders = []
+    for name, tensors in (("toy", stored), ("plain", plain)):
+        folder = tmp_path_factory.mktemp(name) / "model"
+        folder.mkdir()
+        config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": E, "num_experts_per_tok": 1}
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": H, "moe_intermediate_size": I}))
+        write_file(folder / "model.safetensors", tensors)
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+@pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])
+def test_converted_and_verified(checkpoints: tuple[Path, Path], options: tuple[object, ...], tmp_path: Path) -> None:
+    source, plain = checkpoints
+    toy("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "toy", "--threadpool-count", *options)
+    toy("cpu", "-i", plain, "-o", tmp_path / "plain", "--threadpool-count", *options)
+    assert read_folder(tmp_path / "out") == read_folder(tmp_path / "plain")
+    for arguments in ((), ("--against", source), ("--against", source, "--full")):
+        toy("verify", tmp_path / "out", *arguments)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["model"]["dtypes"] == ["TOY8"]
+
+
+def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    source, plain = checkpoints
+    gpu = "--quant-method", "RTN", "--quant-type", "W4A16"
+    toy("gpu", "-i", source, "-o", tmp_path / "out", *gpu)
+    toy("gpu", "-i", plain, "-o", tmp_path / "plain", *gpu)
+    assert read_folder(tmp_path / "out") == read_folder(tmp_path / "plain")
+    toy("verify", tmp_path / "out", "--against", source)
+    assert json.loads(toy("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
+
+
+def test_killed_and_resumed_to_the_same_bytes(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+
+    def run(out: Path, n: int) -> int:
+        command = [*COMMAND, "cpu", "-i", str(checkpoints[0]), "-o", str(out), "--threadpool-count", "1", "-q"]
+        return killpoint.run(command, out, n, shim, log).returncode
+
+    assert run(tmp_path / "whole", 0) == 0
+    wanted, calls = tree(tmp_path / "whole"), killpoint.count(log)
+    for n in (calls // 3, calls // 2, 2 * calls // 3):
+        assert run(tmp_path / "out", n) == killpoint.KILLED
+    assert run(tmp_path / "out", 0) == 0
+    assert tree(tmp_path / "out") == wanted
+
+
+def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    for folder, lost, words in (
+        ("scale", "_qs", "is TOY8 but model.layers.1.mlp.experts.1.up_proj.weight_qs is missing"),
+        ("codes", "_q", "weight 'model.layers.1.mlp.experts.1.up_proj.weight_q' is missing"),
+    ):
+        model = tmp_path / folder
+        model.mkdir()
+        for path in checkpoints[0].iterdir():
+            (model / path.name).write_bytes(path.read_bytes())
+        name = f"model.layers.1.mlp.experts.1.up_proj.weight{lost}"
+        edit_file(model / "model.safetensors", lambda tensors, name=name: tensors.pop(name))
+        assert words in toy("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
+
+
+def test_without_the_row_it_is_no_input(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    toy("cpu", "-i", checkpoints[0], "-o", tmp_path / "out", command=KTCONVERT, code=3)
