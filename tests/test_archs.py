@@ -417,6 +417,9 @@ def test_biases(tmp_path: Path) -> None:
     model.experts[model.name("up", 2, 1).replace(".weight", ".bias")] = model._bits(I)
     with pytest.raises(UnsupportedError, match=r"up_proj\.bias'.*bias"):
         model.read(tmp_path)
+    found = recognise(open_checkpoint(tmp_path), to_read=True)
+    assert found.refusal is not None and "biases of experts" in found.refusal
+    assert found.layers and found.expert(found.layers[0], 0).gate.shape == (I, H)
 
 
 def test_unknown_family_in_a_known_form(tmp_path: Path) -> None:

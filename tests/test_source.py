@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, parse_header, read_header
+from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.checkpoints.experts import recognise
-from ktconvert.layouts.checkpoints.source import INDEX, Shard, TensorInfo, TensorSource, open_checkpoint
+from ktconvert.layouts.checkpoints.source import Shard, TensorInfo, TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from rig.safetensors import encode
 

@@ -8,11 +8,15 @@ import os
 import re
 from pathlib import Path
 
+from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-WANTED = ("*.safetensors", "*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+WANTED = (
+    *(f"*{container.suffix}" for container in CONTAINERS),
+    *("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*"),
+)
 TRUE = ("1", "true", "yes", "on")
 
 

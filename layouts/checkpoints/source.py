@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import mmap
-import re
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +12,13 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.containers.safetensors import LFS_MAGIC, REMEDY, read_header
+from ktconvert.layouts.checkpoints.containers import CONTAINERS
+from ktconvert.layouts.checkpoints.containers.container import Container, Selection
+from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 
-INDEX = "model.safetensors.index.json"
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
 READ_AHEAD_PIECE = 128 << 10
 
@@ -39,8 +38,6 @@ VIEWS: dict[str, type[np.generic]] = {
     "BOOL": np.bool_,
     **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), np.uint8),
 }
-
-PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -173,18 +170,18 @@ def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSou
     """
     path = hub.resolve(where, revision)
     if path.is_dir():
-        names, index, ignored = _listed(path)
+        container, chosen = _select(path)
         root = path
     else:
-        if path.suffix != ".safetensors":
-            raise UnsupportedError(
-                f"{path}: not a .safetensors file; give a directory or a file of safetensors weights"
-            )
-        names, index, ignored, root = [path.name], None, (), path.parent
+        container = _container_of(path)
+        chosen, root = Selection([path.name]), path.parent
+    names = chosen.names
+    stated: dict[str, Any] = {}
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
     for number, name in enumerate(names):
-        header = read_header(root / name)
+        header = container.read_header(root / name)
+        stated = stated or header.config
         shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
         for e in header.entries:
             if e.name in tensors:
@@ -193,82 +190,30 @@ def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSou
                     f"{root / name}: tensor {e.name!r} is also in {other}; remove the file that does not belong"
                 )
             tensors[e.name] = TensorInfo(e.name, e.dtype, e.shape, number, e.start, e.nbytes)
-    if index is not None:
-        _agree(root, names, index, tensors)
-    return TensorSource(root, read_config(root), tuple(shards), tensors, ignored, alone=not path.is_dir())
+    if chosen.index is not None:
+        _agree(root, names, chosen.index, tensors)
+    return TensorSource(
+        root, read_config(root) or stated, tuple(shards), tensors, chosen.ignored, alone=not path.is_dir()
+    )
 
 
-def _listed(root: Path) -> tuple[list[str], dict[str, str] | None, tuple[str, ...]]:
-    """The weight files of a directory, its index (None without one), and the safetensors files left aside."""
+def _container_of(path: Path) -> Container:
+    for container in CONTAINERS:
+        if path.suffix == container.suffix:
+            return container
+    raise UnsupportedError(f"{path}: not a .safetensors file; give a directory or a file of safetensors weights")
+
+
+def _select(root: Path) -> tuple[Container, Selection]:
+    """The checkpoint that a directory holds, by the first container that has one there."""
     try:
         files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     except OSError as e:
         raise InputError(f"{root}: cannot be listed ({e.strerror}); check its permissions") from None
-    present = [f for f in files if f.endswith(".safetensors")]
-    indexes = [f for f in files if f.endswith(".safetensors.index.json")]
-    if indexes and INDEX not in indexes and len(indexes) > 1:
-        raise InputError(f"{root}: several indexes ({', '.join(indexes)}); keep one, named {INDEX}")
-    if indexes:
-        chosen = INDEX if INDEX in indexes else indexes[0]
-        index = read_index(root / chosen)
-        names = sorted(set(index.values()))
-        for name in names:
-            if not (root / name).exists():
-                raise InputError(f"{root / chosen}: names {name}, which is missing; {REMEDY}")
-        return names, index, tuple(f for f in present if f not in names)
-    if not present:
-        raise _no_weights(root, files)
-    # Mistral releases hold the same weights twice, as model-* and as consolidated*.
-    main = [f for f in present if not f.startswith("consolidated")] or present
-    _complete(root, main)
-    return main, None, tuple(f for f in present if f not in main)
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """The weight_map of an index: tensor name to shard, each shard a path inside the index's directory."""
-    try:
-        data = path.read_bytes()
-        if data.startswith(LFS_MAGIC):
-            raise InputError(
-                f"{path}: a Git LFS pointer, not the index; run `git lfs pull` in that directory or {REMEDY}"
-            )
-        tree = json.loads(data.decode("utf-8"))
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror}); {REMEDY}") from None
-    except (ValueError, RecursionError):
-        raise InputError(f"{path}: not valid JSON; {REMEDY}") from None
-    weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{path}: has no weight_map; {REMEDY}")
-    places = {shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()}
-    for shard, name in places.items():
-        if not isinstance(weight_map[name], str) or not _inside(shard):
-            raise InputError(f"{path}: places tensor {name!r} in {shard[:200]!r}, outside this directory; {REMEDY}")
-        if not shard.endswith(".safetensors"):
-            raise InputError(f"{path}: places tensor {name!r} in {shard!r}, not a .safetensors file; {REMEDY}")
-    return weight_map
-
-
-def _inside(shard: str) -> bool:
-    pure = PurePosixPath(shard)
-    plain = shard.isprintable() and "\\" not in shard
-    return plain and bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts and str(pure) == shard
-
-
-def _complete(root: Path, names: list[str]) -> None:
-    """Without an index, files called …-00002-of-00005 still say how many there must be."""
-    sets: dict[tuple[str, str], set[int]] = {}
-    for name in names:
-        if found := PART.fullmatch(name):
-            sets.setdefault((found[1], found[3]), set()).add(int(found[2]))
-    if len(sets) > 1:
-        totals = ", ".join(f"{stem}-*-of-{total}" for stem, total in sorted(sets))
-        raise InputError(f"{root}: holds the shards of several checkpoints ({totals}); keep one set")
-    for (stem, total), numbers in sets.items():
-        # Stops at the first gap: the total is what a file's name claims, and may be anything.
-        missing = next((n for n in range(1, int(total) + 1) if n not in numbers), None)
-        if missing is not None:
-            raise InputError(f"{root}: {stem}-{missing:05d}-of-{total}.safetensors is missing; download it again")
+    for container in CONTAINERS:
+        if (chosen := container.select(root, files)) is not None:
+            return container, chosen
+    raise _no_weights(root, files)
 
 
 def _agree(root: Path, names: list[str], index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:

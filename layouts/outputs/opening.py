@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY, Header, read_header
-from ktconvert.layouts.checkpoints.source import INDEX, read_index
+from ktconvert.layouts.checkpoints.containers.container import Header
+from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY, read_header
+from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, read_index
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.outputs import FORMS, Form, loose

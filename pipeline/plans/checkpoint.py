@@ -14,8 +14,9 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.companions import require_copyable
+from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.checkpoints.source import INDEX, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name

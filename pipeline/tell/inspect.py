@@ -52,9 +52,11 @@ def look_checkpoint(where: str, revision: str | None = None, arch_file: str | No
     with open_checkpoint(where, revision) as source:
         document: dict[str, Any] = {"kind": "checkpoint", "path": where, **_files(source)}
         try:
-            model = recognise(source, rows)
+            model = recognise(source, rows, to_read=True)
         except UnsupportedError as error:
             return document | {"refused": str(error)}
+        if model.refusal is not None:
+            return document | _experts(model, source) | {"refused": model.refusal}
         return (
             document
             | _experts(model, source)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.source import INDEX, PART
+from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, PART
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.amx import METHODS
 from ktconvert.layouts.outputs.card import ranges

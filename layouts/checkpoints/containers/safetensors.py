@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.containers.container import Entry, Header
 from ktconvert.layouts.errors import InputError
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
@@ -29,33 +29,6 @@ DTYPE_BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a header.
-
-    dtype   as the file spells it.
-    start   its first byte, counted from the start of the file.
-    nbytes  size in bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a safetensors file holds; sha256 is over the length word and the header: names, dtypes, shapes, offsets."""
-
-    entries: tuple[Entry, ...]
-    metadata: dict[str, str]
-    size: int
-    mtime_ns: int
-    sha256: str
 
 
 def read_header(path: Path) -> Header:

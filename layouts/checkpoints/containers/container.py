@@ -1,0 +1,68 @@
+"""What a container of weights gives: the tensors of a file, and the files of a directory that make up a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    dtype   as the file spells it.
+    start   its first byte, counted from the start of the file.
+    nbytes  size in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file of weights holds.
+
+    entries   its tensors, in the order in which they lie.
+    size, sha256   what the file is, wherever it lies: its bytes, and a hash of names, dtypes, shapes and places.
+    config    what it says of the model, as a config.json would; {} where it says nothing.
+    """
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    size: int
+    mtime_ns: int
+    sha256: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The files of a directory that make up a checkpoint.
+
+    names    in their order.
+    index    tensor name -> file, where an index says so; None without one.
+    ignored  files of the same container that do not belong to it.
+    """
+
+    names: list[str]
+    index: dict[str, str] | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Container:
+    """A kind of weight file: a row of CONTAINERS.
+
+    read_header  of a file, every length checked against it; of the weights nothing is read. InputError.
+    select       (directory, its files) -> the checkpoint that they are; None if none of them is of this kind. InputError.
+    """
+
+    suffix: str
+    read_header: Callable[[Path], Header]
+    select: Callable[[Path, list[str]], Selection | None]
