@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.encodings import ENCODINGS
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.plans.cpu import STATED_DTYPES, plan_cpu
+from ktconvert.pipeline.plans.cpu import plan_cpu
 from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
 from ktconvert.quantizers.choice import QUANTIZERS
@@ -65,7 +66,7 @@ TUNING = {
     "verify_inputs?": (bool, None),
     "revision?": (str, None),
     "resume_layer?": NUMBER,
-    "input_type?": (*STATED_DTYPES, None),
+    "input_type?": (*(name for row in ENCODINGS for name in row.input_types), None),
     "tp_size?": [COUNT],
     "force_cpu?": bool,
     "max_gpu_memory?": (SIZE, None),
