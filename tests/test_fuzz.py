@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.checkpoints.containers.safetensors_index import read_index
 from ktconvert.layouts.checkpoints.experts import recognise
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config, read_index
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
