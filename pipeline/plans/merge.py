@@ -9,7 +9,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMS, PROJECTIONS, amx_card, card, loose
 from ktconvert.layouts.outputs.amx import METHODS
@@ -20,6 +20,8 @@ from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_
 from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, require_whole
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
+
+CARRIED = ("architecture", "activation", "dtypes", "weights_on")  # facts of the layers' manifest that stay true
 
 
 def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
@@ -49,8 +51,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         )
     method = METHODS[prefix]
     layers = {layer: measure_layer(own, FORMS.get(method)) for layer, own in by_layer.items()}
-    document = manifest.read(root)
-    recorded = dict(document["model"]) if document else None
+    recorded = _recorded(root)
     original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
     beside = _companions(original)
     source_config = _config(original)
@@ -161,9 +162,24 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
         "hidden": one_or_all(layer.hidden for layer in layers.values()) if form else "not recorded",
         "intermediate": one_or_all(layer.width for layer in layers.values()) if form else "not recorded",
     }
-    known = ("architecture", "activation", "dtypes", "weights_on")
-    facts |= {key: recorded[key] for key in known if recorded and key in recorded}
+    facts |= {key: recorded[key] for key in CARRIED if recorded and key in recorded}
     facts["backward"] = any(layer.backward for layer in layers.values())
+    return facts
+
+
+def _recorded(root: Path) -> dict[str, Any] | None:
+    """The facts of the manifest beside the layers. Raises VerificationError where those that go on are not what we write."""
+    document = manifest.read(root)
+    if document is None:
+        return None
+    facts = dict(document["model"])
+    for key in CARRIED:
+        texts = facts.get(key, "")
+        texts = texts if isinstance(texts, list) and key == "dtypes" else [texts]
+        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+            raise VerificationError(
+                f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."
+            )
     return facts
 
 
