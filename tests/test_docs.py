@@ -36,6 +36,7 @@ COMMANDS_PAGE = ROOT / "docs" / "commands.md"
 ARCHITECTURES_PAGE = ROOT / "docs" / "architectures.md"
 FORMAT_PAGE = ROOT / "layouts" / "FORMAT.md"
 NUMBERS_PAGE = ROOT / "quantizers" / "NUMERICS.md"
+DESIGN_PAGE = ROOT / "docs" / "design.md"
 
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -200,6 +201,44 @@ def test_every_environment_variable_is_documented() -> None:
     assert "KTCONVERT_ISA" in found
     for name in {*found, "NO_COLOR", "_KTCONVERT_COMPLETE"}:
         assert f"`{name}`" in told, name
+
+
+# ---- where to add what ------------------------------------------------------------------------------------------------
+
+SUBJECTS = (
+    "a model family",
+    "an activation",
+    "an encoding in safetensors",
+    "a container",
+    "an output format",
+    "a way to choose codes",
+    "a consumer of the walk",
+    "a runtime method",
+    "an instruction set",
+    "another architecture",
+)
+
+
+def additions() -> dict[str, tuple[str, str]]:
+    """Subject -> (what to touch, what holds it), from the table of docs/design.md."""
+    page = text_of(DESIGN_PAGE).partition("## Where to add what")[2].partition("\nWhoever")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line[:1] == "|"]
+    return {subject.removeprefix("| "): (touch, held.rstrip(" |")) for subject, touch, held in cells[2:]}
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_what_to_touch_is_there(subject: str) -> None:
+    touch, held = additions()[subject]
+    link = r"\[[^]]+\]\(([^)#]+)\)"
+    for name, target in re.findall(rf"`(\w+)` (?:row )?in {link}", touch):
+        text = text_of((DESIGN_PAGE.parent / target).resolve())
+        assert re.search(rf"^(?:static const .*)?{name}\b.*[=(]|^def {name}|^class {name}", text, re.MULTILINE), (
+            name,
+            target,
+        )
+    for target in re.findall(link, touch + held):
+        assert (DESIGN_PAGE.parent / target).resolve().exists(), target
+    assert re.search(r"\(\.\./tests/test_\w+\.py\)", held), f"no test holds how {subject} is added"
 
 
 # ---- the tables of the code -----------------------------------------------------------------------------------------
