@@ -1,7 +1,8 @@
-"""The fast part of ktconvert: C kernels for weights and experts, and the runtime that computes with what was converted.
+"""The fast part of ktconvert: C kernels that convert weights, and the runtime that computes with converted experts.
 
-KTMoEWrapper stands where kt_kernel's stands, KTConvertConfig goes into transformers' from_pretrained, Experts is what both are made of.
-Names are imported when they are used: NumPy is enough for Experts, KTMoEWrapper needs torch, KTConvertConfig transformers.
+KTMoEWrapper replaces kt_kernel's class of that name, KTConvertConfig is passed to transformers' from_pretrained, and
+both are built on Experts. Names are imported on first use: Experts needs only NumPy, KTMoEWrapper needs torch,
+KTConvertConfig transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     __version__: str
     __cpu_variant__: str
 
-_HOMES = {
+_MODULES = {
     "Experts": "experts",
     "KTConvertConfig": "hf",
     "KTMoEWrapper": "wrapper",
@@ -38,8 +39,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
     if name in ("__version__", "__cpu_variant__"):
         install = importlib.import_module("ktconvert.native_quant.runtime.install")
         return install.version() if name == "__version__" else install.cpu_variant()

@@ -1,8 +1,8 @@
-"""Builds ktconvert.native_quant._ktq: the C files of csrc/ and what cffi makes of the marked part of csrc/ktq.h.
+"""Builds ktconvert.native_quant._ktq: the C files of csrc/ and the cffi module for the marked part of csrc/ktq.h.
 
 One file for every CPython from 3.11 on (abi3) and for every CPU of an architecture: no -march; each function that needs
-an instruction set says so itself (csrc/arch/x86/isa.h). An architecture without a folder in csrc/arch/ gets the scalar
-kernels (csrc/arch/generic/). setup.py names `ffibuilder`; it runs in the repository's root.
+an instruction set declares it (csrc/arch/x86/isa.h). An architecture without a folder in csrc/arch/ gets the scalar
+kernels (csrc/arch/generic/). setup.py refers to `ffibuilder`; it runs in the repository's root.
 KTCONVERT_CFLAGS adds flags (`make asan`), KTCONVERT_ARCH chooses another folder of csrc/arch/.
 """
 
@@ -27,7 +27,7 @@ COMPILE = [
     "-Wextra",
     "-Werror=incompatible-pointer-types",
     "-fvisibility=hidden",
-    # Bit-equal results: no fused multiply-add, no reordering. (-ffast-math and its like are never used.)
+    # Bit-equal results: no fused multiply-add, no reordering. (-ffast-math and similar flags are never used.)
     "-ffp-contract=off",
     "-fno-math-errno",
     # The scalar kernels stay scalar; the others are written in intrinsics.
@@ -37,7 +37,7 @@ COMPILE = [
 
 
 def declarations() -> str:
-    """What stands between the two markers of ktq.h."""
+    """The text between the two markers of ktq.h."""
     match = re.search(r"/\* cdef begin \*/(.*)/\* cdef end \*/", HEADER.read_text(), re.DOTALL)
     if match is None:
         raise SystemExit(f"{HEADER}: the markers 'cdef begin' and 'cdef end' are missing")
@@ -50,14 +50,14 @@ def isas(arch: Path) -> set[str]:
 
 
 def sources() -> list[str]:
-    """The C files for ARCH, sorted, so that builds do not depend on the file system: NAME_ISA.c if it has that instruction set."""
+    """The C files for ARCH, NAME_ISA.c only if it has that instruction set; sorted, so that builds are reproducible."""
     foreign = set[str]().union(*map(isas, CSRC.glob("arch/*"))) - isas(ARCH)
     files = [path for path in CSRC.rglob("*.c") if path.stem.rpartition("_")[2] not in foreign]
     return sorted(str(path) for path in files if CSRC / "arch" not in path.parents or ARCH in path.parents)
 
 
 def others() -> list[str]:
-    """The headers, and the C files of other architectures: an sdist that is made here is built elsewhere."""
+    """The headers, and the C files of other architectures, which an sdist needs as well."""
     return sorted({str(path) for path in CSRC.rglob("*.*") if path.is_file()} - set(sources()))
 
 

@@ -1,4 +1,4 @@
-"""What cffi makes of csrc/ktq.h. Integers are C's; pointers are cffi's `ffi.from_buffer` or `ffi.new`."""
+"""The cffi module for csrc/ktq.h. Integers are C's; pointers come from `ffi.from_buffer` or `ffi.new`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which instruction set the C kernels use: what there is, what was asked for, what the environment says."""
+"""Which instruction set the C kernels use: those available, the one requested, and the environment variables."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _environment_lock = threading.Lock()
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU and this kernel let us use, worst first."""
+    """The instruction sets that the CPU and the operating system support, slowest first."""
     return tuple(name for i, name in enumerate(ISAS) if lib.ktq_isa_available(i))
 
 
 def isa() -> str:
-    """The instruction set in use: what KTCONVERT_ISA, KT_KERNEL_CPU_VARIANT or set_isa says, else the best there is."""
+    """The instruction set in use: from set_isa, KTCONVERT_ISA or KT_KERNEL_CPU_VARIANT, else the best available."""
     read_environment()
     return ISAS[lib.ktq_isa()]
 
 
 def set_isa(name: str | None) -> None:
-    """Uses this instruction set and nothing above it; None: the best there is. ValueError if it is not available."""
+    """Uses this instruction set and nothing above it; None: the best available. ValueError if it is not available."""
     global _environment_read
     with _environment_lock:
         _environment_read = True
@@ -48,12 +48,12 @@ def set_isa(name: str | None) -> None:
 def _set_isa(name: str | None, where: str) -> None:
     number = -1 if name is None else ISAS.index(name) if name in ISAS else len(ISAS)
     if number == len(ISAS):
-        raise ValueError(f"{where}'{name}' is no instruction set we know: choose one of {', '.join(available_isas())}")
+        raise ValueError(f"{where}'{name}' is not a known instruction set: choose one of {', '.join(available_isas())}")
     if lib.ktq_set_isa(number) != lib.KTQ_OK:
         raise ValueError(f"{where}this machine does not offer '{name}': choose one of {', '.join(available_isas())}")
 
 
-# What kt-kernel's KT_KERNEL_CPU_VARIANT asks for, by our names; like kt-kernel we pass over values that it does not know.
+# Values of kt-kernel's KT_KERNEL_CPU_VARIANT and our names for them; other values are ignored, as in kt-kernel.
 _KT_VARIANTS = {
     "amx": "amx",
     "avx512_bf16": "avx512vnni",
@@ -65,7 +65,10 @@ _KT_VARIANTS = {
 
 
 def read_environment() -> None:
-    """KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, once, at first use; a wrong value is wrong at every use."""
+    """Reads KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, once, at first use.
+
+    ValueError for a wrong value, at every use.
+    """
     global _environment_read
     if _environment_read:
         return
@@ -85,6 +88,6 @@ def read_environment() -> None:
 
 
 def raise_error(error: int) -> None:
-    """ValueError with the sentence of an error that C returned, if it is one; MemoryError where that was missing."""
+    """Raises ValueError or MemoryError with C's message for an error code; does nothing for KTQ_OK."""
     if error != lib.KTQ_OK:
         raise (MemoryError if error == lib.KTQ_ENOMEM else ValueError)(_text(lib.ktq_strerror(error)))

@@ -1,4 +1,4 @@
-"""The C kernels for NumPy arrays: checks what C must not have to doubt, calls, raises.
+"""The C kernels for NumPy arrays: each function checks its arguments, calls C and raises its errors.
 
 All calls release the GIL and may run in many threads at once. Wrong arguments raise ValueError before C sees them. The
 numbers are defined in quantizers/NUMERICS.md and are the same, bit for bit, whatever instruction set is in use.
@@ -67,7 +67,7 @@ GEOMETRIES: dict[int, Geometry] = {
 
 
 class NonFinite(ValueError):
-    """A weight is infinite or not a number; `row` and `column` say which, counted in the array that was given."""
+    """A weight is infinite or not a number; `row` and `column` say which, counted in the caller's array."""
 
     def __init__(self, row: int, column: int) -> None:
         super().__init__(f"the value at row {row}, column {column} is infinite or not a number")
@@ -141,8 +141,8 @@ def quantize_pack(
 ) -> None:
     """Quantizes a linear to 4 or 8 bits, one scale per row, in kt-kernel's AMXINT4 or AMXINT8 order.
 
-    weight: uint8 [n*k*bits/8] and scale: float32 [n] are written. NonFinite: a value is infinite or NaN; weight and scale
-    are then partly written.
+    weight: uint8 [n*k*bits/8] and scale: float32 [n] are written. NonFinite: a value is infinite or NaN; weight and
+    scale are then partly written.
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
@@ -158,7 +158,7 @@ def quantize_pack(
 
 
 def pack_codes(bits: int, codes: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8]) -> None:
-    """Packs codes that were chosen elsewhere in kt-kernel's AMXINT4 or AMXINT8 order.
+    """Packs codes that another quantizer chose, in kt-kernel's AMXINT4 or AMXINT8 order.
 
     codes: int8 [n, k], -7..7 or -127..127, each row contiguous. weight: uint8 [n*k*bits/8] is written. ValueError names
     the first code that is out of range; weight is then partly written.
@@ -195,9 +195,9 @@ def quantize_groups(
 ) -> None:
     """Quantizes a linear to 4 or 8 bits, one BF16 scale per group of columns, in compressed-tensors' packed order.
 
-    Any n, and k a multiple of the group, which is one of 32. rounding: a row of ROUNDINGS. packed: int32 [n, k*bits/32] and
-    scale: uint16 [n, k/group] are written. NonFinite: a value is infinite or NaN; packed and scale are then partly written.
-    Equations: NUMERICS.md, section 6.
+    n is arbitrary; k is a multiple of the group, and the group of 32. rounding: a key of ROUNDINGS. packed: int32 [n,
+    k*bits/32] and scale: uint16 [n, k/group] are written. NonFinite: a value is infinite or NaN; packed and scale are
+    then partly written. Equations: NUMERICS.md, section 6.
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
@@ -228,7 +228,7 @@ def _non_finite(row: int, matrix: Matrix) -> NonFinite:
 def dequantize(
     bits: int, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], n: int, k: int
 ) -> npt.NDArray[np.float32]:
-    """The numbers that packed weights stand for: float32 [n, k]; a code times its scale (INT4: 16 times the code)."""
+    """The values of packed weights: float32 [n, k]; a code times its scale (INT4: 16 times the code)."""
     packed = _check_packed(bits, n, k, weight, scale, writable=False)
     out = np.empty((n, k), np.float32)
     raise_error(lib.ktq_dequantize(bits, n, k, *packed, ffi.from_buffer(_FLOATS, out)))
@@ -261,7 +261,7 @@ def error_sums(
 def gemm(bits: int, activations: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8], n: int) -> npt.NDArray[np.int32]:
     """Dot products of int8 [m, k] (-127..127) with the codes of a packed weight [n, k]: int32 [m, n].
 
-    One of the runtime's kernels alone, for tests and benchmarks.
+    A single kernel of the runtime, for tests and benchmarks.
     """
     if activations.ndim != 2 or activations.dtype != np.int8 or 0 in activations.shape:
         raise ValueError(f"activations must be int8 [m, k], not {activations.dtype} of shape {activations.shape}")

@@ -15,7 +15,7 @@ from ktconvert.native_quant.instruction_sets import raise_error, read_environmen
 from ktconvert.native_quant.kernels import _check_array
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
-# What values are rounded to.
+# The types to which values are rounded.
 _RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}
 STRIP = 32  # rows that the kernel works on at a time: a thread gets whole strips
 
@@ -34,14 +34,13 @@ def gptq_block(
     *,
     threads: int = 1,
 ) -> None:
-    """Quantizes the columns of a block one after the other and corrects those to the right of each.
+    """Quantizes the columns of a block one after the other, each time correcting the columns to its right.
 
-    code_range: the least and the greatest code, -128 <= least <= 0 <= greatest <= 127. All arrays are float32. inverse [width, width]:
-    the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of each weight; kind: "bf16" or
-    "f32", its type before it became float32, to which values are rounded. weight [n, width] becomes what the corrections leave of it;
-    value, what the codes stand for, and error, [n, width], are written. width: at most MAX_COLUMNS. NaN stays NaN. The number of
-    threads changes no bit.
-    Equations: NUMERICS.md, section 7.
+    code_range: the least and the greatest code, -128 <= least <= 0 <= greatest <= 127. All arrays are float32. inverse
+    [width, width]: the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of
+    each weight; kind: "bf16" or "f32", its type before it became float32, to which values are rounded. weight [n,
+    width] is corrected in place; value (the dequantized codes) and error, both [n, width], are written. width: at most
+    MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: NUMERICS.md, section 7.
     """
     least, most = code_range
     if not -128 <= least <= 0 <= most <= 127:
@@ -84,7 +83,7 @@ def _rows(
     step: int,
     first: int,
 ) -> int:
-    """Rows first .. first + step - 1, as far as there are; what C returns."""
+    """Quantizes rows first .. first + step - 1, or up to the last row; returns the error code of C."""
     rows: list[Any] = [
         ffi.from_buffer("float[]", array[first : first + step]) for array in (scale, weight, value, error)
     ]

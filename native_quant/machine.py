@@ -1,8 +1,8 @@
 """What this machine offers: CPUs, NUMA nodes, memory, disk; read from /proc, /sys and the process itself.
 
-Nothing here starts a process or needs a privilege, and every function answers, with a stated default, where a file
-is absent (containers, kernels without NUMA, other vendors). Sizes are bytes. `root` is where /proc and /sys are looked
-for: tests give a made-up tree.
+Nothing here starts a process or needs a privilege, and every function returns a documented default where a file
+is absent (containers, kernels without NUMA, other vendors). Sizes are bytes. `root` is the folder that holds /proc and
+/sys; tests pass a synthetic tree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-# cgroup v1 spells "no limit" as the largest page-aligned int64; nobody's limit is an exbibyte.
+# cgroup v1 spells "no limit" as the largest page-aligned int64; no real limit reaches an exbibyte.
 UNLIMITED = 1 << 60
 
 
@@ -22,7 +22,7 @@ UNLIMITED = 1 << 60
 
 
 def affinity() -> frozenset[int]:
-    """The numbers of the CPUs that this process may be scheduled on (affinity mask and cpuset)."""
+    """The numbers of the CPUs on which this process may be scheduled (affinity mask and cpuset)."""
     return frozenset(os.sched_getaffinity(0))
 
 
@@ -65,16 +65,16 @@ def cores_with_hyperthreads(root: Path = ROOT, cpus: Collection[int] | None = No
 
 def numa_nodes(root: Path = ROOT, cpus: Collection[int] | None = None) -> tuple[int, ...]:
     """The memory nodes that have CPUs (with `cpus`: one of these), in order; (0,) where the kernel shows none."""
-    found = []
+    nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         members = _parse_list(_read(folder / "cpulist") or "")
         if members if cpus is None else members.intersection(cpus):
-            found.append(int(folder.name.removeprefix("node")))
-    return tuple(sorted(found)) or (0,)
+            nodes.append(int(folder.name.removeprefix("node")))
+    return tuple(sorted(nodes)) or (0,)
 
 
 def core_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[int, tuple[int, ...]]:
-    """One CPU number per physical core among those of this process, by memory node; hyperthreads of a core count once."""
+    """One CPU number per physical core of this process, by memory node; hyperthreads of a core count once."""
     cpus = affinity() if cpus is None else cpus
     nodes: dict[int, tuple[int, ...]] = {}
     for node in numa_nodes(root, cpus):
@@ -85,12 +85,12 @@ def core_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[in
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """The processor's name as the kernel prints it, or the machine type where it prints none."""
+    """The processor's name as in /proc/cpuinfo, or the machine type where that has none."""
     return _cpuinfo("model name", root) or os.uname().machine
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """The CPU features that processor and kernel both enable, in /proc/cpuinfo's words ("avx2", "amx_tile", ...).
+    """The CPU features enabled by processor and kernel, by their names in /proc/cpuinfo ("avx2", "amx_tile", ...).
 
     The kernel drops a flag whose register state it does not save, so a flag here implies the XCR0 bits as well.
     """
@@ -101,13 +101,13 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 
 
 def memory_total(root: Path = ROOT) -> int:
-    """The machine's memory, whatever a container may use of it."""
+    """The machine's memory, regardless of container limits."""
     meminfo = _table(root / "proc/meminfo")
     return meminfo.get("MemTotal", 0) * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """How much memory can be taken before the kernel must swap or kill: the machine's, or what cgroups leave if less.
+    """How much memory can be used before the kernel must swap or kill, on the machine and within the cgroups.
 
     Page cache counts as available in both, as in the kernel's MemAvailable: a cgroup is charged for every file read.
     """
@@ -131,10 +131,10 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """How often the kernel killed a process for lack of memory, or None if it does not tell.
+    """How often the kernel killed a process for lack of memory, or None if it keeps no count.
 
     Counted in this process's cgroup, else on the whole machine. Compare it with an earlier
-    value; it starts again with the cgroup or the machine.
+    value; it restarts from 0 with the cgroup or the machine.
     """
     for group in _cgroups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
@@ -185,7 +185,7 @@ def is_mount_point(path: Path, root: Path = ROOT) -> bool:
     return any(point == real for _, point, _, _ in _mounts(root)) or os.path.ismount(real)
 
 
-# ---- reading what the kernel shows ----------------------------------------------------------------------------------
+# ---- parsing the kernel's files -------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> str | None:
@@ -197,12 +197,12 @@ def _read(path: Path) -> str | None:
 
 def _table(path: Path) -> dict[str, int]:
     """The lines `name[:] number [unit]` of a file as a dict; lines of another shape are left out."""
-    found = {}
+    table = {}
     for line in (_read(path) or "").splitlines():
         words = line.replace(":", " ", 1).split()
         if len(words) > 1 and words[1].isdecimal():
-            found[words[0]] = int(words[1])
-    return found
+            table[words[0]] = int(words[1])
+    return table
 
 
 def _cpuinfo(key: str, root: Path) -> str | None:

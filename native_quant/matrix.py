@@ -1,4 +1,4 @@
-"""One linear as a checkpoint stores it: how its bits are numbers, how it is sliced, and how it becomes BF16."""
+"""One linear as a checkpoint stores it: its encoding, slicing, and decoding to BF16."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ import numpy.typing as npt
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
 
-PIECE = 1 << 20  # columns that a decoder in Python makes at a time: 4 MiB of float32
+PIECE = 1 << 20  # columns that a decoder in Python decodes at a time: 4 MiB of float32
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How the items of a stored row are numbers. All end in BF16, rounded to nearest even (NUMERICS.md, section 1).
+    """How the items of a stored row encode numbers. All are decoded to BF16, rounded to nearest even.
 
-    name     of its equation.
+    Equations: NUMERICS.md, section 1.
+
+    name     of its equation in NUMERICS.md.
     dtype    NumPy type of an item.
-    number   what C calls it; None: `decode` is its decoder.
+    number   its constant in C; None: `decode` is its decoder.
     scaled   values are multiplied by scales.
-    columns, items   so many columns are a block, which takes so many items.
-    by_rows  C reads it only where the columns of a row lie one after the other.
-    decode   Matrix -> float32 [n, k], of a few rows at a time, for what C does not know.
+    columns, items   a block has this many columns and is stored in this many items.
+    by_rows  C reads it only where the columns of a row are contiguous.
+    decode   Matrix -> float32 [n, k], for a few rows at a time; for kinds that C cannot decode.
     """
 
     name: str
@@ -39,7 +41,7 @@ class Kind:
 
     @property
     def turns(self) -> bool:
-        """Whether C reads it whichever axis is the contiguous one."""
+        """Whether C reads it transposed too, that is with either axis contiguous."""
         return self.number is not None and self.columns == self.items == 1 and not self.by_rows
 
 
@@ -48,12 +50,13 @@ class Matrix:
     """One linear [n out_features, k in_features] in its stored encoding; a view, nothing is copied.
 
     values  2-D items of the kind. Where a block is one column: [n, k], and either axis may be the contiguous one, so
-            that a transposed checkpoint tensor is a view with strides. Else the whole blocks of each row's columns.
+            that a transposed checkpoint tensor is a view with strides. Otherwise the whole blocks that hold each row's
+            columns.
     scales  float32 [ceil(N / block[0]), ceil(K / block[1])] over the *whole* stored linear; None without scales.
     block   rows and columns that share one scale.
     origin  where element [0, 0] lies in the whole linear, so that a slice still finds its scales.
-    skip    columns of the first blocks that come before the linear's first.
-    width   k, where blocks may hold more columns than these; None: all that they hold.
+    skip    columns of each row's first block that precede the linear's first column.
+    width   k, where the blocks may hold more columns than that; None: all columns that they hold.
     """
 
     values: npt.NDArray[Any]
@@ -88,7 +91,7 @@ class Matrix:
         return replace(self, values=values, origin=origin, skip=skip, width=stop - start)
 
     def every_other(self, first: int) -> Matrix:
-        """The linear's rows first, first + 2, ...; scales become one per row, since blocks of rows are torn apart."""
+        """The linear's rows first, first + 2, ...; scales become one per row, since blocks lose every other row."""
         values = self.values[first::2]
         if self.scales is None:
             return replace(self, values=values)
@@ -125,7 +128,7 @@ KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8)}  #
 
 
 def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
-    """A linear as BF16 bits: uint16 [n, k], rounded to nearest even. ValueError for a matrix that makes no sense."""
+    """A linear as BF16 bits: uint16 [n, k], rounded to nearest even. ValueError for an inconsistent matrix."""
     n, k = matrix.shape
     out = np.empty((n, k), np.uint16)
     if matrix.kind.number is not None:
@@ -147,13 +150,13 @@ def _decode(matrix: Matrix, out: npt.NDArray[np.uint16]) -> None:
 
 
 def readable(matrix: Matrix) -> Matrix:
-    """The matrix itself if C reads it, else what it is in BF16."""
+    """The matrix itself if C reads it, else decoded to BF16."""
     return matrix if matrix.kind.number is not None else Matrix(decode(matrix), BF16, origin=matrix.origin)
 
 
 # --- for C ----------------------------------------------------------------------------------------
 
-# A source is made for every part of every expert, so types are looked up here, once.
+# A source is created for every part of every expert, so its types are looked up once, here.
 _VOID, _SOURCE = (ffi.typeof(t) for t in ("void *", "ktq_source *"))
 
 
@@ -167,9 +170,9 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
     if values.dtype != kind.dtype:
         raise ValueError(f"{kind.name} values must be {kind.dtype} in this machine's byte order, not {values.dtype!r}")
     n, k = matrix.shape
-    held = values.shape[1] // kind.items * kind.columns
-    if k < 1 or matrix.skip < 0 or matrix.skip + k > held:
-        raise ValueError(f"values of shape {values.shape} hold {held} columns, not {k} after {matrix.skip}")
+    stored = values.shape[1] // kind.items * kind.columns
+    if k < 1 or matrix.skip < 0 or matrix.skip + k > stored:
+        raise ValueError(f"values of shape {values.shape} hold {stored} columns, not {k} after {matrix.skip}")
     (row_stride, column_stride), item = values.strides, kind.dtype.itemsize
     # NumPy may give any stride to an axis of length 1.
     row_stride = row_stride if n > 1 else item
@@ -184,8 +187,9 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
         if matrix.scales is not None:
             raise ValueError(f"{kind.name} values have no scales")
         return ffi.new(_SOURCE, source), None
-    grid = _check_scales(matrix)
-    return ffi.new(_SOURCE, (*source, _address(grid), grid.shape[1], *matrix.block, *matrix.origin, matrix.skip)), grid
+    scales = _check_scales(matrix)
+    grid = (_address(scales), scales.shape[1], *matrix.block, *matrix.origin)
+    return ffi.new(_SOURCE, (*source, *grid, matrix.skip)), scales
 
 
 def _check_scales(matrix: Matrix) -> npt.NDArray[np.float32]:
@@ -193,9 +197,9 @@ def _check_scales(matrix: Matrix) -> npt.NDArray[np.float32]:
     if scales is None or scales.ndim != 2 or scales.dtype != np.float32:
         raise ValueError(f"{name} values need float32 scales with two dimensions")
     if min(block) < 1 or min(origin) < 0 or max(*block, *origin) >= 2**31:
-        raise ValueError(f"block {block} and origin {origin} make no sense")
-    for size, start, step, have in zip(shape, origin, block, scales.shape, strict=True):
-        if (start + size - 1) // step >= have:
+        raise ValueError(f"block {block} and origin {origin} are out of range")
+    for size, start, step, count in zip(shape, origin, block, scales.shape, strict=True):
+        if (start + size - 1) // step >= count:
             raise ValueError(f"scales of shape {scales.shape} do not cover {shape} at {origin} in blocks of {block}")
     return np.require(scales, requirements=["C", "A"])
 

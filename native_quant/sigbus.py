@@ -1,4 +1,4 @@
-"""Mapped files that cannot be read: a page that breaks off ends the process with a sentence that names the file, not with a signal."""
+"""Mapped files that cannot be read: the process ends with a message that names the file, instead of a bare SIGBUS."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from ktconvert.native_quant.instruction_sets import raise_error
 
 
 def guard_sigbus(message: str, exit_code: int = 5) -> None:
-    """From now on a page of a registered file that cannot be read ends the process with this sentence on stderr.
+    """From now on, an unreadable page of a registered file ends the process with this message on stderr.
 
-    message: at most 500 bytes with one %s, which becomes the name of the file.
+    message: at most 500 bytes with one %s, which is replaced by the name of the file.
     """
     text = message if message.endswith("\n") else message + "\n"
     if text.count("%s") != 1:
@@ -23,5 +23,5 @@ def register_mapping(address: int, length: int, name: str) -> None:
 
 
 def unregister_mapping(address: int) -> None:
-    """Forgets what register_mapping was told; call it before the file is unmapped."""
+    """Undoes register_mapping; to be called before the file is unmapped."""
     raise_error(lib.ktq_unregister_mapping(ffi.cast("void *", address)))

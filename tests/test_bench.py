@@ -1,4 +1,4 @@
-"""`ktconvert bench`: what is measured, what is counted and how it is told. No test measures time."""
+"""`ktconvert bench`: what is measured, what is counted and how it is reported. No test measures time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime import measure
+from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.bench import bench, experts_per_token
@@ -32,9 +32,9 @@ def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fewest runs, a small set."""
-    monkeypatch.setattr(measure, "SECONDS", 0)
-    monkeypatch.setattr(measure, "CACHES", 0)
-    monkeypatch.setattr(measure, "SLICE", 1 << 20)
+    monkeypatch.setattr(benchmark, "SECONDS", 0)
+    monkeypatch.setattr(benchmark, "CACHES", 0)
+    monkeypatch.setattr(benchmark, "SLICE", 1 << 20)
 
 
 def run(*arguments: object) -> Result:
@@ -59,7 +59,7 @@ def test_the_document(output: Path) -> None:
     assert found["memory_bytes_per_second"] > 0
     assert [timing["tokens"] for timing in found["timings"]] == [1, 16, 4]
     for timing in found["timings"]:
-        assert timing["runs"] == measure.LEAST_RUNS
+        assert timing["runs"] == benchmark.LEAST_RUNS
         assert 0 < timing["seconds_best"] <= timing["seconds_median"]
         assert timing["bytes"] == pytest.approx(timing["experts_touched"] * found["expert_bytes"], abs=1)
         assert timing["seconds_all_layers"] == 2 * timing["seconds_median"]
@@ -75,14 +75,14 @@ def test_the_report_for_people(output: Path) -> None:
 
 
 def test_a_layer_in_the_cache_is_told(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "CACHES", 1)
-    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 30)
+    monkeypatch.setattr(benchmark, "CACHES", 1)
+    monkeypatch.setattr(benchmark, "last_level_cache", lambda: 1 << 30)
     assert "fits in the last-level cache (1.0 GiB)" in run(output, "--tokens", 1).stdout
-    monkeypatch.setattr(measure, "CACHES", 1 << 10)
-    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 12)
+    monkeypatch.setattr(benchmark, "CACHES", 1 << 10)
+    monkeypatch.setattr(benchmark, "last_level_cache", lambda: 1 << 12)
     assert "is not much larger than the last-level cache (4.0 KiB)" in run(output, "--tokens", 1).stdout
-    monkeypatch.setattr(measure, "CACHES", 1)
-    monkeypatch.setattr(measure, "last_level_cache", lambda: 1 << 10)
+    monkeypatch.setattr(benchmark, "CACHES", 1)
+    monkeypatch.setattr(benchmark, "last_level_cache", lambda: 1 << 10)
     assert "note" not in run(output, "--tokens", 1).stdout
 
 
@@ -148,11 +148,11 @@ def test_experts_per_token(config: dict[str, Any], expected: int) -> None:
 
 @pytest.mark.parametrize(("topk", "experts"), [(1, 8), (2, 8), (3, 8), (8, 8), (8, 129)])
 def test_routing(topk: int, experts: int) -> None:
-    ids = measure.random_routing(np.random.default_rng(0), 500, topk, experts)
+    ids = benchmark.random_routing(np.random.default_rng(0), 500, topk, experts)
     assert ids.dtype == np.int64 and ids.shape == (500, topk)
     assert all(len(set(row)) == topk for row in ids.tolist())
     assert set(ids.ravel().tolist()) == set(range(experts))
-    every = measure.every_expert(topk, experts)
+    every = benchmark.every_expert(topk, experts)
     assert len(every) == -(-experts // topk)
     assert set(every.ravel().tolist()) == set(range(experts))
     assert all(len(set(row)) == topk for row in every.tolist())
@@ -171,18 +171,18 @@ def test_a_run_gives_each_forward_another_routing(
         return forward(hidden, ids, weights, **rest)
 
     monkeypatch.setattr(experts, "forward", spy)
-    timing = measure.time_forward(experts, 4, 2)
-    assert len(set(seen)) == timing.runs == measure.LEAST_RUNS
+    timing = benchmark.time_forward(experts, 4, 2)
+    assert len(set(seen)) == timing.runs == benchmark.LEAST_RUNS
 
 
 def test_the_last_level_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sockets' caches count both, a cache that is shared once; nothing known is nothing."""
     monkeypatch.setattr("ktconvert.native_quant.machine.affinity", lambda: frozenset(range(4)))
-    assert measure.last_level_cache(tmp_path) == 0
+    assert benchmark.last_level_cache(tmp_path) == 0
     for number in range(4):
         for index, level, kib, shared in ((0, 1, 32, f"{number}"), (3, 3, 1024, "0-1" if number < 2 else "2-3")):
             folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/cache/index{index}"
             folder.mkdir(parents=True)
             for name, text in (("level", level), ("size", f"{kib}K"), ("shared_cpu_list", shared)):
                 (folder / name).write_text(f"{text}\n")
-    assert measure.last_level_cache(tmp_path) == 2 << 20
+    assert benchmark.last_level_cache(tmp_path) == 2 << 20

@@ -487,7 +487,7 @@ def test_options_that_do_not_go_together(
 
 
 def test_options_of_the_config(spoken_by: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match="say by gpu_experts_mask or num_gpu_experts"):
+    with pytest.raises(UsageError, match="choose experts of it with gpu_experts_mask or num_gpu_experts"):
         KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts=spoken_by["w4"])
     with pytest.raises(UsageError, match="give one of them"):
         KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts_mask=torch.ones(2, 8) > 0, num_gpu_experts=1)

@@ -47,7 +47,7 @@ def test_a_conversion_without_threads_can_be_resumed(
 
 PROGRAMS = {
     "pool": "from ktconvert.native_quant.runtime.pool import Pool; Pool(3)",
-    "bandwidth": "from ktconvert.native_quant.runtime.measure import read_bandwidth; read_bandwidth(3)",
+    "bandwidth": "from ktconvert.native_quant.runtime.benchmark import read_bandwidth; read_bandwidth(3)",
 }
 
 

@@ -1,1 +1,1 @@
-"""Computing with what was converted: routed experts on the CPU, for Python, transformers and SGLang."""
+"""Computing converted routed experts on the CPU, for Python, transformers and SGLang."""

@@ -1,12 +1,14 @@
-"""Deferred experts, as kt-kernel 0.7.2 defines them: a layer leaves a token's least weighted experts to the next layer's output.
+"""Deferred experts, as in kt-kernel 0.7.2: a token's least weighted experts are added to the next layer's output.
 
-With max_deferred_experts_per_token = d, layer L computes the topk - d experts of largest weight at once (`select`); the others begin
-right after, on the same inputs, and their sum, rounded to BF16, is added to the output of layer L + 1 before that is rounded. What
-layer L returns is thus its own immediate experts plus what layer L - 1 left. An expert that is immediate for one token of a batch is
-immediate for all of them. What the last layer leaves reaches nobody: give it d = 0, as SGLang does.
+With max_deferred_experts_per_token = d, layer L computes the topk - d experts of largest weight at once (`select`); the
+others begin right after, on the same inputs, and their sum, rounded to BF16, is added to the output of layer L + 1
+before that is rounded. So layer L returns its own immediate experts plus the deferred ones of layer L - 1. An expert
+that is immediate for one token of a batch is immediate for all of them. The last layer's deferred experts would never
+be added: give it d = 0, as SGLang does.
 
-Other than kt-kernel we add what was left once (kt-kernel again with every call of layer L), raise ValueError where the next layer is
-called with another number of tokens (kt-kernel reads another buffer), and tell the models of a process apart by their weight_path.
+Unlike kt-kernel we add deferred experts only once (kt-kernel adds them with every call of layer L), raise ValueError
+where the next layer is called with another number of tokens (kt-kernel reads another buffer), and distinguish models by
+their weight_path.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 def select(
     ids: torch.Tensor, weights: torch.Tensor, immediate: int, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """ids [T, k] as (now, later), with -1 where an expert is in the other one; `immediate` per token by largest weight.
+    """ids [T, k] as (now, later), each with -1 in place of the other's experts.
 
-    later is None where nothing can be: immediate >= k. Ids that are no experts stay in `now`.
+    now holds the `immediate` experts of largest weight of each token. later is None where nothing is deferred:
+    immediate >= k. Ids that are not of experts stay in `now`.
     """
     import torch
 
@@ -46,23 +49,27 @@ def select(
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a layer left for the next: the job that computes it, into `out` (BF16 [tokens, H]); device: that of the layer's input."""
+class Deferred:
+    """The deferred experts of a layer: the job that computes their sum into `out` (BF16 [tokens, H]).
+
+    device: that of the layer's input.
+    """
 
     job: Job
     pool: Pool
     out: torch.Tensor
     device: torch.device
 
-    waiting: ClassVar[dict[tuple[str, int], Left]] = {}
+    pending: ClassVar[dict[tuple[str, int], Deferred]] = {}
 
     @classmethod
-    def take(cls, model: str, layer: int, tokens: int, device: torch.device) -> Left | None:
-        """What the layer before `layer` left, if anything; it is given once."""
-        left = cls.waiting.pop((model, layer - 1), None)
-        if left is not None and (len(left.out) != tokens or left.device != device):
+    def take(cls, model: str, layer: int, tokens: int, device: torch.device) -> Deferred | None:
+        """The deferred experts of the layer before `layer`, if any; they are removed from `pending`."""
+        deferred = cls.pending.pop((model, layer - 1), None)
+        if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
             raise ValueError(
-                f"layer {layer} was called with {tokens} tokens on {device}, but layer {layer - 1} deferred experts of {len(left.out)} "
-                f"tokens on {left.device} to it; call the layers one after the other with the same tokens"
+                f"layer {layer} was called with {tokens} tokens on {device}, but layer {layer - 1} deferred experts of "
+                f"{len(deferred.out)} tokens on {deferred.device} to it; "
+                "call the layers one after the other with the same tokens"
             )
-        return left
+        return deferred

@@ -1,4 +1,4 @@
-"""The routed experts of one layer, ready to compute. Knows NumPy and nothing above it: torch and transformers build on this.
+"""The routed experts of one layer, ready to compute. Depends on NumPy only; torch and transformers build on it.
 
 The numbers: quantizers/NUMERICS.md, section 5. BF16 values are uint16 arrays of their bits.
 """
@@ -28,23 +28,24 @@ I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 Skip = npt.NDArray[np.bool_] | npt.NDArray[np.uint8] | None
 
-_told: set[tuple[str, int, int]] = set()
+_warned: set[tuple[str, int, int]] = set()
 
 
 class Job:
     """A forward that runs in the background; its arrays must live until wait() has returned."""
 
-    _free = staticmethod(lib.ktq_job_free)  # the module's names may be gone when the last jobs go
+    # Kept here because at exit the module's globals may be cleared before the last jobs are freed.
+    _free = staticmethod(lib.ktq_job_free)
 
     def __init__(self, pointer: Any, keep: tuple[object, ...]) -> None:
         self.pointer, self._keep = pointer, keep
 
     def submit(self) -> None:
-        """Queue it (again); waits for its last run first. Experts that were closed meanwhile stay as long as the job."""
+        """Queue it (again), after waiting for its last run. It keeps its experts alive, even if they are closed."""
         lib.ktq_job_submit(self.pointer)
 
     def wait(self) -> None:
-        """Return when it is done. Raises what forward() raises, and RuntimeError in a child that was forked while it was pending."""
+        """Wait for it. Raises forward()'s errors, and RuntimeError in a child that was forked while it was pending."""
         lib.ktq_job_wait(self.pointer)
         _check(lib.ktq_job_result(self.pointer))
 
@@ -55,7 +56,7 @@ class Job:
 class Experts:
     """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
 
-    Made by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
+    Created by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Experts:
         exact: bool = False,
         order: I64 | None = None,
     ) -> None:
-        kernels.isa()  # a wrong KTCONVERT_ISA is told here
+        kernels.isa()  # a wrong KTCONVERT_ISA is reported here
         grid = packed.grid
         self.method, self.layer = packed.form.name, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
@@ -106,18 +107,19 @@ class Experts:
     ) -> Experts:
         """One layer of a converted directory: merged or loose, ours or kt-kernel's.
 
-        method .. intermediate  what the caller believes; an error where the file is something else
-        parts   how many NUMA parts the caller expects; the file's number is the truth, another one costs speed and is warned
-                of once, or refused if `strict`
-        memory  "copy": memory of our own on huge pages, bound to the part's NUMA node; "map": the files' pages, shared between
-                processes, 8 to 12 % slower; "auto": copy if the whole directory fits into the available memory, else map
+        method .. intermediate  what the caller expects; an error where the file differs
+        parts   how many NUMA parts the caller expects; the file's number is used. Another one costs speed: a
+                warning, once, or an error if `strict`
+        memory  "copy": a copy on huge pages, bound to the part's NUMA node; "map": the files' pages, shared between
+                processes, 8 to 12 % slower; "auto": copy if the whole directory fits into the available
+                memory, else map
         order   int64 [E]: expert p computes with the file's expert order[p]
-        Raises UnsupportedError, InputError or VerificationError with one sentence that names the file and the remedy.
+        Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         sizes = {"method": method, "experts": num_experts, "hidden": hidden, "intermediate": intermediate}
         packed = weights.load(Path(path), layer, memory, **sizes)  # type: ignore[arg-type]
         if parts is not None and parts != packed.grid.numa:
-            _tell_parts(str(path), packed.grid.numa, parts, strict)
+            _report_parts(str(path), packed.grid.numa, parts, strict)
         return cls(packed, pool=pool, exact=exact, order=order)
 
     @classmethod
@@ -136,8 +138,8 @@ class Experts:
     ) -> Experts:
         """Experts quantized on the spot: gate and up [E, I, H], down [E, H, I], BF16 bits.
 
-        Raises KeyError for an unknown method, ValueError for arrays that do not fit, NonFinite for Inf or NaN, UnsupportedError for sizes
-        that the method cannot hold.
+        Raises KeyError for an unknown method, ValueError for arrays that do not fit, NonFinite for Inf or NaN,
+        UnsupportedError for sizes that the method cannot hold.
         """
         pool = pool or default_pool()
         packed = weights.pack(gate, up, down, FORMS[method], layer, parts, pool.threads)
@@ -146,28 +148,28 @@ class Experts:
     def forward(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16 | None = None) -> U16:
         """hidden [T, H] BF16 bits, ids [T, k], weights [T, k] -> out [T, H] BF16 bits.
 
-        Ids below 0, not below E, or marked in skip [E] add nothing. Raises ValueError for arrays that do not fit and after close(),
-        MemoryError, ResourceError where a forked process cannot start the pool's threads.
+        Ids below 0, not below E, or marked in skip [E] add nothing. Raises ValueError for arrays that do not fit and
+        after close(), MemoryError, and ResourceError where a forked process cannot start the pool's threads.
         """
         out = np.empty(hidden.shape, np.uint16) if out is None else out
         self.forward_call(self._call(hidden, ids, weights, skip, out))
         return out
 
     def submit(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16) -> Job:
-        """The same in the background, after what was submitted before to the same pool."""
+        """The same in the background, after all earlier jobs of the same pool."""
         job = self.job(self._call(hidden, ids, weights, skip, out), (hidden, ids, weights, skip, out))
         job.submit()
         return job
 
     def job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
-        """A job that can be submitted many times; call: what call_at() gives. Reads its arrays anew each time."""
+        """A job that can be submitted many times; call: as returned by call_at(). Each run reads its arrays again."""
         used = self._open()
-        made = ffi.new("ktq_job **")
-        _check(lib.ktq_job_new(self.pool.pointer, used.moe, call, made))
-        return Job(made[0], (self.pool, used, *keep))
+        job = ffi.new("ktq_job **")
+        _check(lib.ktq_job_new(self.pool.pointer, used.moe, call, job))
+        return Job(job[0], (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
-        """A call by addresses, for callers whose arrays are no NumPy arrays and who have checked them; skip: 0 for none."""
+        """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none."""
         return ffi.new(
             "ktq_call *",
             (
@@ -183,12 +185,12 @@ class Experts:
         )
 
     def forward_call(self, call: Any) -> None:
-        """forward() for what call_at() gives."""
-        used = self._open()  # another thread may close us meanwhile
+        """forward() for a call of call_at()."""
+        used = self._open()  # another thread may call close() meanwhile
         _check(lib.ktq_forward(self.pool.pointer, used.moe, call))
 
     def save(self, folder: Path | str) -> None:
-        """Write this layer as kt-kernel's loose .kt files: folder/_layer_N, whole or not at all; an old one is replaced."""
+        """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced."""
         root = Path(folder)
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
@@ -216,7 +218,7 @@ class Experts:
         return self._open().packed
 
     def close(self) -> None:
-        """Let go of the weights: nothing new can be computed. They are freed when the jobs that were made of them are gone."""
+        """Release the weights: no new forward can start. They are freed with the last job that uses them."""
         self._weights = None
 
     def __enter__(self) -> Experts:
@@ -287,16 +289,16 @@ def _checked_order(order: I64 | None, experts: int) -> list[int]:
     return numbers
 
 
-def _tell_parts(path: str, have: int, wanted: int, strict: bool) -> None:
-    sentence = (
-        f"{path}: made for {have} NUMA parts, run with {wanted}: the result is right, but memory may be read across nodes; "
-        f"convert with --threadpool-count {wanted} for full speed."
+def _report_parts(path: str, have: int, wanted: int, strict: bool) -> None:
+    message = (
+        f"{path}: made for {have} NUMA parts, run with {wanted}: the result is right, but memory may be read across "
+        f"nodes; convert with --threadpool-count {wanted} for full speed."
     )
     if strict:
-        raise UnsupportedError(sentence)
-    if (path, have, wanted) not in _told:
-        _told.add((path, have, wanted))
-        warnings.warn(sentence, stacklevel=3)
+        raise UnsupportedError(message)
+    if (path, have, wanted) not in _warned:
+        _warned.add((path, have, wanted))
+        warnings.warn(message, stacklevel=3)
 
 
 def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writable: bool = False) -> int:

@@ -1,9 +1,9 @@
 """Routed experts for transformers: from_pretrained(MODEL, quantization_config=KTConvertConfig(cpu_weights=OUT)).
 
-Importing this module registers the config and its quantizer under the name "ktconvert", and under that of our outputs, so that
-from_pretrained(OUT) finds its experts. Each routed-experts module is replaced before
-weights are loaded, so transformers finds no place for the expert tensors of the checkpoint and reads none of them. The hot experts, if any
-are chosen, are read here, from the same checkpoint or another one.
+Importing this module registers the config and its quantizer under the name "ktconvert", and under that of our outputs,
+so that from_pretrained(OUT) loads its experts. Each routed-experts module is replaced before weights are loaded, so
+transformers has no use for the expert tensors of the checkpoint and reads none of them. Hot experts, if any are chosen,
+are read here, from the same checkpoint or another one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class KTConvertConfig(QuantizationConfigMixin):
     threads      threads of the experts; None: the physical cores that this process may use
     memory       as for Experts.load
 
-    Experts that are computed by torch instead, on the GPU if there is one; none if nothing is said:
-    gpu_experts_mask   which: a bool tensor [decoder layers, experts], or the safetensors file that holds it under this name
-    num_gpu_experts    instead: the first so many of each layer
-    gpu_experts        the checkpoint that holds them, packed or not: a directory or a hub id; None: the one that is loaded
+    Experts that torch computes instead, on the GPU if there is one; by default none:
+    gpu_experts_mask   which: a bool tensor [decoder layers, experts], or a safetensors file that holds it by this name
+    num_gpu_experts    instead: this many of each layer, the first ones
+    gpu_experts        the checkpoint that holds them, packed or not: a directory or a hub id; None: the loaded one
 
-    A checkpoint that is quantized itself (`ktconvert gpu`) is loaded with a config that does not say so, since transformers takes one
-    quantization per model: del config.quantization_config, then from_pretrained(MODEL, config=config, quantization_config=...).
-    Raises UsageError for options that do not go together.
+    A checkpoint that is itself quantized (`ktconvert gpu`) is loaded with a config without that quantization, since
+    transformers accepts one per model: del config.quantization_config, then from_pretrained(MODEL, config=config,
+    quantization_config=...). Raises UsageError for options that do not go together.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class KTConvertConfig(QuantizationConfigMixin):
         hot_mask.check(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
             raise UsageError(
-                "gpu_experts names a checkpoint; say by gpu_experts_mask or num_gpu_experts what to take from it"
+                "gpu_experts names a checkpoint; choose experts of it with gpu_experts_mask or num_gpu_experts"
             )
         self.quant_method = quant_method  # type: ignore[assignment]
         self.cpu_weights = os.fspath(cpu_weights)
@@ -77,7 +77,7 @@ class KTConvertConfig(QuantizationConfigMixin):
 
 
 def _plain(mask: Any) -> str | list[list[bool]] | None:
-    """What JSON can hold, for transformers writes configs as JSON."""
+    """The mask as a value of JSON, since transformers writes configs as JSON."""
     if mask is None or isinstance(mask, list):
         return mask
     return os.fspath(mask) if isinstance(mask, str | os.PathLike) else mask.tolist()
@@ -85,7 +85,7 @@ def _plain(mask: Any) -> str | list[list[bool]] | None:
 
 @register_quantizer(NAME)
 class KTConvertQuantizer(HfQuantizer):
-    """Puts RoutedExperts in the place of every routed-experts module."""
+    """Replaces every routed-experts module by RoutedExperts."""
 
     requires_calibration = False
     quantization_config: KTConvertConfig
@@ -93,16 +93,16 @@ class KTConvertQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """Replace the experts, and have the checkpoint's tensors of exactly these modules passed over without a word.
+        """Replace the experts, and have transformers skip the checkpoint's tensors of exactly these modules silently.
 
-        Raises UnsupportedError for a model whose experts are others than ours, or than those in cpu_weights, and what
-        Experts.load, hot_mask.per_layer and HotWeights raise for weights that are damaged or do not fit.
+        Raises UnsupportedError for a model whose experts we cannot compute or which differ from those in cpu_weights,
+        and the errors of Experts.load, hot_mask.per_layer and HotWeights for weights that are damaged or do not fit.
         """
         places = find_experts(model)
         masks = self._masks(model, places)
         source = self._source(places, checkpoint_files) if masks else None
         loaded = self._load(type(model).__name__, places)
-        hot = {} if source is None else _hot(source, places, masks)
+        hot = {} if source is None else _load_hot(source, places, masks)
         for place in places:
             parent, _, name = place.name.rpartition(".")
             ours = RoutedExperts(place.layer, loaded[place.layer], place.zero_ids, hot.get(place.layer))
@@ -111,34 +111,38 @@ class KTConvertQuantizer(HfQuantizer):
         return model
 
     def _masks(self, model: Any, places: list[Place]) -> dict[int, hot_mask.Mask]:
-        """Of each layer that has hot experts, which they are."""
-        given = self.quantization_config
+        """The mask of hot experts of each layer that has any."""
+        settings = self.quantization_config
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         experts = {place.layer: place.num_experts for place in places}
-        masks = hot_mask.per_layer(given.gpu_experts_mask, given.num_gpu_experts, experts, layers)
+        masks = hot_mask.per_layer(settings.gpu_experts_mask, settings.num_gpu_experts, experts, layers)
         return {layer: mask for layer, mask in masks.items() if mask.any()}
 
     def _source(self, places: list[Place], checkpoint_files: list[str] | None) -> HotWeights:
-        """The checkpoint of the hot experts; its layers are those of the model."""
+        """The checkpoint of the hot experts, which must have the model's layers and sizes."""
         where = self.quantization_config.gpu_experts
         if where is None and not checkpoint_files:
-            raise UsageError("no checkpoint is loaded from files here; name that of the hot experts as gpu_experts")
-        source = HotWeights(Path(checkpoint_files[0]).parent if where is None else Path(where).expanduser())  # type: ignore[index]
+            raise UsageError(
+                "the model is not loaded from files; pass the checkpoint of the hot experts as gpu_experts"
+            )
+        root = Path(checkpoint_files[0]).parent if where is None else Path(where).expanduser()  # type: ignore[index]
+        source = HotWeights(root)
         for place in places:
             source.require(place.layer, (place.num_experts, place.hidden, place.intermediate))
         return source
 
     def _load(self, what: str, places: list[Place]) -> dict[int, Experts]:
-        """Each layer's experts, all of them before the model is touched."""
-        given = self.quantization_config
-        root = Path(given.cpu_weights).expanduser()
+        """The experts of every layer, loaded before the model is changed."""
+        settings = self.quantization_config
+        root = Path(settings.cpu_weights).expanduser()
         missing = sorted({place.layer for place in places}.difference(layers_of(root)))
         if missing:
             require_readable(root, missing[0])
             raise UnsupportedError(
-                f"{root}: holds no experts of layer {', '.join(map(str, missing))}, which {what} has; convert all layers"
+                f"{root}: holds no experts of layer {', '.join(map(str, missing))}, which {what} has; "
+                "convert all layers"
             )
-        pool = shared_pool(given.threads)
+        pool = shared_pool(settings.threads)
         return {
             place.layer: Experts.load(
                 root,
@@ -146,15 +150,15 @@ class KTConvertQuantizer(HfQuantizer):
                 num_experts=place.num_experts,
                 hidden=place.hidden,
                 intermediate=place.intermediate,
-                memory=given.memory,
+                memory=settings.memory,
                 pool=pool,
-                exact=given.exact,
+                exact=settings.exact,
             )
             for place in places
         }
 
     def is_serializable(self) -> bool:
-        """The model cannot be saved: the experts lie in cpu_weights."""
+        """The model cannot be saved: its experts are in cpu_weights."""
         return False
 
     @property
@@ -165,7 +169,7 @@ class KTConvertQuantizer(HfQuantizer):
 
 @register_quantization_config(amx_card.QUANT_METHOD)
 class ConvertedConfig(KTConvertConfig):
-    """What config.json of an output says of its experts: they lie beside it."""
+    """The quantization_config in an output's config.json: the experts are in the same directory."""
 
     def __init__(self, quant_method: str = amx_card.QUANT_METHOD, **_facts: Any) -> None:
         super().__init__(cpu_weights="", quant_method=quant_method)
@@ -173,12 +177,12 @@ class ConvertedConfig(KTConvertConfig):
 
 @register_quantizer(amx_card.QUANT_METHOD)
 class ConvertedQuantizer(KTConvertQuantizer):
-    """Loads an output itself: its experts, and the rest of the model where it was converted with `--non-experts copy`."""
+    """Loads an output itself: its experts, and the rest of the model if it was copied (`--non-experts copy`)."""
 
     _renamings: tuple[Any, ...] = ()
 
     def update_tp_plan(self, config: Any) -> Any:
-        """Of all that is asked before files are looked for, this alone gets the config.
+        """Check the output's files, here since no other method gets the config before transformers looks for files.
 
         Raises UnsupportedError for an output without safetensors files.
         """
@@ -190,12 +194,14 @@ class ConvertedQuantizer(KTConvertQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """As for another checkpoint, and the names in this one are kt-kernel's.
+        """As for another checkpoint, except that tensors have kt-kernel's names.
 
-        Raises UnsupportedError, besides, for an output that lacks a part of the rest of the model.
+        Also raises UnsupportedError for an output that lacks a part of the rest of the model.
         """
         if not checkpoint_files:
-            raise UsageError("experts can be loaded from files alone; give from_pretrained the directory of an output")
+            raise UsageError(
+                "experts can only be loaded from files; pass the directory of an output to from_pretrained"
+            )
         root, places = Path(checkpoint_files[0]).parent, find_experts(model)
         renamings = hf_output.renamings(model, places)
         hf_output.require_rest(root, checkpoint_files, model, places, renamings)
@@ -206,18 +212,18 @@ class ConvertedQuantizer(KTConvertQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-        """The model's own, from the names that the original has."""
+        """The model's own conversions, after the renaming to the original's names."""
         return [*self._renamings, *weight_conversions]
 
 
-def _hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask.Mask]) -> dict[int, HotExperts]:
-    """Layer by layer; a place that runs out of memory is told before it does."""
+def _load_hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask.Mask]) -> dict[int, HotExperts]:
+    """The hot experts of each layer. Raises ResourceError before loading if the device has too little memory."""
     device = hot_experts.device()
     hot_experts.require_room(masks.values(), places[0].hidden, places[0].intermediate, device)
     return {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
 
 
 def _below(model: Any, place: Place) -> str:
-    """A pattern of what the checkpoint may hold below a module, with or without the name of the base model in front."""
+    """A pattern for the checkpoint's tensors below a module, with or without the prefix of the base model."""
     base = f"{model.base_model_prefix}."
     return rf"^({re.escape(base)})?{re.escape(place.name.removeprefix(base))}\."

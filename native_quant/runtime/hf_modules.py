@@ -1,4 +1,4 @@
-"""Routed experts inside a transformers model: which modules they are, and the module without parameters that takes their place."""
+"""Routed experts inside a transformers model: finding them, and the module without parameters that replaces each."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class RoutedExperts(torch.nn.Module):
 
     layer       its number in the model and in the converted directory
     experts     the loaded weights
-    zero_ids    ids from E on are experts that give back what they get (LongCat-Flash); otherwise they add nothing
-    hot         experts that are computed elsewhere; `experts` passes over them
+    zero_ids    ids from E on are identity experts, which return their input (LongCat-Flash); otherwise they add nothing
+    hot         experts that torch computes; `experts` skips them
     """
 
     def __init__(self, layer: int, experts: Experts, zero_ids: bool = False, hot: HotExperts | None = None) -> None:
@@ -40,20 +40,23 @@ class RoutedExperts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The sum of each token's experts, weighted: [..., H] as given, ids and weights [T, k]. No gradient flows through it."""
-        given = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
-        rows = given.to("cpu", torch.bfloat16).contiguous()
+        """The weighted sum of each token's experts, [..., H] as hidden_states; ids and weights [T, k].
+
+        No gradient flows through it.
+        """
+        hidden = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
+        rows = hidden.to("cpu", torch.bfloat16).contiguous()
         ids = top_k_index.to("cpu", torch.int64).contiguous()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
-        # The hot ones first: a GPU goes on with them while the CPU computes the others.
-        hot = None if self.hot is None else self.hot.forward(given, ids, weights)
+        # The hot ones first: a GPU computes them while the CPU computes the others.
+        hot = None if self.hot is None else self.hot.forward(hidden, ids, weights)
         out = torch.empty_like(rows)
         if len(rows):
             skip = None if self.hot is None else self.hot.mask
             self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), skip=skip, out=_bits(out))
         if self.zero_ids:
-            kept = weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
-            out = (out.float() + kept * rows.float()).to(torch.bfloat16)
+            identity = weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
+            out = (out.float() + identity * rows.float()).to(torch.bfloat16)
         if hot is not None:
             out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
         return out.reshape(hidden_states.shape).to(hidden_states.device, hidden_states.dtype)
@@ -62,11 +65,12 @@ class RoutedExperts(torch.nn.Module):
         """What print(model) shows."""
         x = self.experts
         hot = "" if self.hot is None else f", hot={len(self.hot)} on {self.hot.device}"
-        return f"layer={self.layer}, {x.method}, experts={x.num_experts}, hidden={x.hidden}, intermediate={x.intermediate}{hot}"
+        sizes = f"experts={x.num_experts}, hidden={x.hidden}, intermediate={x.intermediate}"
+        return f"layer={self.layer}, {x.method}, {sizes}{hot}"
 
 
 def _bits(tensor: torch.Tensor) -> Any:
-    """The same memory as uint16, for NumPy has no BF16."""
+    """The same memory as uint16, since NumPy has no BF16."""
     return tensor.view(torch.uint16).numpy()
 
 
@@ -86,34 +90,36 @@ class Place:
 
 
 def find_experts(model: torch.nn.Module) -> list[Place]:
-    """Every routed-experts module of a transformers model, by its structure: called `experts`, with 3-D gate_up_proj and down_proj.
+    """Every routed-experts module of a transformers model: called `experts`, with 3-D gate_up_proj and down_proj.
 
-    Of several stacks of layers (a talker beside the thinker) the one counts whose name the table of architectures knows.
-    Raises UnsupportedError for a model without such modules, and for experts that compute something else than ours.
+    Where a model has several stacks of layers (a talker beside the thinker), the one named in the table of
+    architectures is used. Raises UnsupportedError for a model without such modules, and for experts that compute
+    another function than ours.
     """
-    found: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
+    modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
         match = LAYER.fullmatch(name)
         if match is not None and all(_is_3d(module, part) for part in ("gate_up_proj", "down_proj")):
-            found.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
-    prefixes = list(found) if len(found) == 1 else [prefix for prefix in found if prefix in PREFIXES]
+            modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
+    prefixes = list(modules) if len(modules) == 1 else [prefix for prefix in modules if prefix in PREFIXES]
     what = type(model).__name__
     if len(prefixes) != 1:
-        if found:
+        if modules:
             raise UnsupportedError(
-                f"{what}: has experts under several names ({', '.join(map(repr, found))}); load it without cpu_weights"
+                f"{what}: has experts under several names ({', '.join(map(repr, modules))}); "
+                "load it without cpu_weights"
             )
         import transformers
 
         raise UnsupportedError(
-            f"{what}: transformers {transformers.__version__} builds no routed experts in it that could be replaced (a module"
-            " 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without cpu_weights, or without"
-            " trust_remote_code if the model brings classes of its own"
+            f"{what}: transformers {transformers.__version__} builds no routed experts in it that could be replaced"
+            " (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without cpu_weights,"
+            " or without trust_remote_code if the model brings classes of its own"
         )
-    layers = Counter(layer for layer, _, _ in found[prefixes[0]])
-    if twice := [layer for layer, count in layers.items() if count > 1]:
-        raise UnsupportedError(f"{what}: has two kinds of experts in layer {twice[0]}; load it without cpu_weights")
-    for _, name, module in found[prefixes[0]]:
+    layers = Counter(layer for layer, _, _ in modules[prefixes[0]])
+    if repeated := [layer for layer, count in layers.items() if count > 1]:
+        raise UnsupportedError(f"{what}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights")
+    for _, name, module in modules[prefixes[0]]:
         for differs, why in REFUSALS:
             if differs(module):
                 raise UnsupportedError(
@@ -122,7 +128,7 @@ def find_experts(model: torch.nn.Module) -> list[Place]:
                 )
     return [
         Place(name, layer, *_sizes(module), zero_ids=hasattr(module, "identity_expert"))
-        for layer, name, module in found[prefixes[0]]
+        for layer, name, module in modules[prefixes[0]]
     ]
 
 
@@ -142,19 +148,21 @@ def _other_call(module: torch.nn.Module) -> bool:
 
 
 def _other_gate(module: Any) -> bool:
-    """Whether it computes something else than silu(gate) * up; tried on numbers, clamped ones among them."""
+    """Whether it computes something else than silu(gate) * up; tried on samples, large ones among them (clamping)."""
     gate_up = (
         torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32).sinh().reshape(4, 32)
     )  # to 548; most are small
     gate, up = gate_up.chunk(2, dim=-1)
     try:
-        got = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
+        result = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
     except (AttributeError, RuntimeError, TypeError):
         return True
-    return got.shape != up.shape or not torch.allclose(got, torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-5)
+    return result.shape != up.shape or not torch.allclose(
+        result, torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-5
+    )
 
 
-# What our experts cannot stand in for -> how it is said.
+# Modules that our experts cannot replace, and the reason given in the message.
 REFUSALS: tuple[tuple[Callable[[torch.nn.Module], bool], str], ...] = (
     (lambda module: any("bias" in name for name in module._parameters), "has biases"),
     (_other_call, f"is not called with {', '.join(ARGUMENTS)}"),

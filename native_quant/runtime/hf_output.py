@@ -1,4 +1,4 @@
-"""An output of `ktconvert cpu` as a checkpoint of transformers: whether the rest of the model is in it, and under which names."""
+"""An output of `ktconvert cpu` as a checkpoint for transformers: whether it holds the whole model, by which names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import merged
 from ktconvert.native_quant.runtime.hf_modules import LAYER, Place
 
-# Of the tensors that transformers finds no place for: ours, under the names that `renamings` makes of them.
+# The expert tensors of an output, by the names that `renamings` maps them to.
 EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
 BASE_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 
 
 def require_files(root: Path) -> None:
-    """Raises UnsupportedError for a directory without safetensors files, where transformers would look for other ones."""
+    """Raises UnsupportedError for a directory without safetensors files: transformers would look for others."""
     if root.is_dir() and not any(root.glob("*.safetensors")):
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
 
 
 def renamings(model: Any, places: Sequence[Place]) -> list[WeightRenaming]:
-    """From kt-kernel's names (merged.rename_non_expert) to those of this model: transformers' WeightRenaming, to be applied first."""
+    """From kt-kernel's names (merged.rename_non_expert) to this model's, to be applied before its own conversions."""
     match = LAYER.fullmatch(places[0].name)
     assert match is not None
     stack = match["prefix"]
@@ -41,7 +41,7 @@ def renamings(model: Any, places: Sequence[Place]) -> list[WeightRenaming]:
 def require_rest(
     root: Path, files: Iterable[str], model: Any, places: Sequence[Place], first: Sequence[WeightRenaming]
 ) -> None:
-    """Raises UnsupportedError where these files lack a tensor that the model has beside its routed experts, as it would be random."""
+    """Raises UnsupportedError where the files lack a non-expert tensor of the model, which would be random."""
     names = [
         entry.name
         for file in files
@@ -70,19 +70,19 @@ def _wanted(model: Any, places: Sequence[Place]) -> set[str]:
 
 
 def _targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -> set[str]:
-    """What tensors of these names give, by their names in the model."""
+    """The tensors that these become, by their names in the model."""
     mapping = get_model_conversion_mapping(model)
     renaming = [*first, *(x for x in mapping if isinstance(x, WeightRenaming))]
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
-    known, found = model.state_dict(), set()
+    known, targets = model.state_dict(), set()
     for name in names:
         target, pattern = rename_source_key(name, renaming, converters, model.base_model_prefix, known)
-        found.add(target)
+        targets.add(target)
         for converter in converters:
             if pattern in converter.source_patterns:  # one tensor may become several
                 one, *others = converter.target_patterns
-                found.update(target.replace(one, other) for other in others)
-    return found
+                targets.update(target.replace(one, other) for other in others)
+    return targets
 
 
 def _load_the_original(root: Path, why: str) -> str:

@@ -34,9 +34,9 @@ class HotExperts:
         return len(self.weights)
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of each token the weighted sum of its hot experts: float32 [T, H] on `device`, experts added in the order of their numbers.
+        """The weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H] on `device`.
 
-        hidden [T, H] anywhere; ids int64 and weights float32 [T, k] on the CPU, so that a GPU is never waited for.
+        hidden [T, H] anywhere; ids int64 and weights float32 [T, k] on the CPU, so that the CPU never waits for a GPU.
         """
         import torch
         from torch.nn.functional import linear, silu
@@ -52,13 +52,13 @@ class HotExperts:
             if pairs.start == pairs.stop:
                 continue
             gate, up = linear(hidden[tokens[pairs]], gate_up).float().chunk(2, dim=-1)
-            said = linear((silu(gate) * up).to(torch.bfloat16), down)
-            out.index_add_(0, tokens[pairs], said.float() * scale[pairs, None])
+            output = linear((silu(gate) * up).to(torch.bfloat16), down)
+            out.index_add_(0, tokens[pairs], output.float() * scale[pairs, None])
         return out
 
 
 def device() -> torch.device:
-    """Where hot experts lie."""
+    """The device of the hot experts."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -73,12 +73,16 @@ def require_room(masks: Iterable[Mask], hidden: int, width: int, where: torch.de
     free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else machine.memory_available()
     if need > free:
         raise ResourceError(
-            f"{count} hot experts take {need / 2**30:.1f} GiB in BF16, and {where} has {free / 2**30:.1f} GiB left; {REMEDY}"
+            f"{count} hot experts take {need / 2**30:.1f} GiB in BF16, and {where} has "
+            f"{free / 2**30:.1f} GiB left; {REMEDY}"
         )
 
 
 def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:
-    """The hot experts of one layer, read and unpacked by several threads. No other expert is read. Raises what HotWeights.linear raises."""
+    """The hot experts of one layer, read and unpacked by several threads.
+
+    No other expert is read. Raises the errors of HotWeights.linear.
+    """
     import torch
 
     def matrix(expert: int, projection: str) -> torch.Tensor:

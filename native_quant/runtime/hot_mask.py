@@ -1,4 +1,4 @@
-"""Which experts are hot: computed from a checkpoint in torch, on a GPU if there is one, while the CPU runtime computes the cold ones."""
+"""Which experts are hot: torch computes them, on a GPU if there is one, and the CPU runtime the cold ones."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def check(mask: object, count: int | None) -> None:
 
 def read(path: Path) -> Mask:
     """The mask in a file. Raises InputError where the file is damaged, or holds no such tensor."""
-    found = {entry.name: entry for entry in read_header(path).entries}
-    entry = found.get(KEY)
+    entries = {entry.name: entry for entry in read_header(path).entries}
+    entry = entries.get(KEY)
     if entry is None:
-        raise InputError(f"{path}: holds {', '.join(map(repr, sorted(found)[:3])) or 'no tensor'}; {FORM}")
+        raise InputError(f"{path}: holds {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {FORM}")
     if entry.dtype != "BOOL" or len(entry.shape) != 2:
         raise InputError(f"{path}: {KEY!r} is {entry.dtype} of shape {list(entry.shape)}; {FORM}")
     values = np.fromfile(path, np.uint8, entry.nbytes, offset=entry.start)
@@ -40,32 +40,32 @@ def read(path: Path) -> Mask:
 
 
 def per_layer(
-    given: str | list[list[bool]] | None, count: int | None, experts: Mapping[int, int], layers: int
+    mask: str | list[list[bool]] | None, count: int | None, experts: Mapping[int, int], layers: int
 ) -> dict[int, Mask]:
     """Layer -> bool [E], whether its experts are hot, for each layer that has experts.
 
-    given    a file, or the mask itself, [layers, E]: rows are numbered as the model's layers are, as in SGLang; rows of
-             layers without experts say nothing
-    count    instead: the first so many of each layer
+    mask     a file, or the mask itself, [layers, E]: row n is layer n of the model, as in SGLang; rows of layers
+             without experts are ignored
+    count    instead: this many of each layer, the first ones
     experts  layer -> E; layers: decoder layers of the model, with and without experts
     Raises InputError where the mask does not fit the model, UsageError where there are fewer experts than `count`.
     """
-    check(given, count)
-    if given is None:
+    check(mask, count)
+    if mask is None:
         for layer, total in experts.items():
             if (count or 0) > total:
                 raise UsageError(f"{count} experts cannot be hot: layer {layer} has {total}; give at most {total}")
         return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
-    where = given if isinstance(given, str) else KEY
-    mask: npt.NDArray[Any] = read(Path(given).expanduser()) if isinstance(given, str) else np.array(given)
-    if mask.dtype != np.bool_ or mask.ndim != 2:
+    where = mask if isinstance(mask, str) else KEY
+    table: npt.NDArray[Any] = read(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
+    if table.dtype != np.bool_ or table.ndim != 2:
         raise InputError(
-            f"{where}: is {mask.dtype} of shape {list(mask.shape)}; bool [decoder layers, experts] is needed"
+            f"{where}: is {table.dtype} of shape {list(table.shape)}; bool [decoder layers, experts] is needed"
         )
     for layer, total in experts.items():
-        if mask.shape != (layers, total):
+        if table.shape != (layers, total):
             raise InputError(
-                f"{where}: has shape {list(mask.shape)}, but the model has {layers} decoder layers, and layer {layer} has "
-                f"{total} experts; a mask of shape {[layers, total]} is needed"
+                f"{where}: has shape {list(table.shape)}, but the model has {layers} decoder layers, "
+                f"and layer {layer} has {total} experts; a mask of shape {[layers, total]} is needed"
             )
-    return {layer: mask[layer].copy() for layer in experts}
+    return {layer: table[layer].copy() for layer in experts}

@@ -1,4 +1,7 @@
-"""Experts of a checkpoint, one linear at a time: packed integers (`ktconvert gpu`, llmcompressor) as codes and scales, others in BF16."""
+"""Experts of a checkpoint, one linear at a time.
+
+Packed integers (`ktconvert gpu`, llmcompressor) are read as codes and scales, other encodings as BF16.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import INT4, INT8
 from ktconvert.quantizers.reference import integers
 
-LARGEST = 2.0**120  # a scale above it makes a weight that BF16 cannot hold
+LARGEST = 2.0**120  # a scale above it could give a weight that BF16 cannot hold
 
 
 class HotWeights:
-    """The routed experts of a checkpoint: a directory, or a model of the hub. Reads headers only, until an expert is asked for.
+    """The routed experts of a checkpoint: a directory, or a model of the hub.
 
-    Raises InputError where it is damaged or lacks an expert, UnsupportedError where its experts cannot be read.
+    Only headers are read before the first expert is. Raises InputError where it is damaged or lacks an expert,
+    UnsupportedError where its experts cannot be read.
     """
 
     def __init__(self, where: str | Path) -> None:
@@ -30,24 +34,24 @@ class HotWeights:
         self.model: MoeModel = recognise(self._source)
 
     def require(self, layer: int, shape: tuple[int, int, int]) -> None:
-        """Raises UnsupportedError where a layer is not there, or has other sizes E, H, I than the model that is being loaded."""
-        have = self.model.shape(layer) if layer in self.model.layers else None
-        if have is None:
+        """Raises UnsupportedError where a layer is missing, or has other sizes E, H, I than the loaded model."""
+        sizes = self.model.shape(layer) if layer in self.model.layers else None
+        if sizes is None:
             raise UnsupportedError(
-                f"{self.root}: holds no experts of layer {layer}, which the model has; give its own checkpoint"
+                f"{self.root}: holds no experts of layer {layer}, which the model has; give a checkpoint of this model"
             )
-        if have != shape:
+        if sizes != shape:
             raise UnsupportedError(
-                f"{self.root}: layer {layer} has {have[0]} experts of hidden size {have[1]} and width {have[2]}, the model "
-                f"{shape[0]} of {shape[1]} and {shape[2]}; give a checkpoint of this model"
+                f"{self.root}: layer {layer} has {sizes[0]} experts of hidden size {sizes[1]} and width {sizes[2]}, "
+                f"the model {shape[0]} of {shape[1]} and {shape[2]}; give a checkpoint of this model"
             )
 
     def linear(
         self, layer: int, expert: int, projection: str
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
-        """A linear [n, k]: int8 codes [n, k] with float32 scales [n, groups], or the BF16 bits themselves [n, k] without scales.
+        """A linear: int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without scales.
 
-        The arrays are the caller's. Raises InputError for scales that are no finite numbers.
+        The caller owns the arrays. Raises InputError for scales that are not finite.
         """
         linear = self.model.linear(layer, expert, projection)
         scales = linear.scales
@@ -59,8 +63,8 @@ class HotWeights:
             if largest > LARGEST:
                 scale = self.model.weight(layer, expert, projection).tensors["scale"]
                 raise InputError(
-                    f"{self._source.shards[scale.shard].path}: tensor {scale.name!r} holds {largest}, more than BF16 weights can "
-                    "have; make this checkpoint again"
+                    f"{self._source.shards[scale.shard].path}: tensor {scale.name!r} holds {largest}, "
+                    "more than BF16 weights can have; make this checkpoint again"
                 )
             return values, scales
         for info in self.model.expert_tensors(layer, expert):

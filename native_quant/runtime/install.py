@@ -1,4 +1,4 @@
-"""What kt_kernel offers besides KTMoEWrapper, and its name for programs that import it, such as SGLang."""
+"""The functions of kt_kernel besides KTMoEWrapper, and a module of its name for its importers, such as SGLang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIANTS = {"amx": "amx", "avx512vnni": "avx512_vnni", "avx512": "avx512_base", 
 
 
 def version() -> str:
-    """The version of ktconvert, not one of kt-kernel."""
+    """The version of ktconvert, not that of kt-kernel."""
     return metadata.version("ktconvert")
 
 
@@ -30,7 +30,8 @@ def cpu_variant() -> str:
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
     """Which experts go to the GPU: the `num_gpu_experts` most often used of all layers.
 
-    activation_freq: [layers, experts]. Returns bool [layers, experts] on the CPU. Numbers below 0 or above all mean none and all.
+    activation_freq: [layers, experts]. Returns bool [layers, experts] on the CPU. Numbers below 0 mean none, numbers
+    above the total all.
     """
     import torch
 
@@ -43,7 +44,7 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
 
 
 class _KtKernel(ModuleType):
-    """The module kt_kernel, served by ktconvert."""
+    """The module kt_kernel, provided by ktconvert."""
 
     ktconvert = True
 
@@ -53,25 +54,26 @@ class _KtKernel(ModuleType):
         if name in ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"):
             return getattr(native_quant, name)
         raise AttributeError(
-            f"kt_kernel is served by ktconvert here and has no {name!r} (docs/RUNTIME.md lists what it has)"
+            f"kt_kernel is provided by ktconvert here and has no {name!r} (docs/RUNTIME.md lists what it has)"
         )
 
 
 class _Extension(ModuleType):
-    """kt_kernel.kt_kernel_ext, of which only __cpu_variant__ is here."""
+    """kt_kernel.kt_kernel_ext, of which only __cpu_variant__ is provided."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__cpu_variant__":
             return cpu_variant()
         raise AttributeError(
-            f"kt_kernel is served by ktconvert here: it has no C++ extension with {name!r}; use KTMoEWrapper"
+            f"kt_kernel is provided by ktconvert here: it has no C++ extension with {name!r}; use KTMoEWrapper"
         )
 
 
 def install_as_kt_kernel() -> None:
-    """From now on `import kt_kernel` gives ktconvert's KTMoEWrapper, in this process. To be called before anything imports kt_kernel.
+    """Make `import kt_kernel` in this process import ktconvert's KTMoEWrapper.
 
-    Raises RuntimeError if the real kt_kernel is imported already: whoever imported it would go on using it.
+    Call it before anything imports kt_kernel. Raises RuntimeError if the real kt_kernel is already imported, since its
+    importers would go on using it.
     """
     present = sys.modules.get("kt_kernel")
     if isinstance(present, _KtKernel):
@@ -80,9 +82,9 @@ def install_as_kt_kernel() -> None:
         raise RuntimeError(
             "the real kt_kernel is imported already; call install_as_kt_kernel() before anything imports kt_kernel"
         )
-    kernels.isa()  # a wrong KTCONVERT_ISA is told here, as kt_kernel would at its import
+    kernels.isa()  # a wrong KTCONVERT_ISA is reported here, as kt_kernel does when it is imported
     module, extension = _KtKernel("kt_kernel", __doc__), _Extension("kt_kernel.kt_kernel_ext")
-    for made in (module, extension):
-        made.__spec__ = ModuleSpec(made.__name__, None, origin="ktconvert")
+    for each in (module, extension):
+        each.__spec__ = ModuleSpec(each.__name__, None, origin="ktconvert")
     module.__dict__.update(kt_kernel_ext=extension, __path__=[])
     sys.modules |= {"kt_kernel": module, "kt_kernel.kt_kernel_ext": extension, "kt_kernel_ext": extension}

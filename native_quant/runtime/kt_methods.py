@@ -1,8 +1,8 @@
-"""The modes and methods of kt-kernel 0.7.2 by name: what we compute, what comes later, and what is an error there too."""
+"""The modes and methods of kt-kernel 0.7.2 by name: those we compute, and those not implemented yet."""
 
 from __future__ import annotations
 
-LATER = (
+NOT_YET = (
     *("RAWINT4", "FP8", "BF16", "FP8_PERCHANNEL", "GPTQ_INT4", "SYCL_GPTQ_INT4", "MXFP4", "NVFP4", "MXFP8"),
     *("LLAMAFILE", "MOE_INT4", "MOE_INT8"),
 )
@@ -25,10 +25,10 @@ OURS = ("AMXINT4", "AMXINT8")  # forms that our kernels compute with
 
 
 def check(mode: str, method: str, swiglu_limit: float, swiglu_alpha: float) -> None:
-    """Raise ValueError for what kt-kernel does not know, NotImplementedError for what we do not compute."""
+    """Raise ValueError for what kt-kernel does not know either, NotImplementedError for what only we lack."""
     if mode not in ("inference", "sft"):
         raise ValueError(f"Unknown mode: {mode!r}. There are 'inference' and 'sft' (ktconvert computes 'inference').")
-    known = (*OURS, *LATER) if mode == "inference" else TRAINING
+    known = (*OURS, *NOT_YET) if mode == "inference" else TRAINING
     if method not in known:
         raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
     if mode == "sft":
@@ -37,7 +37,7 @@ def check(mode: str, method: str, swiglu_limit: float, swiglu_alpha: float) -> N
         )
     if method not in OURS:
         raise NotImplementedError(
-            f"method={method!r} comes later; ktconvert's runtime computes {' and '.join(OURS)} so far. "
+            f"method={method!r} is not implemented yet; ktconvert's runtime computes {' and '.join(OURS)}. "
             "Convert with `ktconvert cpu --quant-method int4` or int8."
         )
     if swiglu_limit != 0.0 or swiglu_alpha != 0.0:

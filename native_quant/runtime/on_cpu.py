@@ -1,4 +1,4 @@
-"""A layer's forwards for tensors on the CPU, at once or in the background."""
+"""A layer's forwards for tensors on the CPU, synchronous or in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant.runtime import deferred
-from ktconvert.native_quant.runtime.deferred import Left
+from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Experts, Job
 
 if TYPE_CHECKING:
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """What both sides (on_cpu, on_stream) know of a wrapper. mask: bool [E] on the CPU, experts to pass over, read at each forward."""
+    """A wrapper's settings, for on_cpu and on_stream.
+
+    mask: bool [E] on the CPU, experts to skip, read at each forward.
+    """
 
     experts: Experts
     model: str
@@ -25,7 +28,7 @@ class Layer:
     may_defer: int
 
     def split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The ids to compute now, and those to leave to the next layer, if this one defers."""
+        """The ids to compute now, and those to defer to the next layer, if this one defers."""
         if self.may_defer < 1:
             return ids, None
         return deferred.select(ids, weights, self.topk - self.may_defer, self.experts.num_experts)
@@ -33,7 +36,7 @@ class Layer:
     def call(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, add: bool = False
     ) -> Any:
-        """For C; the tensors are as OnCpu.inputs makes them and must live as long as it is used."""
+        """The ktq_call; the tensors are as OnCpu._inputs returns them and must live as long as the call is used."""
         tokens, topk = ids.shape
         addresses = (hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), self.mask.data_ptr(), out.data_ptr())
         call = self.experts.call_at(tokens, topk, *addresses)
@@ -52,53 +55,53 @@ class OnCpu:
         self._types = torch.bfloat16, torch.int64, torch.float32
         self._cpu = torch.device("cpu")
         self._empty_like = torch.empty_like
-        self._submitted: tuple[Job, Left | None, torch.Tensor] | None = None
+        self._submitted: tuple[Job, Deferred | None, torch.Tensor] | None = None
 
     def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Computed when it returns; what is deferred goes on in the background."""
+        """Compute and return the result; deferred experts are computed in the background."""
         layer = self._layer
         hidden, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
-        left = self._take(hidden) if Left.waiting else None
-        if left is not None:
-            left.job.wait()
-        out = self._empty_like(hidden) if left is None else left.out
+        previous = self._previous(hidden) if Deferred.pending else None
+        if previous is not None:
+            previous.job.wait()
+        out = self._empty_like(hidden) if previous is None else previous.out
         now, later = layer.split(ids, weights)
-        layer.experts.forward_call(layer.call(hidden, now, weights, out, left is not None))
+        layer.experts.forward_call(layer.call(hidden, now, weights, out, previous is not None))
         if later is not None:
-            self._leave(hidden.clone(), later, weights.clone())
+            self._defer(hidden.clone(), later, weights.clone())
         return _like(out, hidden_states)
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """Begin with copies of the arguments."""
+        """Start in the background, with copies of the arguments."""
         layer = self._layer
-        given = self._inputs(hidden_states, topk_ids, topk_weights)
-        hidden, ids, weights = (tensor.clone() for tensor in given)
-        left = self._take(hidden)
-        if left is not None and left.pool is not layer.experts.pool:
-            left.job.wait()  # jobs of one pool run in their order, those of two do not
-        out = self._empty_like(hidden) if left is None else left.out
+        inputs = self._inputs(hidden_states, topk_ids, topk_weights)
+        hidden, ids, weights = (tensor.clone() for tensor in inputs)
+        previous = self._previous(hidden)
+        if previous is not None and previous.pool is not layer.experts.pool:
+            previous.job.wait()  # only jobs of the same pool run in order
+        out = self._empty_like(hidden) if previous is None else previous.out
         now, later = layer.split(ids, weights)
-        call = layer.call(hidden, now, weights, out, left is not None)
-        job = layer.experts.job(call, (hidden, now, weights, out, layer.mask, left))
+        call = layer.call(hidden, now, weights, out, previous is not None)
+        job = layer.experts.job(call, (hidden, now, weights, out, layer.mask, previous))
         job.submit()
         if later is not None:
-            self._leave(hidden, later, weights)
-        self._submitted = (job, left, out)
+            self._defer(hidden, later, weights)
+        self._submitted = (job, previous, out)
 
     def sync(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Wait for what was submitted."""
+        """Wait for the forward of the last submit() and return its result."""
         if self._submitted is None:
             raise RuntimeError(f"layer {self._layer.index}: sync_forward without a submit_forward before it")
-        (job, left, out), self._submitted = self._submitted, None
+        (job, previous, out), self._submitted = self._submitted, None
         job.wait()
-        if left is not None:
-            left.job.wait()  # done before ours; raises what went wrong
+        if previous is not None:
+            previous.job.wait()  # ended before ours; raises its error, if any
         return _like(out, hidden_states)
 
     def _inputs(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As C wants them: BF16 [T, H], int64 [T, k], float32 [T, k], contiguous on the CPU; themselves where they are that."""
+        """As C reads them: BF16 [T, H], int64 [T, k], float32 [T, k], contiguous on the CPU; copied if necessary."""
         check_shapes(self._layer, hidden, ids, weights)
         if hidden.dim() != 2:
             hidden, ids, weights = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (hidden, ids, weights))
@@ -111,15 +114,15 @@ class OnCpu:
             weights = weights.to("cpu", float32).contiguous()
         return hidden, ids, weights
 
-    def _take(self, hidden: torch.Tensor) -> Left | None:
-        return Left.take(self._layer.model, self._layer.index, len(hidden), self._cpu)
+    def _previous(self, hidden: torch.Tensor) -> Deferred | None:
+        return Deferred.take(self._layer.model, self._layer.index, len(hidden), self._cpu)
 
-    def _leave(self, hidden: torch.Tensor, later: torch.Tensor, weights: torch.Tensor) -> None:
-        """Begin what the next layer will add. The tensors are nobody else's."""
+    def _defer(self, hidden: torch.Tensor, later: torch.Tensor, weights: torch.Tensor) -> None:
+        """Start the deferred experts, which the next layer adds. No one else may write to the tensors."""
         layer, out = self._layer, self._empty_like(hidden)
         job = layer.experts.job(layer.call(hidden, later, weights, out), (hidden, later, weights, out, layer.mask))
         job.submit()
-        Left.waiting[layer.model, layer.index] = Left(job, layer.experts.pool, out, self._cpu)
+        Deferred.pending[layer.model, layer.index] = Deferred(job, layer.experts.pool, out, self._cpu)
 
 
 def check_shapes(

@@ -1,4 +1,4 @@
-"""A layer's forwards for tensors on a GPU: copies and jobs, all in the order of a CUDA stream, also under graph capture."""
+"""A layer's forwards for tensors on a GPU: copies and jobs, all ordered by a CUDA stream, also under graph capture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant.runtime import streams
-from ktconvert.native_quant.runtime.deferred import Left
+from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Job
 from ktconvert.native_quant.runtime.on_cpu import Layer, check_shapes
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, Buffers
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class OnStream:
-    """Forwards of a layer. Jobs are made once for each set of buffers, so that a graph can run them again."""
+    """Forwards of a layer. Jobs are created once for each set of buffers, so that a graph can run them again."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
-        self._place = layer.index % DEPTH  # which of the two sets is this layer's
+        self._place = layer.index % DEPTH  # which of the two sets this layer uses
         self._jobs: weakref.WeakKeyDictionary[Buffers, dict[str, Job]] = weakref.WeakKeyDictionary()
         self._submitted: tuple[Job, Buffers] | None = None
         self._device: torch.device | None = None
 
     def submit(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, cuda_stream: Any) -> None:
-        """Copy the arguments and begin, once the stream has come this far."""
+        """Copy the arguments and start, once the stream reaches this point."""
         with streams.current(hidden.device, cuda_stream) as stream:
             self._submit(stream, hidden, ids, weights)
 
     def sync(self, hidden_states: torch.Tensor, cuda_stream: Any) -> torch.Tensor:
-        """A tensor that holds the result once the stream has come this far."""
+        """A tensor that holds the result once the stream reaches this point."""
         if self._submitted is None:
             raise RuntimeError(f"layer {self._layer.index}: sync_forward without a submit_forward before it")
         (job, buffers), self._submitted = self._submitted, None
@@ -50,9 +50,9 @@ class OnStream:
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device
         buffers = Buffers.get(layer.model, hidden.device, tokens, layer.experts.hidden, topk)
-        left = Left.take(layer.model, layer.index, tokens, hidden.device)
-        if left is not None and left.pool is not layer.experts.pool:
-            streams.launch(stream, WAIT, left.job)  # jobs of one pool run in their order, those of two do not
+        previous = Deferred.take(layer.model, layer.index, tokens, hidden.device)
+        if previous is not None and previous.pool is not layer.experts.pool:
+            streams.launch(stream, WAIT, previous.job)  # only jobs of the same pool run in order
         for reader in buffers.readers[here]:
             streams.launch(stream, WAIT, reader)
         now, later = layer.split(ids.long(), weights)
@@ -64,20 +64,20 @@ class OnStream:
         ):
             if tensor is not None:
                 buffer[here].copy_(tensor, non_blocking=True)
-        job = self._job(buffers, "now" if left is None else "add")
+        job = self._job(buffers, "now" if previous is None else "add")
         streams.launch(stream, SUBMIT, job)
         buffers.readers[here] = [job]
         if later is not None:
             late = self._job(buffers, "late")
             streams.launch(stream, SUBMIT, late)
             buffers.readers[here].append(late)
-            Left.waiting[layer.model, layer.index] = Left(
+            Deferred.pending[layer.model, layer.index] = Deferred(
                 late, layer.experts.pool, buffers.out[following], hidden.device
             )
         self._submitted = (job, buffers)
 
     def _job(self, buffers: Buffers, kind: str) -> Job:
-        """The job of these buffers: "now", "add" to what the layer before left, or "late", for the next layer."""
+        """The job of these buffers: "now", "add" (now, added to the previous layer's deferred experts) or "late"."""
         jobs = self._jobs.setdefault(buffers, {})
         if kind not in jobs:
             here, layer = self._place, self._layer
@@ -87,6 +87,6 @@ class OnStream:
         return jobs[kind]
 
     def __del__(self) -> None:
-        # CUDA may hold jobs that go with us.
+        # CUDA may still hold jobs that are freed with this object.
         if self._device is not None and len(self._jobs) and not sys.is_finalizing() and not streams.capturing():
             streams.finish(self._device)

@@ -1,9 +1,9 @@
-"""A smoke test: random tokens through one layer of a converted directory, every expert touched, against a reference in float.
+"""A smoke test: random tokens through every expert of one layer of an output, against a reference in float.
 
-The reference multiplies what the packed weights stand for (Form.unpack) in float32 and rounds nothing. The runtime rounds
-activations to 8 bits twice, which was seen to cost 2 to 7 % (relative L2) with rows of very different sizes; a wrong scale, row, part or
-expert costs about 100 %. BOUND lies between.
-Both sides read the same files: weights that were exchanged are seen by hashes and by the source (`ktconvert verify`), not here.
+The reference multiplies the dequantized weights (Form.unpack) in float32, without rounding. The runtime rounds
+activations to 8 bits twice: a measured error of 2 to 7 % (relative L2) with rows of very different sizes; a wrong
+scale, row, part or expert gives about 100 %. BOUND lies between. Both sides read the same files, so exchanged weights
+are not detected here, but by hashes and by comparison with the source (`ktconvert verify`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.measure import every_expert, random_bf16
 from ktconvert.native_quant.runtime.pool import Pool
 
 F32 = npt.NDArray[np.float32]
 
-BOUND = 0.25  # relative L2 distance from the reference: of an expert's outputs, of a strip of rows over all experts, of a token
-STRIP = 32  # rows of a tile of the layouts, and what kernels work on
-IMPLAUSIBLE = 1 << 16  # an expert whose largest output is so many times the other experts' has a damaged scale
+# Relative L2 distance from the reference: of an expert's outputs, of a strip of rows over all experts, of a token.
+BOUND = 0.25
+STRIP = 32  # rows of a tile of the layouts, which kernels compute together
+IMPLAUSIBLE = 1 << 16  # an expert whose largest output is this many times the other experts' has a damaged scale
 INPUTS = 2  # random hidden states; each goes through every expert
 
 
 @dataclass(frozen=True)
 class Smoke:
-    """What came of it. error: the largest relative L2 distance of an expert's outputs, per mode; problems: one sentence each."""
+    """The result.
+
+    error: the largest relative L2 distance of an expert's outputs, per mode; problems: one sentence each.
+    """
 
     layer: int
     experts: int
@@ -41,9 +45,9 @@ class Smoke:
 
 
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
-    """Compute in exact and in default mode: each expert alone, then topk experts per token, all outputs finite and close to the reference.
+    """Compare the outputs in exact and default mode with the reference: each expert alone, then topk per token.
 
-    Raises what weights.load raises.
+    Raises the errors of weights.load.
     """
     packed = weights.load(path, layer, "auto")
     topk = min(topk, packed.experts)
@@ -62,15 +66,15 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
         if bad.size:
             continue
         mixed = wanted[:, together].mean(axis=2)  # equal weights
-        told = {
+        distances = {
             "expert {}": distance(one, wanted, (0, 2)),
             f"strip {{}} of {STRIP} output rows, over all experts,": distance(_strips(one), _strips(wanted), (0, 1, 3)),
             f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
         }
-        for what, far in told.items():
+        for what, far in distances.items():
             problems += [f"{where}: {what.format(at)} is {far[at]:.2g} away from the reference, more than {BOUND}"
                          for at in np.flatnonzero(~(far <= BOUND))]  # fmt: skip
-        error[mode] = float(told["expert {}"].max())
+        error[mode] = float(distances["expert {}"].max())
     return Smoke(layer, packed.experts, INPUTS * (len(alone) + len(together)), error, tuple(problems))
 
 
@@ -106,10 +110,10 @@ def _forward(experts: Experts, hidden: npt.NDArray[np.uint16], ids: npt.NDArray[
     return widen(out).reshape(len(hidden), len(ids), -1)
 
 
-def distance(found: F32, wanted: F32, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """||found - wanted|| / ||wanted|| over these axes, for each place of the others; 0 where both are zero."""
+def distance(outputs: F32, wanted: F32, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """||outputs - wanted|| / ||wanted|| over these axes, for each index of the other axes; 0 where both are zero."""
     with np.errstate(all="ignore"):
-        off = np.square(found.astype(np.float64) - wanted).sum(axes)
+        off = np.square(outputs.astype(np.float64) - wanted).sum(axes)
         size = np.square(wanted.astype(np.float64)).sum(axes)
         return np.where(off == 0, 0.0, np.sqrt(off / size))
 
@@ -130,4 +134,7 @@ def _implausible(layer: int, wanted: F32) -> Iterator[str]:
     usual = float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0
     for expert in np.flatnonzero(np.isfinite(largest) & (largest > IMPLAUSIBLE * usual)) if usual else ():
         ratio = float(largest[expert]) / usual
-        yield f"layer {layer}: the outputs of expert {expert} are {ratio:.1g} times the other experts': a scale is damaged"
+        yield (
+            f"layer {layer}: the outputs of expert {expert} are {ratio:.1g} times the other experts': "
+            "a scale is damaged"
+        )

@@ -1,7 +1,7 @@
-"""Work of ours in the order of a CUDA stream: pinned buffers that copies go through, and C functions called between them.
+"""CPU work ordered by a CUDA stream: pinned buffers for the copies, and C functions called between them.
 
-cudaLaunchHostFunc calls ktq_job_submit and ktq_job_wait when everything before them on the stream is done. Graph capture records it
-like any other work.
+cudaLaunchHostFunc calls ktq_job_submit and ktq_job_wait once all earlier work on the stream is done. Graph capture
+records these calls like any other work.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ktconvert.native_quant.runtime.experts import Job
 if TYPE_CHECKING:
     import torch
 
-DEPTH = 2  # layers take the two sets of buffers in turn, so that one's deferred experts may run into the next
+DEPTH = 2  # layers alternate between two sets of buffers: deferred experts may still run during the next layer
 
 
 def address_of(function: str) -> int:
-    """Where a C function of ktq.h begins."""
+    """The address of a C function of ktq.h."""
     return int(ffi.cast("uintptr_t", ffi.addressof(lib, function)))
 
 
@@ -45,16 +45,19 @@ def _cudart() -> Any:
 
 
 def launch(stream: int, function: int, job: Job) -> None:
-    """Call SUBMIT or WAIT with the job once the stream has come this far. RuntimeError with CUDA's words if it refuses."""
+    """Call SUBMIT or WAIT with the job once the stream reaches this point.
+
+    RuntimeError with CUDA's message if it refuses.
+    """
     cudart = _cudart()
     error = cudart.cudaLaunchHostFunc(stream, function, int(ffi.cast("uintptr_t", job.pointer)))
     if error:
-        raise RuntimeError(f"CUDA takes no host function on this stream: {cudart.cudaGetErrorString(error).decode()}")
+        raise RuntimeError(f"CUDA accepts no host function on this stream: {cudart.cudaGetErrorString(error).decode()}")
 
 
 @contextlib.contextmanager
 def current(device: torch.device, stream: Any) -> Iterator[int]:
-    """Make a stream (its number, a torch stream, or None for torch's own) torch's current one; gives its number."""
+    """Make a stream (its number, a torch stream, or None for torch's own) torch's current one; yields its number."""
     import torch
 
     with torch.cuda.device(device):
@@ -69,7 +72,7 @@ def current(device: torch.device, stream: Any) -> Iterator[int]:
 
 
 def capturing() -> bool:
-    """A CUDA graph is being recorded in this thread."""
+    """Whether a CUDA graph is being captured in this thread."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -79,8 +82,8 @@ def capturing() -> bool:
 class Buffers:
     """Pinned memory for `tokens` tokens of one model: two sets, used in turn by its layers.
 
-    hidden, out: BF16 [tokens, H]; ids, late_ids: int64 [tokens, k]; weights: float32 [tokens, k]. A set's `readers` are the jobs that
-    may still read or write it and that nobody has waited for.
+    hidden, out: BF16 [tokens, H]; ids, late_ids: int64 [tokens, k]; weights: float32 [tokens, k]. A set's `readers` are
+    the jobs that may still read or write it: those not waited for yet.
     """
 
     hidden: list[torch.Tensor]
@@ -90,36 +93,36 @@ class Buffers:
     out: list[torch.Tensor]
     readers: list[list[Job]] = field(default_factory=lambda: [[] for _ in range(DEPTH)])
 
-    # Sizes that graphs are captured for keep their buffers; of the others each model keeps those it used last.
+    # Buffers for the sizes of captured graphs are kept; of the other sizes each model keeps only the last it used.
     captured_sizes: ClassVar[list[int]] = []
     kept: ClassVar[dict[tuple[Any, ...], Buffers]] = {}
     last: ClassVar[dict[tuple[Any, ...], tuple[int, Buffers]]] = {}
 
     @classmethod
     def get(cls, model: str, device: torch.device, tokens: int, hidden: int, topk: int) -> Buffers:
-        """The model's buffers for so many tokens. Under graph capture they live from now on until clear()."""
+        """The model's buffers for this many tokens. Buffers used under graph capture are kept until clear()."""
         key = (model, device, hidden, topk)
-        found = cls.kept.get((*key, tokens))
-        if found is not None:
-            return found
+        kept = cls.kept.get((*key, tokens))
+        if kept is not None:
+            return kept
         in_graph = capturing()
-        have, old = cls.last.get(key, (None, None))
-        if have == tokens and old is not None:
-            made = old
+        last_tokens, old = cls.last.get(key, (None, None))
+        if last_tokens == tokens and old is not None:
+            buffers = old
         else:
             if old is not None and not in_graph:
                 finish(device)  # the old ones may still be in use
-            made = cls._make(tokens, hidden, topk)
+            buffers = cls._allocate(tokens, hidden, topk)
         if in_graph or tokens in cls.captured_sizes:
-            cls.kept[(*key, tokens)] = made
-            if made is old:
+            cls.kept[(*key, tokens)] = buffers
+            if buffers is old:
                 del cls.last[key]
-        elif made is not old:
-            cls.last[key] = (tokens, made)
-        return made
+        elif buffers is not old:
+            cls.last[key] = (tokens, buffers)
+        return buffers
 
     @classmethod
-    def _make(cls, tokens: int, hidden: int, topk: int) -> Buffers:
+    def _allocate(cls, tokens: int, hidden: int, topk: int) -> Buffers:
         import torch
 
         def pinned(columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -133,7 +136,7 @@ class Buffers:
 
     @classmethod
     def clear(cls) -> None:
-        """Let go of all buffers once the GPU is done with them. Graphs captured with them must not be replayed any more."""
+        """Free all buffers once the GPU is done with them. Graphs captured with them must not be replayed any more."""
         for device in {key[1] for key in (*cls.kept, *cls.last)}:
             finish(device)
         cls.kept.clear()
@@ -141,7 +144,7 @@ class Buffers:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for everything that was given to a GPU."""
+    """Wait for all work queued on a GPU."""
     import torch
 
     if device.type == "cuda":

@@ -30,17 +30,17 @@ from ktconvert.native_quant.runtime import kt_methods
 
 Bytes = npt.NDArray[np.uint8]
 MEMORY = ("auto", "map", "copy")
-ROOMY = 0.8  # of the available memory may be taken by copies
+ROOMY = 0.8  # share of the available memory that copies may take
 HUGE_PAGE = 2 << 20
-ALIGNMENT = 64  # a cache line; what the kernels like best
-MAX_COLUMNS = 65536  # int32 sums of 255 * 127 per column hold so many
+ALIGNMENT = 64  # a cache line, at which the kernels read fastest
+MAX_COLUMNS = 65536  # more terms of up to 255 * 127 could overflow an int32 sum
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """A layer's experts, packed: E experts of sizes H and I in T parts.
 
-    arrays  part of a matrix -> (weight uint8 [nbytes], scale float32 [n]); they own or keep alive what they show
+    arrays  part of a matrix -> (weight uint8 [nbytes], scale float32 [n]); they own their memory or keep it alive
     """
 
     form: Form
@@ -49,7 +49,7 @@ class LayerWeights:
     arrays: dict[Part, tuple[Bytes, npt.NDArray[np.float32]]]
 
     def bytes_of(self, part: Part) -> tuple[Bytes, Bytes]:
-        """A part as the form has it."""
+        """Weight and scale of a part as bytes, as Form.unpack takes them."""
         weight, scale = self.arrays[part]
         return weight, scale.view(np.uint8)
 
@@ -65,14 +65,14 @@ def layers_of(path: Path | str) -> list[int]:
 
 
 def require_readable(path: Path, layer: int) -> None:
-    """Raise InputError where a layer that was not found may lie in a file that is damaged or missing."""
+    """Raise InputError where a missing layer may be in a file that is damaged or missing."""
     because = "; ".join(_unreadable(_opened(path)[0])[:3])
     if because:
         raise InputError(f"{path}: layer {layer} cannot be read ({because}); {AGAIN}.")
 
 
 def _unreadable(output: Output) -> list[str]:
-    """What is wrong with files of an output: damaged ones, and shards that its index names and that are missing."""
+    """The damaged files of an output, and the shards of its index that are missing, one text each."""
     named = set((output.weight_map or {}).values())
     return [*output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(output.shards)))]
 
@@ -89,36 +89,37 @@ def load(
 ) -> LayerWeights:
     """One layer of a converted directory, merged or loose, ours or kt-kernel's.
 
-    What is given must agree with what the bytes say. Raises UnsupportedError where it does not or where the directory is of another
-    kind, InputError where the layer is damaged or incomplete.
+    method .. intermediate, unless None, must agree with the files' sizes. Raises UnsupportedError where they do not or
+    where the directory is of another kind, InputError where the layer is damaged or incomplete.
     """
     if memory not in MEMORY:
         raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
-    output, found, files, roomy = _opened(path)
-    if found.form is None or found.method not in kt_methods.OURS:
+    output, measured, files, roomy = _opened(path)
+    if measured.form is None or measured.method not in kt_methods.OURS:
         raise UnsupportedError(
-            f"{path}: its method is {found.method}, which this runtime cannot compute; convert the model with --quant-method int4 or int8."
+            f"{path}: its method is {measured.method}, which this runtime cannot compute; "
+            "convert the model with --quant-method int4 or int8."
         )
-    if layer not in found.shapes:
+    if layer not in measured.shapes:
         require_readable(path, layer)
         raise UnsupportedError(
-            f"{path}: holds no layer {layer}; it has layers {ranges(list(found.shapes)) or 'none'}. "
+            f"{path}: holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}. "
             "Give one of these, or convert again with it."
         )
     wanted = {"method": method, "num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
-    _compare(path, layer, found, wanted)
-    _compare_metadata(output, layer, found)
-    count, h, i = found.shapes[layer]
-    grid = ExpertGrid(layer, h, i, found.numa)
-    check_sizes(found.form, grid)
-    stored = dict(_stored(output, found.form, grid, count))
+    _compare(path, layer, measured, wanted)
+    _compare_metadata(output, layer, measured)
+    count, h, i = measured.shapes[layer]
+    grid = ExpertGrid(layer, h, i, measured.numa)
+    check_sizes(measured.form, grid)
+    stored = dict(_stored(output, measured.form, grid, count))
     if memory == "auto":
         memory = "copy" if roomy or output.loose else "map"
     if memory == "map" and not output.loose:
         views = {key: _view(output, files, one) for key, one in stored.items()}
-    else:  # one mapping per loose file would be more than the kernel allows
+    else:  # one mapping per loose file would exceed the kernel's limit
         views = _copy(output, stored)
-    return LayerWeights(found.form, grid, count, _arrays(views))
+    return LayerWeights(measured.form, grid, count, _arrays(views))
 
 
 def pack(
@@ -164,11 +165,12 @@ def pack(
 
 
 def check_sizes(form: Form, grid: ExpertGrid) -> None:
-    """Raises UnsupportedError where the kernels cannot hold a layer's sizes."""
+    """Raises UnsupportedError where the kernels cannot compute a layer of this size."""
     require_legal(form, grid.hidden, grid.intermediate, grid.numa)
     if max(grid.hidden, grid.intermediate // grid.numa) > MAX_COLUMNS:
         raise UnsupportedError(
-            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {form.name}; this runtime cannot compute it."
+            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {form.name}; "
+            "this runtime cannot compute it."
         )
 
 
@@ -180,30 +182,35 @@ def _opened_at(path: Path, mtime_ns: int) -> tuple[Output, Measure, MappedFiles,
 
 
 def _opened(path: Path) -> tuple[Output, Measure, MappedFiles, bool]:
-    """An output's names and sizes, read once per process as long as the directory does not change; whether all of it fits in memory."""
+    """An output, its sizes, its mappings, and whether it fits in memory; read again only if the directory changes."""
     if not path.is_dir():
         raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
     return _opened_at(path.resolve(), path.stat().st_mtime_ns)
 
 
-def _compare(path: Path, layer: int, found: Measure, wanted: dict[str, str | int | None]) -> None:
-    """What the caller says the file is, against what its bytes say it is."""
-    count, hidden, intermediate = found.shapes[layer]
-    have = {"method": found.method, "num_experts": count, "hidden_size": hidden, "moe_intermediate_size": intermediate}
+def _compare(path: Path, layer: int, measured: Measure, wanted: dict[str, str | int | None]) -> None:
+    """Compare the sizes that the caller expects with those of the files."""
+    count, hidden, intermediate = measured.shapes[layer]
+    actual = {
+        "method": measured.method,
+        "num_experts": count,
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
+    }
     for name, value in wanted.items():
-        if value is not None and value != have[name]:
+        if value is not None and value != actual[name]:
             raise UnsupportedError(
-                f"{path}: layer {layer} has {name} {have[name]} by its byte counts, not {value}; "
-                f"give the directory that was converted from this model, or {name}={have[name]}."
+                f"{path}: layer {layer} has {name} {actual[name]} by its byte counts, not {value}; "
+                f"give the directory that was converted from this model, or {name}={actual[name]}."
             )
 
 
-def _compare_metadata(output: Output, layer: int, found: Measure) -> None:
-    """What our own shards say of themselves, against their byte counts."""
-    count, hidden, intermediate = found.shapes[layer]
-    have = {
-        "method": found.method,
-        "numa": str(found.numa),
+def _compare_metadata(output: Output, layer: int, measured: Measure) -> None:
+    """Compare the metadata in our own shards with their byte counts."""
+    count, hidden, intermediate = measured.shapes[layer]
+    actual = {
+        "method": measured.method,
+        "numa": str(measured.numa),
         "num_experts": str(count),
         "hidden_size": str(hidden),
         "moe_intermediate_size": str(intermediate),
@@ -213,10 +220,11 @@ def _compare_metadata(output: Output, layer: int, found: Measure) -> None:
     for shard, metadata in output.metadata.items():
         if metadata.get("layer") != str(layer):
             continue
-        for name, value in have.items():
+        for name, value in actual.items():
             if name in metadata and metadata[name] != value:
                 raise UnsupportedError(
-                    f"{output.root / shard}: its header says {name} {metadata[name]}, its bytes and this runtime say {value}; {AGAIN}."
+                    f"{output.root / shard}: its header says {name} {metadata[name]}, "
+                    f"its bytes and this runtime say {value}; {AGAIN}."
                 )
 
 
@@ -257,7 +265,7 @@ def _copy(output: Output, stored: dict[tuple[Part, str], Stored]) -> dict[tuple[
 
 
 def _blocks(sizes: dict[tuple[Part, str], int]) -> dict[tuple[Part, str], Bytes]:
-    """Memory on huge pages for tensors of these sizes: a block per NUMA part, bound to its node where there are several."""
+    """Memory on huge pages for tensors of these sizes: a block per NUMA part, bound to its node (if several)."""
     nodes = machine.numa_nodes()
     views: dict[tuple[Part, str], Bytes] = {}
     for numa in sorted({part.numa for part, _ in sizes}):
@@ -282,7 +290,7 @@ def _arrays(views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, npt
 
 
 def _in_parallel(work: Callable[[Any], None], items: Iterable[Any], threads: int) -> None:
-    """Does all, in threads; the first exception is raised when the others have ended."""
+    """Runs work(item) for all items in threads; raises the first exception once all have ended."""
     with ThreadPoolExecutor(threads) as executor:
         for done in [executor.submit(work, item) for item in items]:
             done.result()

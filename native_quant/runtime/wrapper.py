@@ -1,4 +1,4 @@
-"""KTMoEWrapper: routed experts of one layer for torch, called as kt_kernel 0.7.2's KTMoEWrapper is."""
+"""KTMoEWrapper: routed experts of one layer for torch, with the interface of kt_kernel 0.7.2's class of that name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import deferred, kt_methods
-from ktconvert.native_quant.runtime.deferred import Left
+from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.on_cpu import Layer, OnCpu
 from ktconvert.native_quant.runtime.on_stream import OnStream
@@ -19,27 +19,29 @@ from ktconvert.native_quant.runtime.streams import Buffers
 if TYPE_CHECKING:
     import torch
 
-_LEFT_OUT: Any = object()  # kt-kernel gives no default; gpu_experts_mask is the only one that may really be left out
+_LEFT_OUT: Any = object()  # these have no default in kt-kernel; only gpu_experts_mask may be left out
 
 
 class KTMoEWrapper:
     """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
 
-    gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we pass over. Left out: the first num_gpu_experts (0), as
-                       kt-kernel before 0.6 had it; None: none. Its copy `self.gpu_experts_mask` may be written to at any time.
+    gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; left out: the first
+                       num_gpu_experts, as in kt-kernel before 0.6. Its copy `self.gpu_experts_mask` may be written to.
     cpuinfer_threads   threads; wrappers with the same number and nodes share them, others have their own
-    threadpool_count   NUMA parts that load_weights_from_tensors makes, and nodes 0 .. that the threads are spread over. Converted files
-                       hold their own number of parts, which is used; another number here is warned of once.
+    threadpool_count   NUMA parts that load_weights_from_tensors packs, and nodes to spread the threads over. Files have
+                       their own number of parts, which is used; another number here causes a warning, once.
     weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose; with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see deferred.py
     method             AMXINT4 or AMXINT8
-    chunked_prefill_size and what only training reads is accepted and not needed: any number of tokens may be computed at once.
+    chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
+    at once.
 
-    Class attributes that kt-kernel does not have: `exact` = True rounds where kt-kernel rounds, bit for bit; `strict` = True refuses
-    files of another threadpool_count; `memory` is Experts.load's.
+    Class attributes that kt-kernel does not have: `exact` = True rounds where kt-kernel rounds, bit for bit; `strict` =
+    True refuses files of another threadpool_count; `memory` is Experts.load's.
 
-    Raises ValueError for a mode, method or size that cannot be, NotImplementedError for a method of kt-kernel that we do not compute.
+    Raises ValueError for an invalid mode, method or size, NotImplementedError for a method of kt-kernel that we do not
+    compute.
     """
 
     exact: ClassVar[bool] = False
@@ -94,8 +96,9 @@ class KTMoEWrapper:
         )
         if min(sizes) < 1 or num_experts_per_tok > num_experts:
             raise ValueError(
-                "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and threadpool_count must be "
-                f"positive and num_experts_per_tok at most num_experts, not {', '.join(map(str, sizes))}"
+                "num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, cpuinfer_threads and "
+                "threadpool_count must be positive and num_experts_per_tok at most num_experts, "
+                f"not {', '.join(map(str, sizes))}"
             )
         self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
         self.hidden_size, self.moe_intermediate_size = hidden_size, moe_intermediate_size
@@ -106,24 +109,24 @@ class KTMoEWrapper:
         self.gpu_experts_mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
         self._pool = _pool(cpuinfer_threads, threadpool_count, numa_nodes)
-        self.moe: Experts | None = None  # kt-kernel's name for what computes
+        self.moe: Experts | None = None  # kt-kernel's name for the object that computes
         self._cpu: OnCpu | None = None
         self._stream: OnStream | None = None
-        Left.waiting.pop((self.weight_path, layer_idx), None)
+        Deferred.pending.pop((self.weight_path, layer_idx), None)
 
     # --- weights -----------------------------------------------------------------------------------
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
-        """Take this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
+        """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
 
-        Raises ktconvert.layouts.errors.* (one sentence with file and remedy) where the files are not what the arguments say.
+        Raises ktconvert.layouts.errors.* (a message with file and remedy) where the files do not match the arguments.
         """
         if self.cpu_save:
             raise ValueError(
                 "cpu_save=True writes what load_weights_from_tensors packs; to load, leave it out, and to convert a "
                 "checkpoint run `ktconvert cpu`"
             )
-        self._serve(
+        self._install(
             Experts.load(
                 self.weight_path,
                 self.layer_idx,
@@ -147,10 +150,11 @@ class KTMoEWrapper:
         down_proj: torch.Tensor,
         physical_to_logical_map_cpu: torch.Tensor | None = None,
     ) -> None:
-        """Pack gate, up [E, I, H] and down [E, H, I] (BF16; others are rounded to it) into threadpool_count parts; write them if cpu_save.
+        """Pack gate, up [E, I, H] and down [E, H, I] (rounded to BF16) into threadpool_count parts; save if cpu_save.
 
-        Expert p computes with expert map[p] of the tensors, as after load_weights, and files hold experts in the tensors' order.
-        (kt-kernel 0.7.2 fills its buffers by map[p] here, which differs for maps that are no identity.)
+        Expert p computes with expert map[p] of the tensors, as after load_weights, and files hold experts in the
+        tensors' order. (kt-kernel 0.7.2 fills its buffers by map[p] here, which differs for maps other than the
+        identity.)
         """
         shapes = {
             "gate_proj": (self.num_experts, self.moe_intermediate_size, self.hidden_size),
@@ -171,9 +175,9 @@ class KTMoEWrapper:
         )
         if self.cpu_save:
             experts.save(self.weight_path)
-        self._serve(experts)
+        self._install(experts)
 
-    def _serve(self, experts: Experts) -> None:
+    def _install(self, experts: Experts) -> None:
         layer = Layer(
             experts,
             self.weight_path,
@@ -191,9 +195,10 @@ class KTMoEWrapper:
     ) -> torch.Tensor:
         """The weighted sum of each token's experts: a new tensor of hidden_states' shape, dtype and device.
 
-        hidden_states [tokens, hidden_size]; topk_ids, topk_weights [tokens, k] (or with the same leading dimensions, instead of one).
-        Ids below 0, not below num_experts or in gpu_experts_mask add nothing. cuda_stream (its number, a torch stream, or None: torch's
-        current one) orders the work where hidden_states is on a GPU; CPU tensors need none.
+        hidden_states [tokens, hidden_size]; topk_ids, topk_weights [tokens, k] (or with the same leading dimensions,
+        instead of one). Ids below 0, not below num_experts or in gpu_experts_mask add nothing. cuda_stream (its number,
+        a torch stream, or None: torch's current one) orders the work where hidden_states is on a GPU; CPU tensors need
+        none.
         """
         if self._cpu is None or hidden_states.is_cuda:
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
@@ -203,7 +208,10 @@ class KTMoEWrapper:
     def submit_forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
     ) -> None:
-        """Begin a forward and return. The arguments are copied first (on the stream), so they may be written to afterwards."""
+        """Start a forward and return.
+
+        The arguments are copied first (on the stream), so they may be written to afterwards.
+        """
         if self._cpu is None or self._stream is None:
             raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
         if hidden_states.is_cuda:
@@ -212,7 +220,7 @@ class KTMoEWrapper:
             self._cpu.submit(hidden_states, topk_ids, topk_weights)
 
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
-        """What the last submit_forward gives; hidden_states: the tensor that it was given, or one like it.
+        """The result of the last submit_forward; hidden_states: the tensor that was passed to it, or one like it.
 
         On a CPU it waits for the result, on a stream it makes the stream wait. Deferred experts may still be computing.
         """
@@ -235,55 +243,56 @@ class KTMoEWrapper:
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
-        """What set_capture_batch_sizes was given."""
+        """The numbers of tokens that were passed to set_capture_batch_sizes."""
         return Buffers.captured_sizes
 
     @staticmethod
     def clear_buffer_cache() -> None:
         """Free all pinned buffers. CUDA graphs captured before must not be replayed any more."""
-        Left.waiting.clear()
+        Deferred.pending.clear()
         Buffers.clear()
 
     @staticmethod
     def clear_sft_buffer_cache() -> None:
         """Nothing to clear: ktconvert does not train."""
 
-    # --- what kt-kernel's other methods have ---------------------------------------------------------
+    # --- for other methods of kt-kernel only ---------------------------------------------------------
 
     def submit_write_weight_scale_to_buffer(self, *arguments: Any) -> None:
-        """Not here: SGLang's layerwise prefill on the GPU (kt_gpu_prefill_token_threshold) reads native formats, not packed tiles."""
+        """Not implemented: SGLang's layerwise prefill on the GPU reads native formats, not packed tiles."""
         raise NotImplementedError(
-            f"method={self.method!r} holds CPU tiles, which no GPU kernel reads: start SGLang without --kt-gpu-prefill-token-threshold"
+            f"method={self.method!r} holds CPU tiles, which no GPU kernel reads: "
+            "start SGLang without --kt-gpu-prefill-token-threshold"
         )
 
     sync_write_weight_scale_to_buffer = submit_write_weight_scale_to_buffer
 
 
-def _mask(given: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
-    """A bool [experts] of our own on the CPU: C reads it where it lies, and callers write to it."""
+def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
+    """A copy of the mask, bool [experts] on the CPU, which C reads at each forward and callers may write to."""
     import torch
 
-    mask = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
-    if given is _LEFT_OUT:
-        mask[:on_gpu] = True
-    elif given is not None:
-        if tuple(given.shape) != (experts,):
-            raise ValueError(f"gpu_experts_mask must have shape ({experts},), not {tuple(given.shape)}")
-        mask.copy_(given)
-    return mask
+    own = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
+    if mask is _LEFT_OUT:
+        own[:on_gpu] = True
+    elif mask is not None:
+        if tuple(mask.shape) != (experts,):
+            raise ValueError(f"gpu_experts_mask must have shape ({experts},), not {tuple(mask.shape)}")
+        own.copy_(mask)
+    return own
 
 
 def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
-    """The threads for these settings. Nodes that the machine has not are left out; kt-kernel tolerates them too."""
+    """The pool for these settings. Nodes that the machine lacks are ignored, as in kt-kernel."""
     if numa_nodes is not None and len(numa_nodes) != count:
         raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(numa_nodes)}")
     wanted = range(count) if numa_nodes is None else numa_nodes
-    here = machine.core_cpus()
-    return shared_pool(threads, tuple(dict.fromkeys(node for node in wanted if node in here)) or None)
+    present = machine.core_cpus()
+    return shared_pool(threads, tuple(dict.fromkeys(node for node in wanted if node in present)) or None)
 
 
-def _order(given: torch.Tensor | None) -> Any:
-    return None if given is None else np.asarray(given.cpu(), np.int64)
+def _order(order: torch.Tensor | None) -> Any:
+    return None if order is None else np.asarray(order.cpu(), np.int64)
 
 
 def _bits(tensor: torch.Tensor) -> Any:

@@ -89,7 +89,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     """Measure; the JSON document. Sizes in bytes, times in seconds."""
     from ktconvert.layouts.outputs.opening import open_output
     from ktconvert.native_quant import kernels
-    from ktconvert.native_quant.runtime import measure
+    from ktconvert.native_quant.runtime import benchmark
     from ktconvert.native_quant.runtime.experts import Experts
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.native_quant.runtime.weights import layers_of
@@ -103,12 +103,12 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     pool = shared_pool(threads)
     with Experts.load(path, layers[0] if layer is None else layer, pool=pool) as experts:
         topk, told = experts_per_token(config, experts.layer, experts.num_experts)
-        memory = measure.read_bandwidth(pool.threads)
-        measure.warm_up(experts, topk)
-        timings = [measure.time_forward(experts, count, topk) for count in tokens]
-        cache = measure.last_level_cache()
+        memory = benchmark.read_bandwidth(pool.threads)
+        benchmark.warm_up(experts, topk)
+        timings = [benchmark.time_forward(experts, count, topk) for count in tokens]
+        cache = benchmark.last_level_cache()
         notes = []
-        if experts.nbytes < measure.CACHES * cache:
+        if experts.nbytes < benchmark.CACHES * cache:
             compared = "fits in" if experts.nbytes <= cache else "is not much larger than"
             notes.append(
                 f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): its weights come from "

@@ -1,6 +1,6 @@
-"""How fast a layer's experts compute here, and how fast this machine reads memory: what `ktconvert bench` tells.
+"""How fast this machine computes a layer's experts and reads memory: the measurements of `ktconvert bench`.
 
-A token that is decoded touches few experts, and reads their weights once: the bandwidth of memory is then the ceiling.
+Decoding a token reads the weights of a few experts once, so the memory bandwidth is its ceiling.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ktconvert.native_quant.runtime.experts import Experts
 
 LEAST_RUNS, MOST_RUNS = 3, 1000
 SECONDS = 1.0  # spent on each figure
-SLICE = 64 << 20  # bytes that a reading thread goes through at the least
-CACHES = 4  # the set that is read is so many times the last-level cache
+SLICE = 64 << 20  # bytes that each thread reads, at least
+CACHES = 4  # the memory that is read is this many times the last-level cache
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What forwards of one batch size took.
+    """The times of forwards of one batch size.
 
-    runs          how many there were
+    runs          number of forwards
     median, best  seconds
     touched       distinct experts per forward, on average
     nbytes        of their weights
@@ -54,24 +54,27 @@ class Timing:
 
 
 def last_level_cache(root: Path = Path("/")) -> int:
-    """Bytes of level-3 cache (level 2 where there is no third) of all CPUs of this process together; 0 where the kernel does not tell."""
-    found: dict[int, dict[str, int]] = {}
+    """Bytes of level-3 cache (level 2 without a third) of this process's CPUs together; 0 where it is not reported."""
+    levels: dict[int, dict[str, int]] = {}
     for cpu in machine.affinity():
         for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
             try:
                 level, text = int((folder / "level").read_text()), (folder / "size").read_text().strip()
                 shared = (folder / "shared_cpu_list").read_text().strip()
-                found.setdefault(level, {})[shared] = int(text.removesuffix("K")) << 10
+                levels.setdefault(level, {})[shared] = int(text.removesuffix("K")) << 10
             except (OSError, ValueError):
                 continue
-    return sum(found[max(found)].values()) if found else 0
+    return sum(levels[max(levels)].values()) if levels else 0
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second that so many threads read together: one stream each, over a set larger than the last-level cache, the best round.
+    """Bytes per second that this many threads read together, in the best round.
 
-    Each thread reads what it wrote itself, so that the pages lie on its NUMA node, and keeps to a core of its own while there are enough.
-    NumPy's maximum of integers is the reader: measured against a loop of AVX-512 loads with prefetch, it reads 94 to 97 % as fast.
+    Each thread reads one stream; together they read more memory than the last-level cache holds.
+
+    Each thread reads memory that it wrote itself, so that the pages are on its NUMA node, and is pinned to a core of
+    its own if there are enough. It reads by taking NumPy's maximum of integers, which is 94 to 97 % as fast as a loop
+    of AVX-512 loads with prefetch.
     """
     each = max(SLICE, CACHES * last_level_cache() // threads)
     words = max(1 << 20, min(each, machine.memory_available() // 4 // threads)) // 8
@@ -82,7 +85,7 @@ def read_bandwidth(threads: int) -> float:
     going = True
 
     def between() -> None:
-        """Run by one thread while the others wait."""
+        """Called in one thread between rounds, while the others wait."""
         nonlocal going
         if spans.any():
             rounds.append(spans[:, 1].max() - spans[:, 0].min())
@@ -93,7 +96,7 @@ def read_bandwidth(threads: int) -> float:
     def read(number: int) -> None:
         if threads <= len(cpus):
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, {cpus[number]})  # of this thread alone
+                os.sched_setaffinity(0, {cpus[number]})  # only of this thread
         block = np.ones(words, np.int64)
         barrier.wait()
         while going:
@@ -104,11 +107,11 @@ def read_bandwidth(threads: int) -> float:
 
     with ThreadPoolExecutor(threads) as executor:
         try:
-            reading = [executor.submit(read, number) for number in range(threads)]
-        except RuntimeError:  # no more threads to be had: those that there are would wait for them
+            readers = [executor.submit(read, number) for number in range(threads)]
+        except RuntimeError:  # no more threads can be started: the others would wait for them
             barrier.abort()
             raise
-        for done in reading:
+        for done in readers:
             done.result()
     return threads * words * 8 / min(rounds)
 
@@ -132,7 +135,7 @@ def every_expert(topk: int, experts: int) -> npt.NDArray[np.int64]:
 def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
     """Compute a layer for random tokens, each time with another routing, for about a second (at least 3 times).
 
-    Another routing each time: the same experts again would come from the cache, as they do not when a model runs.
+    With the same routing the weights would come from the cache, which they do not when a model runs.
     """
     rng = np.random.default_rng(seed)
     hidden, out = random_bf16(rng, tokens, experts.hidden), np.empty((tokens, experts.hidden), np.uint16)
@@ -151,7 +154,7 @@ def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> 
 
 
 def warm_up(experts: Experts, topk: int) -> None:
-    """Compute with every expert once: mapped weights are in memory afterwards, and the pool has its threads."""
+    """Compute with every expert once: afterwards mapped weights are in memory and the pool's threads have started."""
     ids = every_expert(topk, experts.num_experts)
     hidden = random_bf16(np.random.default_rng(0), len(ids), experts.hidden)
     experts.forward(hidden, ids, np.full(ids.shape, 1 / topk, np.float32))
