@@ -14,7 +14,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.tell.report import Reporter, size
 
-# How config.json calls the number of experts that a token goes to.
+# The names that config.json has for the number of experts per token.
 TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "experts_per_token", "moe_k")  # fmt: skip
 USUAL_TOPK = 8
 
@@ -43,10 +43,10 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic only since c
 
 
 def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
-    """How many experts a token goes to, and where that number is from."""
-    told = cfg.number(config, TOPK, layer)
-    if told is not None and 0 < told[1] <= experts:
-        return told[1], f"config.json: {told[0]}"
+    """How many experts a token is routed to, and where that number comes from."""
+    recorded = cfg.number(config, TOPK, layer)
+    if recorded is not None and 0 < recorded[1] <= experts:
+        return recorded[1], f"config.json: {recorded[0]}"
     return min(USUAL_TOPK, experts), "assumed: config.json does not say"
 
 
@@ -66,7 +66,7 @@ def bench(
 ) -> None:
     """Measure how fast this machine computes a layer of an output, next to how fast it reads memory.
 
-    Tokens are random and go to random experts, to others in every run: in use, too, the weights come from memory and not from a cache.
+    Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not from a cache.
     """
     from ktconvert.pipeline.tell.figures import check_plot, plot_bench
     from ktconvert.pipeline.verify.report import aligned
@@ -74,14 +74,14 @@ def bench(
     check_plot(plot)
     options.check_kernels("the command again")
     threads = None if threads is None else options.lowered("--threads", threads, Reporter())
-    found = measured(output.expanduser().absolute(), layer, tokens, threads)
+    document = measured(output.expanduser().absolute(), layer, tokens, threads)
     if plot is not None:
-        plot_bench(plot, found)
+        plot_bench(plot, document)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(document))
         return
-    click.echo("\n".join([*aligned(facts(found)), "", *aligned(table(found)), ""]))
-    for note in found["notes"]:
+    click.echo("\n".join([*aligned(facts(document)), "", *aligned(table(document)), ""]))
+    for note in document["notes"]:
         click.echo(f"note: {note}")
 
 
@@ -102,7 +102,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     config, layers = opened.config, layers_of(path)
     pool = shared_pool(threads)
     with Experts.load(path, layers[0] if layer is None else layer, pool=pool) as experts:
-        topk, told = experts_per_token(config, experts.layer, experts.num_experts)
+        topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
         memory = benchmark.read_bandwidth(pool.threads)
         benchmark.warm_up(experts, topk)
         timings = [benchmark.time_forward(experts, count, topk) for count in tokens]
@@ -123,7 +123,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
             "numa": experts.parts,
             "experts": experts.num_experts,
             "experts_per_token": topk,
-            "experts_per_token_from": told,
+            "experts_per_token_from": topk_source,
             "hidden": experts.hidden,
             "intermediate": experts.intermediate,
             "layer_bytes": experts.nbytes,
@@ -151,26 +151,27 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
         }
 
 
-def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     """What was measured, as (label, text)."""
-    threads = f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}"
+    threads = f"{document['threads']} thread{'s' if document['threads'] != 1 else ''}"
     return [
-        ("output", found["output"]),
-        ("layer", f"{found['layer']}, of {len(found['layers'])} ({ranges(found['layers'])})"),
-        ("method", f"{found['method']}, NUMA parts: {found['numa']}"),
+        ("output", document["output"]),
+        ("layer", f"{document['layer']}, of {len(document['layers'])} ({ranges(document['layers'])})"),
+        ("method", f"{document['method']}, NUMA parts: {document['numa']}"),
         (
             "experts",
-            f"{found['experts']}, each {size(found['expert_bytes'])}: {found['hidden']} x {found['intermediate']}",
+            f"{document['experts']}, each {size(document['expert_bytes'])}: "
+            f"{document['hidden']} x {document['intermediate']}",
         ),
-        ("per token", f"{found['experts_per_token']} ({found['experts_per_token_from']})"),
-        ("computing", f"{found['isa']}, {threads}"),
-        ("memory", f"{found['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}, one stream each"),
+        ("per token", f"{document['experts_per_token']} ({document['experts_per_token_from']})"),
+        ("computing", f"{document['isa']}, {threads}"),
+        ("memory", f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}, one stream each"),
     ]
 
 
-def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """A row for each number of tokens."""
-    count = len(found["layers"])
+    count = len(document["layers"])
     rows: list[tuple[str, ...]] = [
         (
             "tokens",
@@ -183,7 +184,7 @@ def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{count} layer{'s' if count != 1 else ''}, experts only",
         )
     ]
-    for row in found["timings"]:
+    for row in document["timings"]:
         whole = row["seconds_all_layers"]
         rows.append(
             (

@@ -79,8 +79,8 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @options.arch_file
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
 @options.max_memory
-@options.talk
-def cpu(**given: Any) -> None:
+@options.reporting
+def cpu(**params: Any) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
 
     FP8, FP16, BF16 and F32 safetensors are read; no GPU is used. Memory is bounded by a few experts, whatever the model's size.
@@ -90,52 +90,52 @@ def cpu(**given: Any) -> None:
     from ktconvert.pipeline.plans import cpu as convert
     from ktconvert.pipeline.tell import show
 
-    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
-    method = given["quant_method"]
-    if method in LATER or given["input_type"] == "awq":
+    reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
+    method = params["quant_method"]
+    if method in LATER or params["input_type"] == "awq":
         can = " and ".join(f"{name} ({form.name})" for name, form in forms_of("cpu").items())
         reason = LATER.get(method, LATER["awq"])
         raise UnsupportedError(f"--quant-method {method}: {reason}; {can} can be made.")
     for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):
-        if given[flag]:
+        if params[flag]:
             reporter.note(f"{text} is accepted for kt-kernel's sake and changes nothing here")
-    if given["no_merge_safetensor"] and given["non_experts"] == "copy":
+    if params["no_merge_safetensor"] and params["non_experts"] == "copy":
         raise UsageError("--non-experts copy needs safetensors; leave out --no-merge-safetensor.")
-    if given["no_merge_safetensor"] and given["max_shard_size"]:
+    if params["no_merge_safetensor"] and params["max_shard_size"]:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
     options.check_kernels()
     request = Request(
         command="cpu",
-        input=options.stored_input(given["input_path"]),
-        output=given["output"].expanduser().absolute(),
+        input=options.stored_input(params["input_path"]),
+        output=params["output"].expanduser().absolute(),
         settings={
             "quant_method": method,
-            "threadpool_count": given["threadpool_count"],
-            "layers": given["layers"],
+            "threadpool_count": params["threadpool_count"],
+            "layers": params["layers"],
             "kept_layers": None,
-            "no_merge_safetensor": given["no_merge_safetensor"],
-            "save_backward_weights": given["save_backward_weights"],
-            "non_experts": given["non_experts"],
-            "max_shard_size": given["max_shard_size"],
-            "arch_file": options.text_of("--arch-file", given["arch_file"]),
-            **({} if given["scale"] == ABSMAX.name else {"scale": given["scale"]}),  # the default came first
+            "no_merge_safetensor": params["no_merge_safetensor"],
+            "save_backward_weights": params["save_backward_weights"],
+            "non_experts": params["non_experts"],
+            "max_shard_size": params["max_shard_size"],
+            "arch_file": options.text_of("--arch-file", params["arch_file"]),
+            **({} if params["scale"] == ABSMAX.name else {"scale": params["scale"]}),  # the default came first
         },
         tuning={
-            "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
-            "max_memory": given["max_memory"],
-            "verify_inputs": given["verify_inputs"],
-            "revision": given["revision"],
-            "resume_layer": given["resume_layer"],
-            "input_type": given["input_type"],
+            "cpuinfer_threads": options.threads(params["cpuinfer_threads"], reporter),
+            "max_memory": params["max_memory"],
+            "verify_inputs": params["verify_inputs"],
+            "revision": params["revision"],
+            "resume_layer": params["resume_layer"],
+            "input_type": params["input_type"],
         },
     )
-    plan = convert.plan_cpu(request, None if given["dry_run"] else options.hashing(reporter))
+    plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))
     first = convert.machine_note(plan)
     if first:
         reporter.note(first)
     for note in plan.notes:
         reporter.note(note)
-    if given["dry_run"]:
-        show.show_plan(plan, as_json=given["json_events"], overwrite=given["overwrite"])
+    if params["dry_run"]:
+        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
         return
-    execute(plan, reporter, overwrite=given["overwrite"])
+    execute(plan, reporter, overwrite=params["overwrite"])

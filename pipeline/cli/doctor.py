@@ -48,7 +48,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found. Sizes in bytes; the CPU counts are those that this process may use."""
+    """What `ktconvert doctor` reports. Sizes in bytes; the CPU counts are those that this process may use."""
 
     cpu: str
     features: tuple[str, ...]
@@ -76,14 +76,14 @@ class Facts:
 
 
 def versions() -> dict[str, str | None]:
-    """What is installed beside us, None where it is not; nothing is imported for it."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
+    """The installed versions of PACKAGES, None for a missing one; nothing is imported."""
+    installed: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def supported_state() -> int | None:
@@ -126,7 +126,7 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
     name = folder / f".ktconvert-doctor-{os.getpid()}"
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
-        name.unlink()  # at once: whatever stops us, nothing stays behind
+        name.unlink()  # at once, so that nothing stays behind if we are interrupted
         if direct:  # not in open: where it is refused, that leaves the file behind
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         with mmap.mmap(-1, BLOCK) as block:  # page-aligned, as O_DIRECT requires
@@ -141,7 +141,7 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
 
 
 def examine(folder: Path) -> Facts:
-    """Look at this machine and at the disk that holds `folder`."""
+    """Examine this machine and the disk that holds `folder`."""
     flags, cpus = machine.cpu_flags(), machine.affinity()
     isas, isa, isa_problem = instruction_sets()
     return Facts(
@@ -247,7 +247,7 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
         ("memory", f"{size(facts.memory_total)}, {size(facts.memory_available)} available"),
         ("cgroup limit", size(facts.memory_limit) if facts.memory_limit is not None else "none"),
         ("disk", f"{size(disk.free)} free, {speed}: {disk.path}"),
-        *((name, found or "not installed here") for name, found in facts.versions.items()),
+        *((name, number or "not installed here") for name, number in facts.versions.items()),
     ]
 
 
@@ -269,9 +269,9 @@ Examples:
 def doctor(disk: Path, as_json: bool) -> None:
     """Show what this machine has, what is in the way, and the kt-kernel flags that fit it."""
     facts = examine(disk)
-    found = warnings(facts)
+    sentences = warnings(facts)
     if as_json:
-        click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": found}))
+        click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": sentences}))
         return
     table = rows(facts)
     width = max(len(label) for label, _ in table)
@@ -280,5 +280,5 @@ def doctor(disk: Path, as_json: bool) -> None:
     flags = " ".join(f"{flag} {value}" for flag, value in facts.kt_flags.items())
     pools = facts.kt_flags["--kt-threadpool-count"]
     click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --threadpool-count {pools} ...")
-    for sentence in found:
+    for sentence in sentences:
         click.echo(f"\nwarning: {sentence}")

@@ -36,7 +36,7 @@ Examples:
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")
-def eval(model: str, **given: Any) -> None:
+def eval(model: str, **params: Any) -> None:
     """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
 
     MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit into memory,
@@ -49,33 +49,35 @@ def eval(model: str, **given: Any) -> None:
     from ktconvert.pipeline.tell.report import Reporter, tokens
     from ktconvert.pipeline.verify.report import aligned
 
-    gpu = given["gpu_weights"]
-    if (given["cpu_weights"] is None) == (gpu is None):
+    gpu = params["gpu_weights"]
+    if (params["cpu_weights"] is None) == (gpu is None):
         raise UsageError("give either --cpu-weights or --gpu-weights.")
-    if gpu is not None and given["exact"]:
+    if gpu is not None and params["exact"]:
         raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
-    check_plot(given["plot"])
+    check_plot(params["plot"])
     evaluate.require(for_gpu=gpu is not None)
     options.check_kernels("the command again")
-    told = Reporter()
-    if given["threads"] is not None:
-        given["threads"] = options.lowered("--threads", given["threads"], told)
-    text = evaluate.read_text(given["text"])
+    reporter = Reporter()
+    if params["threads"] is not None:
+        params["threads"] = options.lowered("--threads", params["threads"], reporter)
+    text = evaluate.read_text(params["text"])
     settings = ("cpu_weights", "revision", "trust_remote_code", "threads", "exact")
-    choice = Choice(model, **{name: given[name] for name in settings})
+    choice = Choice(model, **{name: params[name] for name in settings})
     method = None if gpu is None else evaluate.packed_method(gpu)
-    windows = evaluate.cut(choice, text, given["text"], given["window"], given["max_windows"], given["skip_windows"])
+    windows = evaluate.cut(
+        choice, text, params["text"], params["window"], params["max_windows"], params["skip_windows"]
+    )
     original, converted = evaluate.load_pair(choice, gpu)
-    told.begin(int(windows.ids.size), 0, tokens)
+    reporter.begin(int(windows.ids.size), 0, tokens)
     try:
-        found = evaluate.evaluate(original, converted, windows, told.advance)
+        evaluation = evaluate.evaluate(original, converted, windows, reporter.advance)
     finally:
-        told.end()
+        reporter.end()
     method = method or evaluate.method_of(converted)
-    document = evaluate.document(model, given["cpu_weights"], gpu, given["text"], windows, found, method)
-    if given["plot"] is not None:
-        plot_eval(given["plot"], document, found.compared.divergence.tolist())
-    if given["as_json"]:
+    document = evaluate.document(model, params["cpu_weights"], gpu, params["text"], windows, evaluation, method)
+    if params["plot"] is not None:
+        plot_eval(params["plot"], document, evaluation.compared.divergence.tolist())
+    if params["as_json"]:
         click.echo(json.dumps(document))
         return
     layers = [("layer", "relative error of the experts' output")]

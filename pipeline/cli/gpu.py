@@ -22,7 +22,7 @@ Examples:
 The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 """
 
-# Options that mean nothing to one method, and why: said to who gives them.
+# Options that one method does not use, and why: a note says so to users who give them.
 FOR_GPTQ = "is for GPTQ only and changes nothing here"
 CALIBRATION = (
     "num_calibration_samples",
@@ -124,8 +124,8 @@ class SeveralValues(click.Command):
 @options.arch_file
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output-dir, once the new output is complete.")
 @options.max_memory
-@options.talk
-def gpu(**given: Any) -> None:
+@options.reporting
+def gpu(**params: Any) -> None:
     """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the output.
 
     FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts (RTN) or by one layer (GPTQ), whatever the
@@ -136,62 +136,62 @@ def gpu(**given: Any) -> None:
     from ktconvert.pipeline.plans.gpu import plan_gpu, require_available
     from ktconvert.pipeline.tell import show
 
-    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
-    require_available(given["quant_method"], given["torch_dtype"])
-    note_unused(reporter, UNUSED_BY_GPTQ if given["quant_method"] == "GPTQ" else UNUSED_BY_RTN)
+    reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
+    require_available(params["quant_method"], params["torch_dtype"])
+    note_unused(reporter, UNUSED_BY_GPTQ if params["quant_method"] == "GPTQ" else UNUSED_BY_RTN)
     options.check_kernels()
-    output = given["output_dir"].expanduser().absolute()
-    threads = options.threads(given["cpuinfer_threads"], reporter)
+    output = params["output_dir"].expanduser().absolute()
+    threads = options.threads(params["cpuinfer_threads"], reporter)
     request = Request(
         command="gpu",
-        input=options.stored_input(given["model_id"]),
+        input=options.stored_input(params["model_id"]),
         output=output,
         settings={
-            "quant_method": given["quant_method"],
-            "quant_type": given["quant_type"],
-            "rounding": given["rounding"],
-            "ignore_patterns": list(given["ignore_patterns"]),
-            "torch_dtype": given["torch_dtype"],
-            "max_shard_size": given["max_shard_size"],
-            "arch_file": options.text_of("--arch-file", given["arch_file"]),
-            **(calibration(given, output, threads, reporter) if given["quant_method"] == "GPTQ" else {}),
+            "quant_method": params["quant_method"],
+            "quant_type": params["quant_type"],
+            "rounding": params["rounding"],
+            "ignore_patterns": list(params["ignore_patterns"]),
+            "torch_dtype": params["torch_dtype"],
+            "max_shard_size": params["max_shard_size"],
+            "arch_file": options.text_of("--arch-file", params["arch_file"]),
+            **(calibration(params, output, threads, reporter) if params["quant_method"] == "GPTQ" else {}),
         },
         tuning={
             "cpuinfer_threads": threads,
-            "max_memory": given["max_memory"],
-            "verify_inputs": given["verify_inputs"],
-            "revision": given["revision"],
-            "tp_size": sorted(set(given["tp_size"])),
-            **{name: given[name] for name in ("force_cpu", "max_gpu_memory", "allow_machine_change")},
+            "max_memory": params["max_memory"],
+            "verify_inputs": params["verify_inputs"],
+            "revision": params["revision"],
+            "tp_size": sorted(set(params["tp_size"])),
+            **{name: params[name] for name in ("force_cpu", "max_gpu_memory", "allow_machine_change")},
         },
     )
-    plan = plan_gpu(request, None if given["dry_run"] else options.hashing(reporter))
+    plan = plan_gpu(request, None if params["dry_run"] else options.hashing(reporter))
     for note in plan.notes:
         reporter.note(note)
-    if given["dry_run"]:
-        show.show_plan(plan, as_json=given["json_events"], overwrite=given["overwrite"])
+    if params["dry_run"]:
+        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
         return
-    execute(plan, reporter, overwrite=given["overwrite"])
+    execute(plan, reporter, overwrite=params["overwrite"])
 
 
-def calibration(given: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
-    """The settings of GPTQ; a conversion that was begun keeps the machine that it was begun on, unless it is to start over."""
+def calibration(params: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
+    """The settings of GPTQ. A conversion that has begun keeps the machine that it was begun on, unless it starts over."""
     from ktconvert.pipeline.engine.existing import begun_with
     from ktconvert.pipeline.walk.calibration import local_files
     from ktconvert.pipeline.walk.environment import this_machine
 
-    local_files(given["dataset"])  # one that is not there is told before anything else
-    machine = this_machine(threads, given["force_cpu"], given["max_gpu_memory"])
-    if given["max_gpu_memory"] is not None and machine["device_type"] == "cpu":
+    local_files(params["dataset"])  # reports one that is missing before anything else is done
+    machine = this_machine(threads, params["force_cpu"], params["max_gpu_memory"])
+    if params["max_gpu_memory"] is not None and machine["device_type"] == "cpu":
         reporter.note("--max-gpu-memory changes nothing here: no GPU is used")
-    afresh = given["overwrite"] and not given["allow_machine_change"]
+    afresh = params["overwrite"] and not params["allow_machine_change"]
     begun = None if afresh else (begun_with(output) or {}).get("machine")
-    settings = {name: given[name] for name in (*CALIBRATION, "trust_remote_code")}
-    return {**settings, "dataset": options.stored_input(given["dataset"]), "machine": begun or machine}
+    settings = {name: params[name] for name in (*CALIBRATION, "trust_remote_code")}
+    return {**settings, "dataset": options.stored_input(params["dataset"]), "machine": begun or machine}
 
 
 def note_unused(reporter: Reporter, unused: Mapping[str, str]) -> None:
-    """Say of every option that was given and means nothing here, that it does not."""
+    """Note every option on the command line that the method does not use."""
     context = click.get_current_context()
     for name, why in unused.items():
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:

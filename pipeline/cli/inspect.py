@@ -23,27 +23,27 @@ Examples:
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
 @options.arch_file
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(path: str, **given: Any) -> None:
+def inspect(path: str, **params: Any) -> None:
     """Say what a checkpoint, an output or an unfinished conversion is, and what can be made of it.
 
     PATH is a directory, a .safetensors file, or a hub id (org/name). Headers only are read.
     """
-    from ktconvert.pipeline.tell import inspect as look
+    from ktconvert.pipeline.tell import inspect as inspection
     from ktconvert.pipeline.verify.report import aligned
 
-    arch_file = options.text_of("--arch-file", given["arch_file"])
-    found = look.look(path, given["revision"], arch_file)
-    refused = found.get("refused")
-    if given["as_json"]:
-        click.echo(json.dumps(found))
-        if refused is not None:  # the object holds the reason; a second one, of the error, would be one too many
+    arch_file = options.text_of("--arch-file", params["arch_file"])
+    document = inspection.look(path, params["revision"], arch_file)
+    refused = document.get("refused")
+    if params["as_json"]:
+        click.echo(json.dumps(document))
+        if refused is not None:  # the object holds the reason: an error event would repeat it
             click.echo(f"ktconvert: {refused}", err=True)
             sys.exit(UnsupportedError.exit_code)
         return
-    click.echo("\n".join(aligned(look.rows(found))))
-    for note in found.get("notes", []):
+    click.echo("\n".join(aligned(inspection.rows(document))))
+    for note in document.get("notes", []):
         click.echo(f"\nnote: {note}")
-    lines = [*found.get("convert", []), *found.get("convert_gpu", [])]
+    lines = [*document.get("convert", []), *document.get("convert_gpu", [])]
     if lines:
         click.echo("\n" + "\n".join(lines))
     if refused is not None:

@@ -40,31 +40,31 @@ Examples:
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
 @options.cpuinfer_threads
 @options.max_memory
-@options.talk
-def merge(**given: Any) -> None:
+@options.reporting
+def merge(**params: Any) -> None:
     """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index. Can be resumed."""
     from ktconvert.pipeline.engine.execute import execute
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.merge import plan_merge
     from ktconvert.pipeline.tell import show
 
-    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
-    original = given["original_path"]
-    chosen = {} if given["layers"] in (None, "all") else {"layers": given["layers"]}
+    reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
+    original = params["original_path"]
+    chosen = {} if params["layers"] in (None, "all") else {"layers": params["layers"]}
     request = Request(
         command="merge",
-        input=str(given["input_path"].expanduser().absolute()),
-        output=given["output"].expanduser().absolute(),
-        settings={"max_tensors": given["max_tensors"], "companions": original is not None, **chosen},
+        input=str(params["input_path"].expanduser().absolute()),
+        output=params["output"].expanduser().absolute(),
+        settings={"max_tensors": params["max_tensors"], "companions": original is not None, **chosen},
         tuning={
-            "cpuinfer_threads": options.threads(given["cpuinfer_threads"], reporter),
-            "max_memory": given["max_memory"],
-            "verify_inputs": given["verify_inputs"],
+            "cpuinfer_threads": options.threads(params["cpuinfer_threads"], reporter),
+            "max_memory": params["max_memory"],
+            "verify_inputs": params["verify_inputs"],
             "original_path": str(original.expanduser().absolute()) if original else None,
         },
     )
     plan = plan_merge(request)
-    if given["dry_run"]:
-        show.show_plan(plan, as_json=given["json_events"], overwrite=given["overwrite"])
+    if params["dry_run"]:
+        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
         return
-    execute(plan, reporter, overwrite=given["overwrite"])
+    execute(plan, reporter, overwrite=params["overwrite"])

@@ -133,8 +133,8 @@ def gpu_experts(command: F) -> F:
     return command
 
 
-def talk(command: F) -> F:
-    """How much is said, and to whom: --json, -q, -v."""
+def reporting(command: F) -> F:
+    """Options for what is reported, and how: --json, -q, -v."""
     for option in (
         click.option("-v", "--verbose", is_flag=True, help="Say more."),
         click.option("-q", "--quiet", is_flag=True, help="Warnings and errors only."),
@@ -145,27 +145,27 @@ def talk(command: F) -> F:
 
 
 def reporter(json_events: bool, quiet: bool, verbose: bool) -> Reporter:
-    """As the flags say."""
+    """The reporter that these flags ask for."""
     return Reporter(json_events=json_events, verbosity=-1 if quiet else int(verbose))
 
 
-def threads(asked: int | None, told: Reporter) -> int:
+def threads(requested: int | None, reporter: Reporter) -> int:
     """--cpuinfer-threads: the number of threads to use, never more than this process may use."""
-    return lowered("--cpuinfer-threads", asked or machine.allowed_cpus(), told)
+    return lowered("--cpuinfer-threads", requested or machine.allowed_cpus(), reporter)
 
 
-def lowered(option: str, asked: int, told: Reporter) -> int:
+def lowered(option: str, requested: int, reporter: Reporter) -> int:
     """At most as many threads as this process may use; a note where that is less."""
     allowed = machine.allowed_cpus()
-    if asked > allowed:
-        told.note(
-            f"{option} {asked} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may use"
+    if requested > allowed:
+        reporter.note(
+            f"{option} {requested} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may use"
         )
-    return min(asked, allowed)
+    return min(requested, allowed)
 
 
 def stored_input(text: str) -> str:
-    """A local path made absolute, so that resume works from anywhere; a hub id as it is."""
+    """An existing local path made absolute, so that resume works from anywhere; a hub id unchanged."""
     path = Path(text).expanduser()
     return str(path.absolute()) if path.exists() else text
 
@@ -188,14 +188,14 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
     )
 
 
-def hashing(told: Reporter) -> Callable[[int], None]:
-    """Say how far --verify-inputs has come."""
+def hashing(reporter: Reporter) -> Callable[[int], None]:
+    """A callback that reports the progress of --verify-inputs, in bytes."""
 
-    def tell(nbytes: int) -> None:
-        told.event("hashed", bytes=nbytes)
-        told.say(f"hashed {size(nbytes)}", level=1)
+    def report(nbytes: int) -> None:
+        reporter.event("hashed", bytes=nbytes)
+        reporter.say(f"hashed {size(nbytes)}", level=1)
 
-    return tell
+    return report
 
 
 def text_of(option: str, path: Path | None) -> str | None:

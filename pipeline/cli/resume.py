@@ -28,8 +28,8 @@ Examples:
 )
 @options.cpuinfer_threads
 @options.max_memory
-@options.talk
-def resume(output: Path, **given: Any) -> None:
+@options.reporting
+def resume(output: Path, **params: Any) -> None:
     """Finish a conversion that was cut off. Nothing else needs to be said again: the plan lies beside the output."""
     from ktconvert.pipeline.engine.execute import execute, tidy
     from ktconvert.pipeline.engine.existing import saved_plan
@@ -37,13 +37,13 @@ def resume(output: Path, **given: Any) -> None:
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
     from ktconvert.pipeline.tell import show
 
-    reporter = options.reporter(given["json_events"], given["quiet"], given["verbose"])
+    reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     output = output.expanduser().absolute()
     places = locate(output)
     old = saved_plan(places)
     if old is None:
         if output.is_dir() and manifest.read(output) is not None:
-            if not given["dry_run"]:
+            if not params["dry_run"]:
                 tidy(places)
             reporter.event("finished", output=str(output), nothing_to_do=True)
             reporter.say(f"{output} is finished: nothing to do")
@@ -54,13 +54,13 @@ def resume(output: Path, **given: Any) -> None:
     options.check_kernels()
     request = saved_request(output, old)
     tuning = dict(request.tuning)
-    tuning["cpuinfer_threads"] = options.threads(given["cpuinfer_threads"] or tuning["cpuinfer_threads"], reporter)
-    tuning["max_memory"] = given["max_memory"] or tuning.get("max_memory")
-    tuning["verify_inputs"] = given["verify_inputs"] or tuning.get("verify_inputs")
+    tuning["cpuinfer_threads"] = options.threads(params["cpuinfer_threads"] or tuning["cpuinfer_threads"], reporter)
+    tuning["max_memory"] = params["max_memory"] or tuning.get("max_memory")
+    tuning["verify_inputs"] = params["verify_inputs"] or tuning.get("verify_inputs")
     tuning["resume_layer"] = 0
-    tuning["allow_machine_change"] = given["allow_machine_change"] or tuning.get("allow_machine_change", False)
-    plan = plan_request(replace(request, tuning=tuning), None if given["dry_run"] else options.hashing(reporter))
-    if given["dry_run"]:
-        show.show_plan(plan, as_json=given["json_events"])
+    tuning["allow_machine_change"] = params["allow_machine_change"] or tuning.get("allow_machine_change", False)
+    plan = plan_request(replace(request, tuning=tuning), None if params["dry_run"] else options.hashing(reporter))
+    if params["dry_run"]:
+        show.show_plan(plan, as_json=params["json_events"])
         return
     execute(plan, reporter)

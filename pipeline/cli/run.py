@@ -43,13 +43,13 @@ Examples:
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
-def run(model: str, **given: Any) -> None:
+def run(model: str, **params: Any) -> None:
     """Let a model write, through transformers, with its routed experts computed from converted weights.
 
     MODEL is a directory or a hub id (org/name), in BF16 or from `ktconvert gpu`. Text goes to stdout as it comes, tokens per
     second to stderr.
     """
-    if given["chat"] == (given["prompt"] is not None):
+    if params["chat"] == (params["prompt"] is not None):
         raise UsageError("give either --prompt TEXT or --chat")
     from ktconvert.pipeline.models import generate
 
@@ -64,19 +64,19 @@ def run(model: str, **given: Any) -> None:
         "threads",
         "exact",
     )
-    loaded = generate.load(generate.Choice(model, **{name: given[name] for name in settings}))
+    loaded = generate.load(generate.Choice(model, **{name: params[name] for name in settings}))
 
     def write(inputs: Any) -> str:
         text, speed = generate.write(
-            *loaded, inputs, max_new_tokens=given["max_new_tokens"], temperature=given["temperature"], say=_say
+            *loaded, inputs, max_new_tokens=params["max_new_tokens"], temperature=params["temperature"], say=_say
         )
         _say("\n")
         click.echo(speed.line(), err=True)
         return text
 
-    if given["prompt"] is not None:
-        _say(given["prompt"])
-        write(generate.prompt_inputs(loaded[1], given["prompt"]))
+    if params["prompt"] is not None:
+        _say(params["prompt"])
+        write(generate.prompt_inputs(loaded[1], params["prompt"]))
         return
     messages: list[dict[str, str]] = []
     for line in _lines():

@@ -30,7 +30,7 @@ Examples:
 @click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
-def serve(model: str, **given: Any) -> None:
+def serve(model: str, **params: Any) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, its experts computed from converted weights.
 
     MODEL is a directory or a hub id (org/name). The server answers for this model only; Ctrl-C ends it.
@@ -41,4 +41,4 @@ def serve(model: str, **given: Any) -> None:
     options.check_kernels("the command again")
     generate.require("serve")
     settings = ("cpu_weights", "gpu_experts_mask", "num_gpu_experts", "trust_remote_code", "threads", "exact")
-    listen(generate.Choice(model, **{name: given[name] for name in settings}), given["host"], given["port"])
+    listen(generate.Choice(model, **{name: params[name] for name in settings}), params["host"], params["port"])

@@ -56,8 +56,8 @@ Examples:
               help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]")  # fmt: skip
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.cpuinfer_threads
-@options.talk
-def verify(output: Path, **given: Any) -> None:
+@options.reporting
+def verify(output: Path, **params: Any) -> None:
     """Check an output, ours or kt-kernel's: structure, sizes, counts and the hash of every file.
 
     With --against SOURCE every expert is quantized again and must give the same bytes, and the error is measured.
@@ -69,35 +69,35 @@ def verify(output: Path, **given: Any) -> None:
     from ktconvert.pipeline.tell.report import Reporter
     from ktconvert.pipeline.verify import report as verify_report
     from ktconvert.pipeline.verify.output import Wish
-    from ktconvert.pipeline.verify.output import verify as look
+    from ktconvert.pipeline.verify.output import verify as verify_output
 
-    # stdout is the report's alone: one table, or one JSON object.
-    told = Reporter(verbosity=-1 if given["quiet"] else int(given["verbose"]))
+    # Only the report goes to stdout: one table, or one JSON object.
+    reporter = Reporter(verbosity=-1 if params["quiet"] else int(params["verbose"]))
     options.check_kernels("the command again")
-    method = given["quant_method"]
+    method = params["quant_method"]
     wish = Wish(
         output=output.expanduser().absolute(),
-        against=None if given["against"] is None else options.stored_input(given["against"]),
-        revision=given["revision"],
-        numa=given["numa"],
+        against=None if params["against"] is None else options.stored_input(params["against"]),
+        revision=params["revision"],
+        numa=params["numa"],
         method=None if method is None else METHODS[method],
-        arch=options.text_of("--arch-file", given["arch_file"]),
-        full=given["full"],
-        load=given["load"],
-        text=None if given["text"] is None else read_text(given["text"]),
-        threads=options.threads(given["cpuinfer_threads"], told),
+        arch=options.text_of("--arch-file", params["arch_file"]),
+        full=params["full"],
+        load=params["load"],
+        text=None if params["text"] is None else read_text(params["text"]),
+        threads=options.threads(params["cpuinfer_threads"], reporter),
     )
-    report = look(wish, told)
-    if given["run"]:
+    report = verify_output(wish, reporter)
+    if params["run"]:
         report = replace(report, checks=(*report.checks, run_check(report, wish.threads)))
     for note in report.notes:
-        told.note(note)
-    if given["json_events"]:
+        reporter.note(note)
+    if params["json_events"]:
         click.echo(json.dumps(verify_report.document(report)))
-    elif not given["quiet"]:
+    elif not params["quiet"]:
         click.echo("\n".join(verify_report.lines(report)))
     if report.sentence is not None:
-        if given["json_events"]:  # the object holds the sentence; a second one, of the error, would be one too many
+        if params["json_events"]:  # the object holds the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)
@@ -115,20 +115,23 @@ def run_check(report: Report, threads: int) -> Check:
     from ktconvert.pipeline.verify.checks import AGAIN, Check
     from ktconvert.pipeline.verify.structure import weights_whole
 
-    output, found = report.output, report.measure
-    if not weights_whole(output) or not found.shapes:
+    output, measure = report.output, report.measure
+    if not weights_whole(output) or not measure.shapes:
         return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
-    if found.method != "unknown" and found.method not in kt_methods.OURS:
+    if measure.method != "unknown" and measure.method not in kt_methods.OURS:
         raise UnsupportedError(
-            f"{output.root}: {found.method} weights cannot be computed here; verify them without --run."
+            f"{output.root}: {measure.method} weights cannot be computed here; verify them without --run."
         )
-    layer = min(found.shapes)
-    topk, _ = experts_per_token(output.config, layer, found.shapes[layer][0])
+    layer = min(measure.shapes)
+    topk, _ = experts_per_token(output.config, layer, measure.shapes[layer][0])
     try:
-        made = smoke.smoke(output.root, layer, topk, shared_pool(threads))
+        result = smoke.smoke(output.root, layer, topk, shared_pool(threads))
     except (InputError, UnsupportedError, VerificationError) as error:
         return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
-    far = ", ".join(f"{error:.3f} ({mode})" for mode, error in made.error.items())
-    told = f"layer {layer}, {made.experts} experts, {made.tokens} tokens: finite; relative error against float {far}, at most {smoke.BOUND}"
+    errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
+    summary = (
+        f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "
+        f"relative error against float {errors}, at most {smoke.BOUND}"
+    )
     remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
-    return Check("run", told, made.problems, remedy=remedy)
+    return Check("run", summary, result.problems, remedy=remedy)
