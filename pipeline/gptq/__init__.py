@@ -1,1 +1,1 @@
-"""What is GPTQ's own: its settings, the consumer of the walk that compensates, the shard it writes, the library's engine beside it."""
+"""GPTQ: its settings, the consumer of the walk that compensates errors, the shard that it writes, and the library's engine."""

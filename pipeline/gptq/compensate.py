@@ -1,4 +1,4 @@
-"""GPTQ as a consumer of the walk: experts are rounded with the errors made good, and the rounded ones stand in for them in what goes on."""
+"""GPTQ as a consumer of the walk: experts are rounded with error compensation, and the rounded ones compute what the next layer reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Compensate:
     """Quantizes one layer's experts to a form, with the scales of rounding to nearest.
 
     dampening  fraction of mean(diag(H)) that is added to the diagonal
-    rounding   "library": codes are found again from BF16 values by a division in BF16, as compressed-tensors does, which moves one
+    rounding   "library": codes are derived again from BF16 values by a division in BF16, as compressed-tensors does, which moves one
                8-bit code in 400 by one; "float32": the codes that GPTQ chose
     routed     whether an expert is calibrated on the tokens routed to it only, instead of on all
     floor      with routed: an expert with fewer tokens is rounded to nearest
@@ -57,7 +57,7 @@ class Compensate:
         return Evidence(gptq.Hessian.empty, self.routed)
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
-        """Quantize and write the experts of a group: what their codes and scales stand for.
+        """Quantize and write the experts of a group; returns their dequantized weights.
 
         Raises VerificationError, naming the layer, where a Hessian or a loss is not finite.
         """
@@ -122,7 +122,7 @@ class Compensate:
         scale: torch.Tensor,
         hessian: gptq.Hessian,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize linears that read the same, one below the other, BF16 [n, k]: what they become in BF16, and codes, int8 [n, k]."""
+        """Quantize linears with the same inputs, stacked, BF16 [n, k]; returns the rounded values in BF16 and the codes, int8 [n, k]."""
         import torch
 
         code_range = self.form.grid.low, self.form.grid.high
@@ -144,7 +144,7 @@ class Compensate:
         return rounded, codes
 
     def _factor(self, hessian: gptq.Hessian, *, shared: bool) -> gptq.Factor:
-        """The factor of a Hessian; that which the experts of a layer share is factorized once."""
+        """The factor of a Hessian; a Hessian that all experts of a layer share is factorized once."""
         if not shared:
             return gptq.factorize(hessian, self.dampening)
         if self._shared is None:
@@ -163,7 +163,7 @@ def packed(form: Form, codes: torch.Tensor, scale: torch.Tensor) -> Stored:
 
 
 def _names(parts: Sequence[Item]) -> str:
-    """Linears that are quantized together, for people."""
+    """The linears that are quantized together, for messages."""
     first, last = parts[0][0], parts[-1][0]
     which = f"expert {first}" if first == last else f"experts {first} to {last}"
     return f"{' and '.join(dict.fromkeys(p for _, p in parts))} of {which}"

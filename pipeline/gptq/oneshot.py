@@ -1,4 +1,4 @@
-"""`--engine oneshot`: llmcompressor's own oneshot on the whole model in memory, as it is; for comparison with the layer-by-layer engine."""
+"""`--engine oneshot`: llmcompressor's own oneshot on the whole model in memory, for comparison with the layer-by-layer engine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def quantize_model(
 ) -> Quantized:
     """Run oneshot with GPTQModifier on the checkpoint's routed experts.
 
-    Returns what gives the tensors of a linear.
-    Raises UnsupportedError for a checkpoint that the library cannot load, and for experts that it left as they were.
+    Returns a function that gives the tensors of a linear.
+    Raises UnsupportedError for a checkpoint that the library cannot load, and for experts that it did not quantize.
     """
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""What the user chose for GPTQ, in the form that its stage takes, and what follows from it before anything is loaded."""
+"""The settings of GPTQ in the form that its stage takes, and what follows from them before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ktconvert.pipeline.walk.calibration import Calibration
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose.
+    """The settings of GPTQ.
 
     engine    "stream", or "oneshot": llmcompressor's own, for comparison
-    machine   what of the machine decides about bytes, as where the conversion was begun: "threads" and "device" among it
+    machine   properties of the machine where the conversion was begun that can change bytes, "threads" and "device" among them
     group     experts in memory at a time
     Others as in compensate.Compensate.
     """
@@ -35,7 +35,7 @@ class Settings:
     machine: Mapping[str, Any]
 
     def params(self) -> tuple[tuple[str, Any], ...]:
-        """All that can change a byte."""
+        """All settings that can change a byte."""
         return (
             ("calibration", tuple(sorted(vars(self.calibration).items()))),
             ("dampening", self.dampening),
@@ -47,7 +47,7 @@ class Settings:
 
 
 def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
-    """What the stage takes, from the settings of a request."""
+    """The stage's settings, from those of a request."""
     machine = chosen["machine"]
     routed = chosen["calibrate"] == "routed"
     return Settings(
@@ -70,7 +70,7 @@ def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
 
 
 def group_size(model: MoeModel, budget: int, routed: bool) -> int:
-    """How many experts of the widest layer, with Hessians and working copies, fit into so many bytes; at least one."""
+    """How many experts of the widest layer, with Hessians and working copies, fit into `budget` bytes; at least one."""
     experts, hidden, width = max((model.shape(layer) for layer in model.layers), key=lambda shape: shape[1] * shape[2])
     weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
     hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
@@ -79,7 +79,7 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
 
 
 def facts(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest and the model card say of the calibration."""
+    """The calibration, for the manifest and the model card."""
     local = Path(chosen["dataset"]).is_absolute()  # as the command line stores a local one
     return {
         "calibration": {

@@ -1,4 +1,4 @@
-"""A layer's quantized experts on disk: one shard, the checks on it, and the figures that are reported of it."""
+"""A layer's quantized experts on disk: one shard, its checks, and the figures that are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ktconvert.pipeline.walk.consumers import Tokens
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers.choice import ABSMAX
 
-STRIP = 32  # rows in which values are looked for at a time
+STRIP = 32  # rows that are unpacked at a time to find a value that is not zero
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class LayerWork:
 
 
 def nearest(work: LayerWork) -> Nearest:
-    """What rounds a linear of the layer to nearest, as `--quant-method RTN` does."""
+    """A function that rounds a linear of the layer to nearest, as `--quant-method RTN` does."""
     count, hidden, intermediate = work.model.shape(work.layer)
     grid = ExpertGrid(work.layer, hidden, intermediate)
-    rtn = experts.Job(work.model, work.form, ABSMAX, grid, 0, count, work.metadata)
+    rtn = experts.ExpertsWork(work.model, work.form, ABSMAX, grid, 0, count, work.metadata)
 
     def quantize(expert: int, projection: str) -> Stored:
         ((_, stored),) = rtn.quantize((expert, projection))
@@ -83,7 +83,7 @@ class ShardWriter:
         self._file.__exit__(*error)
 
     def write(self, expert: int, projection: str, stored: Stored) -> None:
-        """Write a linear. Raises VerificationError if all of it became zeros and it was not: an expert that computes nothing."""
+        """Write a linear. Raises VerificationError if all codes are zero and the source is not: such an expert computes nothing."""
         work = self.work
         name = linear_name(work.model, work.layer, expert, projection)
         if work.form.is_zero(stored):
@@ -102,7 +102,7 @@ class ShardWriter:
         return any(self.work.form.unpack(stored, part.n, part.k, rows).any() for rows in strips)
 
     def finish(self) -> tuple[Written, int]:
-        """Write what comes after all first tensors: the file, and its number of tensors."""
+        """Write the tensors that follow all first ones; returns the file and its number of tensors."""
         experts.append_others(self._file, self._others)
         return Written("", self.plan.size, self._file.close()), len(self.plan.entries)
 
@@ -122,7 +122,7 @@ def error_of_sample(work: LayerWork, shard: Path) -> dict[str, Any]:
 
 
 def report(work: LayerWork, tokens: Tokens, done: Compensate, reporter: Reporter) -> dict[str, Any]:
-    """What happened to the layer's experts: reported, and as figures for the journal and the model card."""
+    """Report what happened to the layer's experts; returns the figures for the journal and the model card."""
     if done.too_few:
         reporter.note(
             f"layer {work.layer}: {len(done.too_few)} of {len(tokens)} experts rounded to nearest, for fewer than "

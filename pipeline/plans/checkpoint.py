@@ -29,7 +29,7 @@ BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Headers become hundreds of thousands of objects that all stay; walking them again and again is a quarter of a large plan's time."""
+    """Pause garbage collection: tracing the hundreds of thousands of live header objects takes a quarter of a large plan's time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -40,7 +40,7 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
-    """The table of architectures, headed by the row that --arch-file gave; its text is kept in the plan, so that resume needs no file."""
+    """The table of architectures, preceded by the row of --arch-file; the plan keeps that file's text, so that resume does not need it."""
     if not arch_file:
         return ARCHS
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
@@ -70,7 +70,7 @@ def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
-    """What these layers' experts are, for the manifest: one number where all layers have the same, else all there are."""
+    """What these layers' experts are, for the manifest: one number where all layers agree, else a list of all values."""
     experts, hidden, intermediate = map(one_or_all, zip(*(model.shape(layer) for layer in layers), strict=True))
     return {
         "layers": list(layers),
@@ -84,13 +84,13 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def one_or_all(values: Iterable[int]) -> int | list[int]:
-    """The number where all are the same, else each once, sorted."""
+    """The value where all are equal, else the sorted list of distinct values."""
     distinct = sorted(set(values))
     return distinct[0] if len(distinct) == 1 else distinct
 
 
 def source_identity(source: TensorSource) -> str:
-    """One hash for all weight files of a checkpoint, wherever they lie."""
+    """One hash for all weight files of a checkpoint, independent of where they lie."""
     return hashlib.sha256("".join(f"{s.header_sha256}{s.size}" for s in source.shards).encode()).hexdigest()
 
 
@@ -114,8 +114,8 @@ def source_files(
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:
     """(name in the output, file) of everything that is copied as it is: all of these names below root but config.json.
 
-    Raises InputError for what could not be copied once the weights are made: unreadable, a link out of the checkpoint, or in
-    a folder that has the name of one of our files.
+    Raises InputError for a file that could not be copied later: it is unreadable, a link out of the checkpoint, or in a folder
+    that has the name of one of our files.
     """
     for name in names:
         require_copyable(root, name)
@@ -130,9 +130,9 @@ def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ..
 
 
 def names_in_output(names: Collection[str]) -> dict[str, str]:
-    """What companions are called in the output: README.md and manifest.json make room for ours.
+    """The names of companions in the output: README.md and manifest.json are renamed, as the output has its own.
 
-    README.md becomes README.source.md, and one that is there already (the source was converted, too) README.source.source.md.
+    README.md becomes README.source.md. An existing README.source.md (of a converted source) becomes README.source.source.md.
     """
     renamed = {name: name for name in names}
     for name in (CARD, manifest.NAME):
@@ -151,12 +151,12 @@ class CheckpointFiles:
     files: tuple[SourceFile, ...]
 
     def changed(self) -> list[str]:
-        """The names of those that are not what they were."""
+        """The names of the files that changed since."""
         companions = [file for file in self.files if file.header_sha256 is None]
         return self.source.changed() + changed_since(companions, self.source.root)
 
     def read_by(self, unit: Unit[Any]) -> set[str]:
-        """The names of those that a unit reads."""
+        """The names of the files that a unit reads."""
         by_header = {(s.header_sha256, s.size): s.name for s in self.source.shards}
         return {by_header[(content[0], content[1])] for _, _, _, content in unit.inputs}
 
@@ -175,7 +175,7 @@ def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
 
 
 def base_model(source: TensorSource) -> str | None:
-    """org/name, where the checkpoint says so: the hub cache's folder, else config.json."""
+    """org/name of the checkpoint, from the name of its folder in the hub cache, else from config.json; None if neither has it."""
     for folder in (source.root, *source.root.parents):
         if folder.name.startswith("models--"):
             return "/".join(folder.name.split("--")[1:])
@@ -184,7 +184,7 @@ def base_model(source: TensorSource) -> str | None:
 
 
 def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
-    """What every shard says of itself: the format, these facts, and what it was made from."""
+    """The metadata of every shard: the format, these facts, and the identity of the source."""
     about = {"format": "pt", "ktconvert_format": "1"}
     return about | {name: str(facts[name]) for name in names} | {"source": source_identity(source)}
 

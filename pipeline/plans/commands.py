@@ -1,4 +1,4 @@
-"""The table of commands that make an output: name -> how its plan is made."""
+"""The table of commands that write an output: name -> the function that makes its plan."""
 
 from __future__ import annotations
 

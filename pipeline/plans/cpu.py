@@ -38,7 +38,7 @@ from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 @collector_at_rest()
 def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as --verify-inputs reads them.
+    """Plan the whole conversion from headers only. `hashed` is called with the number of bytes that --verify-inputs has read.
 
     Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
@@ -57,8 +57,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         legal.require_legal(form, hidden, intermediate, parts, forms.values())
 
     merge = not settings["no_merge_safetensor"]
-    some = ExpertGrid(0, hidden, intermediate, parts).parts(0, "gate")[0]
-    if not merge and form.loose_path(some, form.tensors(some.n, some.k)[0]) is None:
+    sample = ExpertGrid(0, hidden, intermediate, parts).parts(0, "gate")[0]
+    if not merge and form.loose_path(sample, form.tensors(sample.n, sample.k)[0]) is None:
         raise UsageError(f"{form.name} has no loose files; leave out --no-merge-safetensor.")
     facts = _facts(model, form, parts, layers, settings)
     about = ("method", "layout_version", "numa", "activation", "weights_on")
@@ -103,13 +103,13 @@ class CpuConversion:
 
     files: CheckpointFiles
     form: Form
-    units: tuple[Unit[experts.Job], ...]
+    units: tuple[Unit[experts.ExpertsWork], ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
-        """The buffers of all packing threads, whatever the model's size."""
+        """The buffers of all packing threads; they do not grow with the model."""
         return BASE_MEMORY + experts.peak_memory(self.units, threads + WAITING)
 
     def require_ready(self) -> None:
@@ -136,7 +136,7 @@ class CpuConversion:
 def _choose_layers(
     request: Request, settings: Mapping[str, Any], model: MoeModel, form: Form, parts: int
 ) -> dict[str, Any]:
-    """Which layers to convert and which loose ones to keep; --resume-layer has a say only where no journal of ours does."""
+    """Which layers to convert and which loose ones to keep; a journal of an earlier run takes precedence over --resume-layer."""
     first = int(request.tuning.get("resume_layer") or 0)
     begun = begun_with(request.output) if first else None
     if settings.get("kept_layers") is not None or not first:
@@ -144,17 +144,17 @@ def _choose_layers(
     if begun is not None:
         return {"layers": begun.get("layers", settings["layers"]), "kept_layers": begun.get("kept_layers")}
     wanted = parse_layers(settings["layers"], model.layers)
-    found = loose.layers_in(request.output) if settings["no_merge_safetensor"] and request.output.is_dir() else {}
-    if not found:
+    folders = loose.layers_in(request.output) if settings["no_merge_safetensor"] and request.output.is_dir() else {}
+    if not folders:
         remaining = [n for n in wanted if n >= first]
         if not remaining:
             raise UsageError(f"--resume-layer {first}: no MoE layer is left; there are {ranges(model.layers)}.")
         return {"layers": ranges(remaining).replace(" ", ""), "kept_layers": None}
     kept = []
-    for layer in (n for n in wanted if n < first and n in found):
+    for layer in (n for n in wanted if n < first and n in folders):
         count, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, parts, bool(settings["save_backward_weights"]))
-        if loose.is_complete(found[layer], grid, count, form):
+        if loose.is_complete(folders[layer], grid, count, form):
             kept.append(layer)
     rest = [n for n in wanted if n not in kept]
     if not rest:
@@ -167,10 +167,10 @@ def _choose_layers(
 def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
     if stated is None:
         return
-    found = model.dtypes
-    if not any(stated in row.input_types and row.name in found for row in encodings.ENCODINGS):
+    dtypes = model.dtypes
+    if not any(stated in row.input_types and row.name in dtypes for row in encodings.ENCODINGS):
         raise InputError(
-            f"{model.source.root}: --input-type {stated} was given, but the experts are {', '.join(found)}; "
+            f"{model.source.root}: --input-type {stated} was given, but the experts are {', '.join(dtypes)}; "
             "leave the option out or correct it."
         )
 

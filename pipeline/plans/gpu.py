@@ -161,15 +161,15 @@ def _rtn(request: Request, model: MoeModel, form: Form, _rest: Beside, metadata:
 
 
 def _gptq(request: Request, model: MoeModel, form: Form, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
-    given, tuning = request.settings, request.tuning
+    chosen, tuning = request.settings, request.tuning
     of_gptq.check_model(model)
-    settings = of_gptq.settings_of(model, given)
-    shape = of_gptq.shape_of(model, settings, given)
+    settings = of_gptq.settings_of(model, chosen)
+    shape = of_gptq.shape_of(model, settings, chosen)
     beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}
 
     def require_ready() -> None:
         now = machine.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
-        machine.require_same(given["machine"], now, request.output, tuning["allow_machine_change"])
+        machine.require_same(chosen["machine"], now, request.output, tuning["allow_machine_change"])
 
     return Quantizing(
         gptq_layers.stage(model, form, settings, beside_experts, metadata),

@@ -119,22 +119,24 @@ def _value(value: int) -> str:
 
 
 def _unlike_manifest(layers: Mapping[int, LooseLayer], recorded: Mapping[str, Any], chosen: bool) -> Iterator[str]:
-    """What the manifest says and is not so. What it says of sizes is one number, or all that occur."""
+    """The ways in which the layers contradict the manifest, whose sizes are one number or a list of all that occur."""
     known = recorded_layers(recorded)
     if known is not None and not chosen:
         for layer in layers:
             if layer not in known:
                 yield f"names no layer {layer}, and {loose.layer_folder(layer)} is here"
-    for layer, found in layers.items():
-        for name, what, size in zip(("numa", *FACTS), ("NUMA parts", *WHAT), (found.numa, *found.shape), strict=True):
-            said = recorded.get(name)
-            allowed = said if isinstance(said, list) else [said]
-            if size and isinstance(said, int | list) and size not in allowed:
-                yield f"says {name} {said}, layer {layer} has {what} {size}"
+    for layer, measured in layers.items():
+        for name, what, size in zip(
+            ("numa", *FACTS), ("NUMA parts", *WHAT), (measured.numa, *measured.shape), strict=True
+        ):
+            value = recorded.get(name)
+            allowed = value if isinstance(value, list) else [value]
+            if size and isinstance(value, int | list) and size not in allowed:
+                yield f"says {name} {value}, layer {layer} has {what} {size}"
 
 
 def recorded_layers(recorded: Mapping[str, Any]) -> list[int] | None:
-    """The layers that a manifest says were converted or kept; None where it says nothing of the kind."""
+    """The layers that a manifest says were converted or kept; None where it does not say."""
     named = [recorded.get("layers"), recorded.get("kept_layers", [])]
     if all(isinstance(numbers, list) and all(type(n) is int for n in numbers) for numbers in named):
         return sorted({n for numbers in named for n in numbers or ()})
@@ -144,7 +146,7 @@ def recorded_layers(recorded: Mapping[str, Any]) -> list[int] | None:
 def _expected(
     layers: Mapping[int, LooseLayer], recorded: Mapping[str, Any] | None, config: dict[str, Any] | None
 ) -> Iterable[int]:
-    """The layers that must be there: the manifest knows; else the config; else none may be missing in between."""
+    """The layers that must be there: those of the manifest, else those of the config, else all up to the last one present."""
     if recorded is not None and (known := recorded_layers(recorded)) is not None:
         return known
     by_config = claims.moe_layers(config) if config is not None else None

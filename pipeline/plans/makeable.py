@@ -1,4 +1,4 @@
-"""What can be made of a checkpoint: by method, which outputs are legal and how large they are, and the lines that make them."""
+"""The outputs that a checkpoint can be converted to: legal methods, their sizes, and the commands to run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def methods(model: MoeModel) -> list[dict[str, Any]]:
 
 
 def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
-    """For each --quant-type of `ktconvert gpu`: why it cannot be made, or None, and the size of the whole output."""
+    """For each --quant-type of `ktconvert gpu`: the reason if it is not possible, else None, and the size of the whole output."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     types: list[dict[str, Any]] = []
     for form in forms_of("gpu").values():
@@ -51,7 +51,7 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
 
 
 def gpu_commands(types: list[dict[str, Any]], where: str) -> list[str]:
-    """The ready line for each type that can be made."""
+    """The command for each type that is possible."""
     name = Path(where).expanduser().resolve().name
     return [
         shlex.join(["ktconvert", "gpu", "-i", where, "-o", f"{name}-{t}", "--quant-method", "RTN", "--quant-type", t])
@@ -69,7 +69,7 @@ def output_bytes(model: MoeModel, form: Form, parts: int) -> int:
 
 
 def commands(model: MoeModel, where: str) -> list[str]:
-    """The ready line for each method: for this machine's NUMA nodes where that is legal, else for what is."""
+    """The command for each method, for this machine's number of NUMA nodes if that is legal, else for a legal one."""
     nodes = len(machine.numa_nodes())
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []

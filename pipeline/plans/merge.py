@@ -21,11 +21,16 @@ from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, req
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
-CARRIED = ("architecture", "activation", "dtypes", "weights_on")  # facts of the layers' manifest that stay true
+CARRIED = (
+    "architecture",
+    "activation",
+    "dtypes",
+    "weights_on",
+)  # facts of the layers' manifest that hold for the merged output, too
 
 
 def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read names and sizes only, and say everything that will happen.
+    """Plan the whole merge from names and sizes only.
 
     Raises InputError for a missing, extra or cut-off file, UnsupportedError where there is nothing to merge.
     """
@@ -114,40 +119,40 @@ class MergeConversion:
 
 def _files_of(layer: int, folder: Path) -> list[LooseFile]:
     """One layer's files in the order of the merged keys. Raises InputError unless every matrix is there on every node."""
-    found: dict[tuple[int, str, bool, int, str], LooseFile] = {}
+    files: dict[tuple[int, str, bool, int, str], LooseFile] = {}
     for node, name, path in loose.files_in(folder):
         what = "weight" if name["what"] == "quant" else "scale"
         part = Part(layer, int(name["expert"]), name["projection"], node, 0, 0, bool(name["backward"]))
         key = (part.expert, part.projection, part.backward, node, what)
-        if key in found:
+        if key in files:
             raise InputError(
-                f"{path}: a second file for the same matrix as {found[key].path.name}; remove the wrong one."
+                f"{path}: a second file for the same matrix as {files[key].path.name}; remove the wrong one."
             )
         status = path.stat()
-        found[key] = LooseFile(part, what, path, status.st_size, status.st_mtime_ns)
-    if not found:
+        files[key] = LooseFile(part, what, path, status.st_size, status.st_mtime_ns)
+    if not files:
         raise InputError(f"{folder}: holds no .kt files below _numa_N; convert this layer again.")
-    experts = max(e for e, *_ in found) + 1
-    nodes = max(n for *_, n, _ in found) + 1
+    experts = max(e for e, *_ in files) + 1
+    nodes = max(n for *_, n, _ in files) + 1
     wanted = [
         (e, p, backward, n, what)
         for e in range(experts)
         for p in PROJECTIONS
-        for backward in ((False, True) if any(b for _, _, b, _, _ in found) else (False,))
+        for backward in ((False, True) if any(b for _, _, b, _, _ in files) else (False,))
         for n in range(nodes)
         for what in ("weight", "scale")
     ]
     for e, p, backward, n, what in wanted:
-        if (e, p, backward, n, what) not in found:
+        if (e, p, backward, n, what) not in files:
             raise InputError(
                 f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is missing; "
                 "convert this layer again."
             )
-    return [found[key] for key in wanted]
+    return [files[key] for key in wanted]
 
 
 def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What can be known from names and sizes; H and I follow from the scales of an AMX method."""
+    """What is known from names and sizes; H and I follow from the scales of an AMX method."""
     form = FORMS.get(method)
     facts: dict[str, Any] = {
         "architecture": "unknown",
@@ -168,7 +173,7 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
 
 
 def _recorded(root: Path) -> dict[str, Any] | None:
-    """The facts of the manifest beside the layers. Raises VerificationError where those that go on are not what we write."""
+    """The facts of the manifest beside the layers. Raises VerificationError for one that ktconvert did not write."""
     document = manifest.read(root)
     if document is None:
         return None

@@ -1,1 +1,1 @@
-"""The stages: what the units of a plan are, and how one is made."""
+"""The stages: how a plan's work is cut into units, and how each unit writes its file."""

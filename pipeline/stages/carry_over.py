@@ -1,4 +1,4 @@
-"""Tensors that are no routed experts: copied bit for bit, streamed; for a GPU output what is FP8 becomes BF16."""
+"""Tensors outside the routed experts: streamed and copied bit for bit; in a GPU output, quantized ones are decoded to BF16."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Carried:
 
     @property
     def entry(self) -> Entry:
-        """What it will be."""
+        """The tensor as it is in the output."""
         if isinstance(self.stored, Weight):
             return Entry(self.key, "BF16", self.stored.shape, 2 * math.prod(self.stored.shape))
         return Entry(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
 
     @property
     def reads(self) -> tuple[TensorInfo, ...]:
-        """The stored tensors that it is made of."""
+        """The stored tensors that it is read from."""
         return tuple(self.stored.tensors.values()) if isinstance(self.stored, Weight) else (self.stored,)
 
 
 @dataclass(frozen=True)
-class Job:
+class CarryOverWork:
     """The tensors of one shard."""
 
     source: TensorSource
@@ -59,27 +59,27 @@ def renamed(model: MoeModel) -> tuple[Carried, ...]:
     """Everything but routed experts, under kt-kernel's names. Raises InputError where two tensors would get one name."""
     source = model.source
     taken = model.expert_tensor_names() | model.mtp_tensors
-    found: dict[str, Carried] = {}
+    by_key: dict[str, Carried] = {}
     for name, info in source.tensors.items():
         if name in taken:
             continue
         key = merged.rename_non_expert(name)
-        if key in found:
+        if key in by_key:
             raise InputError(
-                f"{source.root}: tensors {found[key].reads[0].name} and {name} would both be called {key}; use --non-experts skip."
+                f"{source.root}: tensors {by_key[key].reads[0].name} and {name} would both be called {key}; use --non-experts skip."
             )
-        found[key] = Carried(key, info)
-    return tuple(found.values())
+        by_key[key] = Carried(key, info)
+    return tuple(by_key.values())
 
 
 def carried(rest: Beside) -> tuple[Carried, ...]:
-    """Everything but routed experts under its own name, what is quantized to be decoded."""
+    """Everything but routed experts, under its own name; quantized weights are decoded."""
     return tuple(Carried(name, stored) for name, stored in rest.tensors.items())
 
 
 def stage(
     source: TensorSource, tensors: Collection[Carried], max_shard_size: int | None, metadata: Mapping[str, str]
-) -> Stage[Job]:
+) -> Stage[CarryOverWork]:
     """The stage that copies these tensors."""
     tensors = tuple(tensors)
     shards = [(s.header_sha256, s.size, s.blob) for s in source.shards]
@@ -104,30 +104,30 @@ def stage(
                 final="",
                 bytes_in=sum(i.nbytes for t in group for i in t.reads),
                 bytes_out=sum(t.entry.nbytes for t in group),
-                work=Job(source, group, metadata),
+                work=CarryOverWork(source, group, metadata),
             )
         )
     return Stage(NAME, "copy tensors that are no routed experts", ("source",), tuple(units), write_shard)
 
 
-def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[CarryOverWork], partial: Path, context: Context) -> Result:
     """One shard of copied tensors."""
-    job = unit.work
-    plan = plan_shard([t.entry for t in job.tensors], job.metadata)
+    work = unit.work
+    plan = plan_shard([t.entry for t in work.tensors], work.metadata)
     with publish.DirectFile(partial, plan.size) as file:
         file.append(plan.header)
-        for tensor in job.tensors:
-            for piece in pieces(job.source, tensor):
+        for tensor in work.tensors:
+            for piece in pieces(work.source, tensor):
                 file.append(piece)
             for info in tensor.reads:
-                job.source.release(info)
+                work.source.release(info)
             context.reporter.advance(sum(info.nbytes for info in tensor.reads))
         digest = file.close()
     return Result((Written("", plan.size, digest),), len(plan.entries))
 
 
 def pieces(source: TensorSource, tensor: Carried) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of a tensor as it will be, a few MiB at a time."""
+    """The bytes of an output tensor, a few MiB at a time."""
     stored = tensor.stored
     if not isinstance(stored, Weight):
         data = source.view(replace(stored, dtype="U8", shape=(stored.nbytes,)))

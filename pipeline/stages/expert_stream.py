@@ -1,4 +1,4 @@
-"""Routed experts one after the other through memory maps: asked for in time, let go when taken, whatever is made of them."""
+"""Reading routed experts one after the other through memory maps: prefetched ahead of use, released after it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.pipeline.tell.report import Reporter
 
-READ_AHEAD = 64 << 20  # bytes of input that the disk is asked for before they are needed
+READ_AHEAD = 64 << 20  # bytes of input that are prefetched
 
 
 def items(start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """(expert, projection) of the experts start..stop-1, in the order in which they are made."""
+    """(expert, projection) of the experts start..stop-1, in file order."""
     for expert in range(start, stop):
         for projection in PROJECTIONS:
             yield expert, projection
 
 
 def read_ahead(model: MoeModel, layer: int, start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """The items, while the system is told which experts come soon: on a cold cache the disk then works all the time."""
+    """The items, while the kernel is asked to prefetch the next experts, so that on a cold cache the disk is never idle."""
     each = sum(t.nbytes for t in model.expert_tensors(layer, start))
     ahead = max(1, READ_AHEAD // each)
-    told = start
+    prefetched = start
     for expert, projection in items(start, stop):
-        while told < min(expert + ahead + 1, stop):
-            for info in model.expert_tensors(layer, told):
+        while prefetched < min(expert + ahead + 1, stop):
+            for info in model.expert_tensors(layer, prefetched):
                 model.source.prefetch(info)
-            told += 1
+            prefetched += 1
         yield expert, projection
 
 
 def taken(model: MoeModel, layer: int, item: tuple[int, str], reporter: Reporter) -> None:
-    """Count an expert as read, and let go of its mapped pages, once all its projections were taken."""
+    """Count an expert as read and release its mapped pages, once its last projection has been converted."""
     expert, projection = item
     if projection == PROJECTIONS[-1]:
         tensors = model.expert_tensors(layer, expert)
@@ -61,12 +61,12 @@ def sampled_error(
 ) -> dict[str, Any]:
     """error(expert, projection) of one expert of a unit: the quality figure of the report."""
     expert = start + layer % (stop - start)
-    found: dict[str, Any] = {"sampled_expert": expert}
+    figures: dict[str, Any] = {"sampled_expert": expert}
     for projection in PROJECTIONS:
-        found[projection] = error(expert, projection)
+        figures[projection] = error(expert, projection)
     for info in model.expert_tensors(layer, expert):
         model.source.release(info)
-    return found
+    return figures
 
 
 def error_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:

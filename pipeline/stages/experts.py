@@ -33,7 +33,7 @@ Packed = list[Bytes]  # the tensors of one part, in the form's order
 
 
 @dataclass(frozen=True)
-class Job:
+class ExpertsWork:
     """What one unit converts: experts [start, stop) of one layer."""
 
     model: MoeModel
@@ -45,7 +45,7 @@ class Job:
     metadata: Mapping[str, str]
 
     def quantize(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
-        """All parts of one projection of one expert; what is called first of each goes one after the other into `place`.
+        """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the other.
 
         Raises InputError, naming the place, for a value that is not finite.
         """
@@ -85,7 +85,7 @@ def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes]) -
 
 
 def room(form: Form, part: Part, place: Bytes | None = None) -> Packed:
-    """Memory for the tensors of a part; that of the first begins at `place`, where it is given."""
+    """Memory for the tensors of a part; the first tensor lies at the start of `place`, if that is not None."""
     first, *others = (tensor.nbytes for tensor in form.tensors(part.n, part.k))
     own = np.empty(first, np.uint8) if place is None else place[:first]
     return [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]
@@ -105,8 +105,8 @@ def stage(
     loose_files: bool = False,
     max_shard_size: int | None,
     metadata: Mapping[str, str],
-) -> Stage[Job]:
-    """The stage that converts these layers; final names of shards are given by the plan."""
+) -> Stage[ExpertsWork]:
+    """The stage that converts these layers; the plan gives shards their final names."""
     shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
     names = form.names(model)
     units = []
@@ -131,7 +131,7 @@ def stage(
                     bytes_in=sum(t.nbytes for t in tensors),
                     bytes_out=each * (stop - start),
                     folder=loose_files,
-                    work=Job(model, form, choice, grid, start, stop, about),
+                    work=ExpertsWork(model, form, choice, grid, start, stop, about),
                 )
             )
     return Stage(form.stage, form.title, ("source",), tuple(units), write_folder if loose_files else write_shard)
@@ -154,20 +154,20 @@ def _chosen(choice: Choice) -> tuple[tuple[str, object], ...]:
     return () if choice == ABSMAX else (("scale", choice.name), ("scale_version", choice.version))
 
 
-def peak_memory(units: Sequence[Unit[Job]], packing: int) -> int:
+def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
     """Bytes for so many projections under way, and for what waits for its place in the shards in flight; the source is only mapped."""
     each = scratch = measured = waiting = 0
-    for job in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
+    for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
         rest = 0
         for projection in PROJECTIONS:
-            parts = job.grid.parts(0, projection)
-            sizes = [[tensor.nbytes for tensor in job.form.tensors(part.n, part.k)] for part in parts]
+            parts = work.grid.parts(0, projection)
+            sizes = [[tensor.nbytes for tensor in work.form.tensors(part.n, part.k)] for part in parts]
             each = max(each, sum(map(sum, sizes)))
             rest += sum(sum(others) for _, *others in sizes)
-        waiting = max(waiting, rest * (job.stop - job.start))
-        widest = max(job.grid.hidden, job.grid.intermediate)
-        scratch = max(scratch, 2 * STRIP * widest + job.model.reading_bytes(job.grid.layer, job.grid.backward))
-        measured = max(measured, job.form.error_bytes(widest))
+        waiting = max(waiting, rest * (work.stop - work.start))
+        widest = max(work.grid.hidden, work.grid.intermediate)
+        scratch = max(scratch, 2 * STRIP * widest + work.model.reading_bytes(work.grid.layer, work.grid.backward))
+        measured = max(measured, work.form.error_bytes(widest))
     return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)
 
 
@@ -190,13 +190,13 @@ def append_others(file: publish.DirectFile, others: Sequence[Packed]) -> None:
             file.append(data)
 
 
-def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[ExpertsWork], partial: Path, context: Context) -> Result:
     """One safetensors shard: header, all first tensors straight from the packing threads, then the others."""
-    job = unit.work
-    names = job.form.names(job.model)
-    plan = plan_parts(job.form, names, job.grid.all_parts(range(job.start, job.stop)), job.metadata)
-    todo = list(items(job.start, job.stop))
-    sizes = {item: _first_bytes(job, item) for item in todo}
+    work = unit.work
+    names = work.form.names(work.model)
+    plan = plan_parts(work.form, names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
+    todo = list(items(work.start, work.stop))
+    sizes = {item: _first_bytes(work, item) for item in todo}
     offsets: dict[Item, int] = {}
     at = len(plan.header)
     for item in todo:
@@ -208,69 +208,69 @@ def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
         file.append(plan.header)
 
         def make(item: Item, place: Bytes) -> list[tuple[Part, Packed]]:
-            packed = _checked(job, names, item, place, context)
+            packed = _checked(work, names, item, place, context)
             if in_pages:
                 file.write_at(offsets[item], place[: sizes[item]])
             return packed
 
-        for item, place, packed in in_order(context.pool, _read_ahead(job), _places(job, context), make):
+        for item, place, packed in in_order(context.pool, _read_ahead(work), _places(work, context), make):
             (file.skip if in_pages else file.append)(place[: sizes[item]])
             others += [tensors[1:] for _, tensors in packed]
-            taken(job.model, job.grid.layer, item, context.reporter)
+            taken(work.model, work.grid.layer, item, context.reporter)
         append_others(file, others)
         digest = file.close()
-    return Result((Written("", plan.size, digest),), len(plan.entries), _sampled(job))
+    return Result((Written("", plan.size, digest),), len(plan.entries), _sampled(work))
 
 
-def write_folder(unit: Unit[Job], partial: Path, context: Context) -> Result:
+def write_folder(unit: Unit[ExpertsWork], partial: Path, context: Context) -> Result:
     """One folder of loose files, a file for each tensor, synced together."""
-    job = unit.work
-    names = job.form.names(job.model)
+    work = unit.work
+    names = work.form.names(work.model)
     partial.mkdir()
-    for node in range(job.grid.numa):
+    for node in range(work.grid.numa):
         (partial / loose.numa_folder(node)).mkdir()
 
     def make(item: Item, place: Bytes) -> list[Written]:
         written = []
-        for part, packed in _checked(job, names, item, place, context):
-            for tensor, data in zip(job.form.tensors(part.n, part.k), packed, strict=True):
-                name = job.form.loose_path(part, tensor)
+        for part, packed in _checked(work, names, item, place, context):
+            for tensor, data in zip(work.form.tensors(part.n, part.k), packed, strict=True):
+                name = work.form.loose_path(part, tensor)
                 assert name is not None
                 written.append(Written(name, data.size, publish.write_unsynced(partial / name, data)))
         return written
 
     files: list[Written] = []
-    for item, _, written in in_order(context.pool, _read_ahead(job), _places(job, context), make):
+    for item, _, written in in_order(context.pool, _read_ahead(work), _places(work, context), make):
         files += written
-        taken(job.model, job.grid.layer, item, context.reporter)
+        taken(work.model, work.grid.layer, item, context.reporter)
     publish.sync_tree(partial)
-    return Result(tuple(files), len(files), _sampled(job))
+    return Result(tuple(files), len(files), _sampled(work))
 
 
-def _checked(job: Job, names: Names, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:
-    """Quantize one item, and warn where nothing but zeros came of it."""
-    packed = job.quantize(item, place)
-    if all(job.form.is_zero(tensors) for _, tensors in packed):
+def _checked(work: ExpertsWork, names: Names, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:
+    """Quantize one item; warn where the result is all zeros."""
+    packed = work.quantize(item, place)
+    if all(work.form.is_zero(tensors) for _, tensors in packed):
         part, _ = packed[0]
         name = names.key(part.place, "").removesuffix(".")
         context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
     return packed
 
 
-def _first_bytes(job: Job, item: Item) -> int:
-    return sum(job.form.tensors(part.n, part.k)[0].nbytes for part in job.grid.parts(*item))
+def _first_bytes(work: ExpertsWork, item: Item) -> int:
+    return sum(work.form.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(*item))
 
 
-def _places(job: Job, context: Context) -> list[Bytes]:
-    """Room for the first tensors of one item each, on pages of their own."""
-    size = max(_first_bytes(job, (0, projection)) for projection in PROJECTIONS)
+def _places(work: ExpertsWork, context: Context) -> list[Bytes]:
+    """Page-aligned buffers, each for the first tensors of one item."""
+    size = max(_first_bytes(work, (0, projection)) for projection in PROJECTIONS)
     return [publish.aligned_buffer(size) for _ in range(context.window)]
 
 
-def _read_ahead(job: Job) -> Iterator[Item]:
-    return read_ahead(job.model, job.grid.layer, job.start, job.stop)
+def _read_ahead(work: ExpertsWork) -> Iterator[Item]:
+    return read_ahead(work.model, work.grid.layer, work.start, work.stop)
 
 
-def _sampled(job: Job) -> dict[str, object]:
+def _sampled(work: ExpertsWork) -> dict[str, object]:
     """The quality figures of one expert."""
-    return sampled_error(job.model, job.grid.layer, job.start, job.stop, job.error)
+    return sampled_error(work.model, work.grid.layer, work.start, work.stop, work.error)

@@ -1,4 +1,4 @@
-"""The chain of GPTQ: samples, then layer after layer, each of which leaves the next one the hidden states of all sequences."""
+"""The chain of GPTQ: samples, then one layer after the other, each of which hands the hidden states of all sequences to the next."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stage(
     rest: Mapping[str, Carried],
     metadata: Mapping[str, str],
 ) -> Stage[Work]:
-    """The chain. rest: what the checkpoint holds beside its routed experts, by name."""
+    """The chain. rest: the checkpoint's tensors outside the routed experts, by name."""
 
     @functools.cache
     def skeleton() -> LayeredModel:
@@ -113,7 +113,7 @@ def stage(
 
 
 def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> list[Carried]:
-    """The tensors of a decoder layer that are no routed experts, by their names."""
+    """The tensors of a decoder layer outside its routed experts."""
     expert = model.weight_name(model.layers[0], 0, "gate")
     before, _, _ = f".{expert}".partition(f".{model.layers[0]}.")
     prefix = f"{before}.{layer}.".removeprefix(".")
@@ -144,7 +144,7 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
 
 
 def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[Written, int, dict[str, Any]]:
-    """One shard: the layer's routed experts; and for the next layer what leaves this one."""
+    """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
     link: Link = context.chain  # type: ignore[assignment]
     lm, settings = work.skeleton(), work.settings
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
@@ -169,7 +169,7 @@ def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[Writt
 
 
 def write_whole(work: LayerWork, partial: Path, context: Context) -> tuple[Written, int, dict[str, Any]]:
-    """One shard of what oneshot made of the whole model, at the first layer that asks for it."""
+    """One shard, with the weights from oneshot, which runs on the whole model when the first layer asks for them."""
     link: Link = context.chain  # type: ignore[assignment]
     quantized = work.oneshot(link.store[SAMPLES])
     with ShardWriter(work, partial, context.reporter) as shard:

@@ -1,4 +1,4 @@
-"""Loose .kt files into safetensors shards, unchanged: ours and kt-kernel's, MOE_INT4/MOE_INT8 too."""
+"""Loose .kt files, ours and kt-kernel's (MOE_INT4 and MOE_INT8, too), copied unchanged into safetensors shards."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class LooseFile:
 
 
 @dataclass(frozen=True)
-class Job:
+class MergeWork:
     """The files of one shard."""
 
     files: tuple[LooseFile, ...]
     metadata: Mapping[str, str]
 
 
-def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[Job]:
+def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[MergeWork]:
     """The stage that packs these files, in this order, into shards of at most max_tensors tensors."""
     units = []
     for number, start in enumerate(range(0, len(files), max_tensors)):
@@ -62,17 +62,17 @@ def stage(files: list[LooseFile], max_tensors: int, metadata: Mapping[str, str],
                 final="",
                 bytes_in=nbytes,
                 bytes_out=nbytes,
-                work=Job(group, metadata),
+                work=MergeWork(group, metadata),
             )
         )
     return Stage(NAME, "loose files into safetensors", ("source",), tuple(units), write_shard)
 
 
-def write_shard(unit: Unit[Job], partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Result:
     """One shard: weights first, each file streamed into its place."""
-    job = unit.work
-    files = sorted(job.files, key=lambda f: f.what != "weight")
-    plan = plan_shard([f.entry for f in files], job.metadata)
+    work = unit.work
+    files = sorted(work.files, key=lambda f: f.what != "weight")
+    plan = plan_shard([f.entry for f in files], work.metadata)
     with publish.DirectFile(partial, plan.size) as out:
         out.append(plan.header)
         for loose_file in files:

@@ -1,4 +1,4 @@
-"""Work done by many threads, taken in order: the file's bytes are hashed front to back while its pieces are made in parallel."""
+"""Work done by many threads, taken in order: the file's bytes are hashed front to back while its pieces are computed in parallel."""
 
 from __future__ import annotations
 

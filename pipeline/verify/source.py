@@ -17,7 +17,7 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Bytes, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.stages import carry_over
-from ktconvert.pipeline.stages.experts import Job
+from ktconvert.pipeline.stages.experts import ExpertsWork
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
 from ktconvert.pipeline.verify.checks import Check, ExpertComparison, LayerError, first_difference, gather, sample
@@ -69,8 +69,8 @@ def compare_source(
     def one(layer: int, expert: int) -> ExpertComparison:
         count, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward)
-        job = Job(model, form, choice, grid, expert, expert + 1, {})
-        return _compare_expert(compared, job, measured=full or expert in sample(count))
+        work = ExpertsWork(model, form, choice, grid, expert, expert + 1, {})
+        return _compare_expert(compared, work, measured=full or expert in sample(count))
 
     differing, equal, errors = gather(model, layers, one, threads, reporter)
     copied, others = _compare_others(output, model)
@@ -106,36 +106,36 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
 # --- experts --------------------------------------------------------------------------------------
 
 
-def _compare_expert(compared: Comparison, job: Job, *, measured: bool) -> ExpertComparison:
+def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) -> ExpertComparison:
     comparison = ExpertComparison()
     for projection in PROJECTIONS:
-        for part, wanted in job.quantize((job.start, projection)):
-            stored = _compare_part(compared, job, part, wanted, comparison)
+        for part, wanted in work.quantize((work.start, projection)):
+            stored = _compare_part(compared, work, part, wanted, comparison)
             if stored is None or part.backward:
                 continue
-            matrix = part.of(job.model.linear(job.grid.layer, job.start, projection), job.grid.numa)
+            matrix = part.of(work.model.linear(work.grid.layer, work.start, projection), work.grid.numa)
             sums = np.zeros(4)
             if compared.calibrated is not None:
-                sums, seen, problem = judge(job.form, matrix, stored, wanted, whole=measured)
+                sums, seen, problem = judge(work.form, matrix, stored, wanted, whole=measured)
                 compared.calibrated.append(seen)
-                here = compared.output.tensors[part.place, job.form.tensors(part.n, part.k)[0].suffix]
+                here = compared.output.tensors[part.place, work.form.tensors(part.n, part.k)[0].suffix]
                 comparison.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
-                sums = job.form.error_sums(matrix, stored)
+                sums = work.form.error_sums(matrix, stored)
             if measured:
                 comparison.sums[projection] = comparison.sums.get(projection, np.zeros(4)) + sums
-    for info in job.model.expert_tensors(job.grid.layer, job.start):
-        job.model.source.release(info)
+    for info in work.model.expert_tensors(work.grid.layer, work.start):
+        work.model.source.release(info)
     return comparison
 
 
 def _compare_part(
-    compared: Comparison, job: Job, part: Part, wanted: list[Bytes], comparison: ExpertComparison
+    compared: Comparison, work: ExpertsWork, part: Part, wanted: list[Bytes], comparison: ExpertComparison
 ) -> list[Bytes] | None:
     """The stored tensors of a part, if all are there with the right sizes; what is wrong with them goes into `comparison`."""
     output, before = compared.output, len(comparison.problems)
     stored: list[Bytes] = []
-    tensors = job.form.tensors(part.n, part.k)
+    tensors = work.form.tensors(part.n, part.k)
     for tensor, data in zip(tensors, wanted, strict=True):
         here = output.tensors.get((part.place, tensor.suffix))
         if here is None or here.nbytes != data.size:

@@ -64,7 +64,7 @@ def visiting_order(lengths: Sequence[int]) -> list[int]:
     """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them.
 
     Its sort is not stable: how equal lengths are ordered is torch's choice, which may differ between CPUs and versions of torch, and
-    sorting twice is not sorting once. Whoever compares with oneshot gives it what samples() gives, or a DataLoader of its own.
+    sorting a sorted list may change its order. To compare with oneshot, pass it the result of samples(), or a DataLoader of your own.
     """
     import torch
 
@@ -104,7 +104,7 @@ def samples(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | N
 
 
 def _pieces(lines: Iterable[str], tokenizer: Any, max_length: int, most: int) -> list[Ids]:
-    """A text in consecutive pieces of max_length tokens, at most so many; it is read as far as they need it."""
+    """A text in at most `most` consecutive pieces of max_length tokens; no more of it is read than they need."""
     ids: list[int] = []
     for stretch in _stretches(lines):
         ids += tokenizer(stretch, add_special_tokens=False, verbose=False)["input_ids"]
@@ -139,7 +139,7 @@ def _encoded(rows: Iterable[Row], tokenizer: Any, max_length: int, where: str) -
 
 
 def _text(row: Row, tokenizer: Any, where: str) -> str:
-    """What a row says; "" where it says nothing. All rows of a file have the same columns."""
+    """The text of a row; "" where it has none. All rows of a file have the same columns."""
     if "messages" in row:
         return _chat(row["messages"], tokenizer, where)
     columns = ["text"] if "text" in row else [name for name in INSTRUCTION if name in row]
@@ -169,7 +169,7 @@ def _chat(messages: Any, tokenizer: Any, where: str) -> str:
 
 @contextmanager
 def _untouched(tokenizer: Any) -> Iterator[None]:
-    """Truncation and padding, which a fast tokenizer keeps from its last call and saves with itself, are put back."""
+    """Restore truncation and padding afterwards: a fast tokenizer keeps them from its last call and saves them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     truncation, padding = (backend.truncation, backend.padding) if backend else (None, None)
     try:

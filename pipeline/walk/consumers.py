@@ -1,6 +1,6 @@
-"""Consumers of the walk: what they ask for, what they are given for each group of experts, and the one that only counts tokens.
+"""Consumers of the walk: the evidence that they need, what they get for each group of experts, and the one that only counts tokens.
 
-A consumer is any object with these three members. The walk knows none by name: whoever adds one writes it and hands it to `walk_layer`.
+A consumer is any object with these three members. The walk knows none of them by name: to add one, write it and pass it to `walk_layer`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Tokens = npt.NDArray[np.int64]  # tokens routed to each expert of a layer, over 
 
 
 class Accumulator(Protocol):
-    """What is kept of the inputs of a linear; quantizers.gptq.Hessian is one."""
+    """Statistics of the inputs of a linear; quantizers.gptq.Hessian is one."""
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Count a sequence's inputs in, BF16 [T, k]; T is 0 where none of its tokens was routed to the expert."""
+        """Add a sequence's inputs, BF16 [T, k]; T is 0 where none of its tokens was routed to the expert."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class ExpertGroup:
 
 
 class Consumer(Protocol):
-    """What takes the evidence of each layer as the walk passes."""
+    """An object that takes the evidence of each layer during the walk."""
 
     @property
     def evidence(self) -> Evidence | None:
-        """What is gathered for it; None where the numbers of tokens are enough."""
+        """The evidence that it needs; None if the numbers of tokens are enough."""
 
     @property
     def replaces(self) -> bool:
-        """Whether the next layer is to read what the weights that `take` returns give. At most one consumer of a walk does that."""
+        """Whether the next layer reads the outputs of the weights that `take` returns. At most one consumer of a walk may replace."""
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights] | None:
         """Called for one group of experts after the other; the weights by expert, on the same device, where it replaces them."""
@@ -88,5 +88,5 @@ class Counts:
     replaces = False
 
     def take(self, group: ExpertGroup) -> None:
-        """Remember the layer's numbers."""
+        """Store the layer's token counts."""
         self.tokens[group.layer] = group.tokens

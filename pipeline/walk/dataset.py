@@ -1,7 +1,7 @@
 """Where the rows of a data set come from: local files, the hub's cache or the hub, read through `datasets`; its errors in one sentence.
 
 Of local files only the rows that are asked for are read, and nothing of them stays in a cache. No code of a data set is ever run:
-`datasets` has no way to do so any more.
+`datasets` can no longer do so.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _known(file: Path) -> Path:
 def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
     """Those files that are named after the split (SPLIT.jsonl, SPLIT-00000-of-00003.parquet); all if none is.
 
-    Raises InputError where none is, but their names tell several splits apart.
+    Raises InputError where none is, but the names show several other splits.
     """
     shards = {file: match[1] for file in files if (match := SHARD.fullmatch(file.name))}
     if named := [file for file in files if shards.get(file, file.stem) == split]:
@@ -97,7 +97,7 @@ def of_split(files: Sequence[Path], split: str) -> Sequence[Path]:
 
 
 def rows_of_file(file: Path, cache: str, most: int | None = None) -> Iterator[Row]:
-    """The rows of a local file, at most so many, as they are asked for; of a text, its lines. Raises InputError.
+    """The rows of a local file, at most `most`, read lazily; of a text, its lines. Raises InputError.
 
     cache  a folder for what `datasets` leaves behind
     """
@@ -122,7 +122,7 @@ def rows_of_file(file: Path, cache: str, most: int | None = None) -> Iterator[Ro
 
 
 def _bad_line(file: Path) -> str | None:
-    """Which line of a file of JSON lines is none; None if the file is not that, or all are."""
+    """Which line of a JSON Lines file is invalid; None if all are valid or the file has another format."""
     number = 0
     try:
         with file.open("rb") as lines:
@@ -141,7 +141,7 @@ def _bad_line(file: Path) -> str | None:
 def rows_of_hub(dataset: str, split: str, most: int, cache: str, note: Callable[[str], None] | None) -> Iterable[Row]:
     """The first rows of a split of the hub's: as `datasets` has cached or downloads them, else from a snapshot that is there.
 
-    `datasets` looks into its own cache only, so what `hf download` made is opened here. Raises InputError, ResourceError.
+    `datasets` searches only its own cache, so a snapshot of `hf download` is opened here. Raises InputError, ResourceError.
     """
     import datasets
 
@@ -174,7 +174,7 @@ def _rows_of_snapshot(dataset: str, split: str, most: int, cache: str) -> list[R
 
 
 def _explained(dataset: str, error: BaseException) -> KtconvertError:
-    """What went wrong with a data set of the hub, and what to do."""
+    """The error for a data set of the hub that could not be loaded, with its remedy."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in FULL:
@@ -196,7 +196,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no log of `datasets` and huggingface_hub: what matters is in the errors raised."""
+    """Silence the progress bars and logs of `datasets` and huggingface_hub: what matters is in the errors raised."""
     import datasets
     import huggingface_hub.utils
 

@@ -1,4 +1,4 @@
-"""What GPTQ runs on: which packages must be there, and what of the machine decides about bytes."""
+"""The environment of GPTQ: the packages that it needs, and the properties of the machine that can change bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ktconvert.pipeline.models.generate import share_cores
 NEEDS = ("torch", "transformers", "accelerate", "datasets", "llmcompressor", "compressed_tensors")
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")  # their versions can change bytes
 GROUP_BYTES = 1 << 30  # of experts with their Hessians and working copies that are in memory at a time, on a CPU
-GPU_SHARE = 4  # of a GPU's memory, one part in so many is for such a group
+GPU_SHARE = 4  # such a group takes this fraction (1/4) of a GPU's memory
 
 
 def require() -> None:
@@ -30,19 +30,19 @@ def require() -> None:
 
 
 def quiet() -> None:
-    """Have llmcompressor and compressed-tensors say only what is an error; what the user has set stays."""
+    """Let llmcompressor and compressed-tensors log errors only, unless the user has set another level."""
     for package in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
         os.environ.setdefault(f"{package}_LOG_LEVEL", "ERROR")
 
 
 def hide_gpus() -> None:
-    """Have torch see no GPU, whatever the machine has; to be called before torch is imported."""
+    """Hide all GPUs from torch; call before torch is imported."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 
 def this_machine(threads: int, force_cpu: bool, max_gpu_memory: int | None) -> dict[str, Any]:
-    """What of this machine decides about bytes, in the order of names: sums are made in another order elsewhere."""
+    """The properties of this machine that can change bytes, sorted by name: other machines add in another order."""
     if force_cpu:
         hide_gpus()
     import torch

@@ -1,7 +1,7 @@
-"""The walk through one layer: what its experts read is recorded, consumers take them group by group, and what they give is passed on.
+"""The walk through one layer: record what its experts read, pass them to consumers group by group, and run the layer with their outputs.
 
-Memory is the layer without its experts, a group of experts with the evidence gathered of them, and one sequence; what all sequences
-bring into the experts, and what comes out, lies in files.
+Memory is the layer without its experts, a group of experts with the evidence gathered of them, and one sequence; inputs and outputs
+of the experts, for all sequences, lie in files.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def walk_layer(
     scratch: Path,
     leaving: Path | None,
 ) -> None:
-    """Take all sequences through a layer with experts.
+    """Run all sequences through a layer with experts.
 
     entering  rows [tokens, hidden] of what enters the layer
-    scratch   folder for what the experts read and give, of that size each
-    leaving   where a new file with what leaves the layer is put, durable; None where nobody reads it
+    scratch   folder for the inputs and outputs of the experts, of that size each
+    leaving   path of a new, durable file for what leaves the layer; None if it is not needed
     Raises ValueError where more than one consumer replaces the experts, InputError and VerificationError as LayeredModel does.
     """
     if sum(consumer.replaces for consumer in consumers) > 1:
@@ -78,7 +78,7 @@ def walk_layer(
 
 
 def walk_dense_layer(walk: LayerWalk, lm: LayeredModel, entering: RowFile, leaving: Path) -> RowFile:
-    """Take all sequences through a layer without routed experts: what leaves it, in a new file."""
+    """Run all sequences through a layer without routed experts; what leaves it goes to a new file, which is returned."""
     left = _file_like(entering, leaving)
     with lm.loaded(walk.layer):
         lm.require_causal(walk.layer)
@@ -97,7 +97,7 @@ def _file_like(other: RowFile, path: Path) -> RowFile:
 
 @dataclass
 class _Inputs:
-    """What the layer's experts read: rows in a file, per sequence the ids and weights [T, k] of the router, and evidence of all tokens."""
+    """The inputs of the layer's experts: rows in a file; of each sequence the router's ids and weights [T, k]; evidence of all tokens."""
 
     rows: RowFile
     ids: list[torch.Tensor]
@@ -143,7 +143,7 @@ def _visit_experts(
     evidence: Collection[Evidence],
     outputs: RowFile | None,
 ) -> None:
-    """Give consumers one group of experts after the other; the sum of what the experts give each token goes to `outputs`."""
+    """Pass one group of experts after the other to the consumers; the sums of the experts' outputs, by token, go to `outputs`."""
     tokens = _token_counts(walk, inputs)
     for start in range(0, len(tokens), walk.group):
         weights = {e: _weights(walk, lm, e) for e in range(start, min(start + walk.group, len(tokens)))}
@@ -178,7 +178,7 @@ def _gather(
     weights: Mapping[int, ExpertWeights],
     gathered: Mapping[Evidence, Gathered],
 ) -> None:
-    """Let the experts of a group see the sequences."""
+    """Add the inputs of a group's linears, for all sequences, to the accumulators."""
     import torch
 
     inner = lm.expert(walk.layer).inner
@@ -199,7 +199,7 @@ def _gather(
 def _add_outputs(
     walk: LayerWalk, lm: LayeredModel, inputs: _Inputs, weights: Mapping[int, ExpertWeights], outputs: RowFile
 ) -> None:
-    """Add what a group of experts gives the tokens that are routed to them, in BF16, expert after expert."""
+    """Add the outputs of a group of experts for the tokens routed to them, in BF16, expert after expert."""
     import torch
 
     inner = lm.expert(walk.layer).inner
@@ -214,7 +214,7 @@ def _add_outputs(
                     continue
                 share = shares[tokens, place, None].to(lm.device)
                 tokens = tokens.to(lm.device)
-                # One row alone takes another way through the library of matrix products, to other bits than among others.
+                # The matrix library takes another path for a single row, which gives other bits than the same row among others.
                 seen = x[tokens] if len(tokens) > 1 else x[tokens.repeat(2)]
                 out = _linear(inner(_linear(seen, own.gate), _linear(seen, own.up)), own.down)[: len(tokens)]
                 total.index_add_(0, tokens, (out * share).to(total.dtype))
@@ -237,7 +237,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _pass_on(walk: LayerWalk, lm: LayeredModel, entering: RowFile, outputs: RowFile, leaving: RowFile) -> None:
-    """Run a loaded layer for all sequences, its experts giving what lies in `outputs`."""
+    """Run a loaded layer for all sequences, with its experts' outputs read from `outputs`."""
     for start, stop in walk.spans():
         summed = bf16.to_tensor(outputs.read(start, stop), lm.device)
 

@@ -1,7 +1,7 @@
-"""A transformers model of which one decoder layer is in memory at a time, and no routed expert ever.
+"""A transformers model of which one decoder layer is in memory at a time, and never a routed expert.
 
 The model is built on the meta device; a layer's weights come from the checkpoint when they are needed (on the CPU as views of the mapped
-file) and go again. Its experts module becomes a function of the caller's, so that whoever streams experts decides what they give.
+file) and are dropped afterwards. A function of the caller replaces its experts module, so that the caller decides what experts compute.
 Attention is transformers' eager one with a causal mask, which llmcompressor traces too.
 """
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 PROBE = 9  # tokens of the sequence on which causality is tried
 # Experts, called with (hidden [T, H], ids [T, k], weights [T, k]), give [T, H].
 Routed = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside the hidden states
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a layer besides the hidden states
 
 
 class _Reached(Exception):
-    """The forward pass has come as far as it was needed."""
+    """Ends a forward pass that has come as far as needed."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Expert:
 class LayeredModel:
     """The skeleton of a checkpoint's language model.
 
-    tensors  what the checkpoint holds beside its routed experts
+    tensors  the checkpoint's tensors outside the routed experts
     device   where layers are computed
     Raises UnsupportedError for a model whose experts transformers holds in another way, or that has code of its own unless that is trusted.
     """
@@ -137,7 +137,7 @@ class LayeredModel:
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[Any]:
-        """The decoder layer with its weights, for as long as this lasts. Raises InputError where the checkpoint lacks some."""
+        """The decoder layer, with its weights inside the context. Raises InputError where the checkpoint lacks some."""
         names = self.names(layer)
         with self._filled(f"{self._prefix}{layer}.", names):
             yield self.layers[layer]

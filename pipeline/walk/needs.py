@@ -1,4 +1,4 @@
-"""What GPTQ takes in memory and on disk, by arithmetic from a model's numbers: for the plan, before anything is loaded.
+"""The memory and disk that GPTQ needs, computed from a model's sizes for the plan, before anything is loaded.
 
 H hidden size, I expert width, E experts of a layer, N samples of T tokens. Sizes are bytes. No torch.
 """
@@ -70,7 +70,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes. All are 0 for RTN, which streams: what its plan says is all it takes.
+    """Sizes in bytes. All are 0 for RTN, which streams and needs no more than its plan's peak memory.
 
     host      main memory at most, libraries included
     gpu       memory of the card at most; 0 without one
@@ -185,7 +185,7 @@ def _rest(model: MoeModel) -> int:
 
 
 def max_gpu_memory(card_gib: int, needed: Needs) -> str | None:
-    """What to give as --max-gpu-memory on a card of so many GiB; None where it cannot hold the work, and where no GPU is used.
+    """The --max-gpu-memory for a card of card_gib GiB; None if the card is too small, or if no GPU is used.
 
     The rest of the card is for activations and Hessians; never more than the part that kt-kernel's README advises.
     """
@@ -198,7 +198,7 @@ def max_gpu_memory(card_gib: int, needed: Needs) -> str | None:
 
 
 def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
-    """Sentences for the plan: what it takes, and which --max-gpu-memory to give on which card."""
+    """Sentences for the plan: the memory and disk that it takes, and a --max-gpu-memory for each card."""
     needed = needs(shape)
     if not needed.host:
         return []

@@ -1,4 +1,4 @@
-"""The first unit of the chain: the tokens of all samples, and what they are embedded to."""
+"""The first unit of the chain: the tokens of all samples, and their embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SamplesWork:
 
 
 def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) -> Result:
-    """The tokens of all samples, as the unit `key` of a chain; and for the first layer what they are embedded to."""
+    """Write the tokens of all samples, as the unit `key` of a chain, and for the first layer their embeddings."""
     link: Link = context.chain  # type: ignore[assignment]
     calibration, lm = work.calibration, work.skeleton()
     stored = link.store[key]
