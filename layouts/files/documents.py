@@ -1,4 +1,4 @@
-"""JSON documents that we wrote ourselves, read as if anything could be in them: parsed whole, and held against a table of what must be."""
+"""JSON documents that we wrote ourselves, read without trusting them: parsed, then checked against a table of types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNT = range(1, 1 << 31)
 
 
 def parse(data: bytes) -> Any:
-    """The JSON value. Raises ValueError, whatever is wrong."""
+    """The JSON value. Raises ValueError for any malformed document."""
     try:
         return json.loads(data)
     except RecursionError:

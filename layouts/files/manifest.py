@@ -1,4 +1,4 @@
-"""manifest.json: what an output is made of, from what, and how; enough to verify it without its source."""
+"""manifest.json: an output's files, its source and its settings; enough to verify it without its source."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAME = "manifest.json"
 FORMAT = 1
 LONGEST_NAME = 255  # bytes, on Linux
 LAYERS = [range(1 << 31)]
-# More experts or NUMA parts than this is no model: what is built for each of them would fill the memory.
+# No model has more experts or NUMA parts; objects for more of them would fill the memory.
 EXPERTS, PARTS = range(1, 1 << 16), range(1, 1 << 10)
 SIZES = (COUNT, [COUNT], str)
-# What is asked of a manifest, and the form that it must have (documents.mismatch).
+# The entries that we read, and the types that they must have (documents.mismatch).
 MANIFEST = {
     "command": str,
     "settings": {"arch_file?": (str, None), "no_merge_safetensor?": bool},
@@ -64,7 +64,7 @@ def encode(
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """An output's manifest, or None where there is none. Raises VerificationError where it cannot be understood."""
+    """An output's manifest, or None where there is none. Raises VerificationError for one that is damaged or too new."""
     path = folder / NAME
     if not path.is_file():
         return None

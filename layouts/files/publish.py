@@ -93,7 +93,7 @@ class DirectFile:
         except OSError:
             if not wanted:
                 raise
-            return False  # tmpfs and others know no O_DIRECT
+            return False  # tmpfs and others do not support O_DIRECT
         return wanted
 
     def append(self, data: bytes | Bytes | memoryview) -> None:
@@ -149,7 +149,7 @@ class DirectFile:
 
 @functools.cache
 def readable_mode() -> int:
-    """0666 less the user's umask: whoever serves the model must be able to read it."""
+    """0666 less the user's umask: the account that serves the model must be able to read it."""
     status = Path("/proc/self/status").read_text()
     umask = next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022")
     return 0o666 & ~int(umask, 8)

@@ -38,7 +38,7 @@ class ShardPlan:
 
 
 def plan_shard(entries: Iterable[Entry], metadata: Mapping[str, str]) -> ShardPlan:
-    """Place entries one after the other and write the header that says so (format: safetensors README)."""
+    """Place entries one after the other and encode the header (format: safetensors README)."""
     entries = tuple(entries)
     table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0

@@ -1,4 +1,4 @@
-"""What goes out: FORMS is the table of formats of experts, by the name that loaders and manifests know."""
+"""Outputs: FORMS is the table of formats of experts, by the name that loaders and manifests use."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ FORMS: dict[str, Form] = {form.name: form for form in (AMXINT4, AMXINT8, W4A16, 
 
 
 def forms_of(command: str) -> Mapping[str, Form]:
-    """What a command makes, by what its option calls it."""
+    """The forms that a command writes, by the value of its option."""
     return {form.option: form for form in FORMS.values() if form.command == command}

@@ -20,7 +20,7 @@ from ktconvert.quantizers import ROW_GRIDS, Grid, Matrix
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
 
-LOOSE_WORDS = {"weight": "quant", "scale": "scale"}  # a tensor's suffix -> how loose files call it
+LOOSE_WORDS = {"weight": "quant", "scale": "scale"}  # a tensor's suffix -> its word in the names of loose files
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Amx:
     # --- names ---
 
     def names(self, model: MoeModel) -> KtNames:
-        """kt-kernel's own, whatever the model calls them."""
+        """kt-kernel's own, which do not depend on the model."""
         return KtNames()
 
     def names_of(self, facts: Mapping[str, Any]) -> KtNames:
@@ -158,7 +158,7 @@ class Amx:
         return not stored[1].any()
 
     def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
-        """Scales are finite and not negative, as no finite weight can make them otherwise."""
+        """Scales are finite and not negative, as those of finite weights always are."""
         stored = output.tensors[place, "scale"]
         if stored.nbytes % 4:
             return
@@ -169,7 +169,7 @@ class Amx:
             where = output.names.describe(place, "scale")
             yield f"{stored.name} in {stored.file}: scale of row {row} is {values[row]} ({where})"
 
-    # --- what is said of it ---
+    # --- descriptions ---
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says of the format."""
@@ -203,7 +203,7 @@ AMXINT4 = Amx(
     ),
 )
 AMXINT8 = Amx("AMXINT8", version=1, grid=ROW_GRIDS["int8"], file_prefix="INT8", multiple=64)
-# How loose files start -> kt-kernel's name of the method. What MOE_* bytes mean is known to the library that wrote them only.
+# The prefix of loose files -> kt-kernel's name of the method. Only the library that wrote MOE_* files knows what their bytes mean.
 METHODS = {form.file_prefix: form.name for form in (AMXINT4, AMXINT8)} | {
     name: name for name in ("MOE_INT4", "MOE_INT8")
 }

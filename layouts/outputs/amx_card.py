@@ -1,4 +1,4 @@
-"""config.json and the model card of experts in kt-kernel's formats for the CPU; by the manifest's facts, so for those we only copy too."""
+"""config.json and the model card of experts in kt-kernel's formats, from facts alone, so that merged outputs have them, too."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Card
 
 QUANT_METHOD = "kt_amx"
-# transformers skips a quantization that it does not know, with a warning, and makes up the experts. It refuses to load a file of this
-# name, whatever the model, and prints the name.
+# transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load a weight file of
+# this name, for any model, and prints the name.
 NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
 
 

@@ -1,4 +1,4 @@
-"""config.json and README.md of an output: what these weights are, for loaders and for people. What differs by form comes from its row."""
+"""config.json and README.md of an output: a description of its weights for loaders and readers. The form supplies what depends on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.js
 def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whole: bool) -> bytes:
     """The source's config with the entries of these experts' form, quantization_config among them.
 
-    whole: of a whole model nothing that the source said of its quantization survives, at any depth; else it stays beside ours.
+    whole: for a whole model the source's own quantization entries are removed, at any depth; else they are kept beside ours.
     """
     config = _plain(original) if whole else dict(original)
     before = config.pop("quantization_config", None)
@@ -100,18 +100,26 @@ def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
     """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to nearest."""
-    told = facts.get("calibration")
-    if told is None:
+    calibration = facts.get("calibration")
+    if calibration is None:
         return []
-    seen = "every expert saw every token" if told["calibrate"] == "all" else "each expert saw the tokens routed to it"
-    made = next((s for s in stats if "calibration_tokens" in s), None)
-    amount = f"{made['samples']} samples, {made['calibration_tokens']} tokens" if made else f"{told['samples']} samples"
+    seen = (
+        "every expert saw every token"
+        if calibration["calibrate"] == "all"
+        else "each expert saw the tokens routed to it"
+    )
+    counted = next((s for s in stats if "calibration_tokens" in s), None)
+    amount = (
+        f"{counted['samples']} samples, {counted['calibration_tokens']} tokens"
+        if counted
+        else f"{calibration['samples']} samples"
+    )
     lines = [
         "",
         "## Calibration",
         "",
-        f"{amount} of {told['dataset']}, at most {told['max_length']} tokens each "
-        f"(seed {told['seed']}, dampening {told['dampening']}); {seen}.",
+        f"{amount} of {calibration['dataset']}, at most {calibration['max_length']} tokens each "
+        f"(seed {calibration['seed']}, dampening {calibration['dampening']}); {seen}.",
     ]
     routed = [s for s in stats if "routed_tokens" in s]
     if routed:

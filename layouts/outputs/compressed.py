@@ -22,7 +22,7 @@ from ktconvert.quantizers import GROUP_GRIDS, Grid, Matrix, groups
 from ktconvert.quantizers.errors import ROWS, error_sums
 
 SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
-PIECE = 1 << 14  # bytes of codes read before more are
+PIECE = 1 << 14  # bytes of codes that are read at a time
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Compressed:
     stage = "gpu_linears"
     notes = ()
     numbers = ("numbers", "scales finite and positive, no expert all zeros")
-    shard_bytes = 5 * 10**9  # the scales of a shard wait in memory for their place, 3 % of it
+    shard_bytes = 5 * 10**9  # its scales, 3 % of it, are kept in memory until all codes are written
 
     @property
     def option(self) -> str:
@@ -62,7 +62,7 @@ class Compressed:
         return self.grid.group
 
     def configured(self, settings: Mapping[str, Any]) -> Form:
-        """With the rounding that was asked for."""
+        """With the rounding that the settings name."""
         return replace(self, rounding=settings["rounding"])
 
     # --- sizes ---
@@ -87,7 +87,7 @@ class Compressed:
         return [ranks for ranks in (1, 2, 4, 8, 16) if intermediate % (ranks * self.group) == 0]
 
     def check_loading(self, model: MoeModel, ranks_asked: Iterable[int] = (1,)) -> tuple[str, ...]:
-        """Notes on how the output can be loaded. Raises UnsupportedError where a group would not fit, alone or at a TP size asked."""
+        """Notes on how the output can be loaded. Raises UnsupportedError where groups do not fit, alone or at one of these TP sizes."""
         group = self.group
         multiple = max(64, group)
         notes: dict[str, None] = {}
@@ -154,7 +154,7 @@ class Compressed:
         """There are no loose files of it."""
 
     def is_trusted(self, facts: Mapping[str, Any]) -> bool:
-        """Templates and numbers that are asked for."""
+        """The templates and numbers that we read have the right types."""
         return (
             are_templates(facts.get(TEMPLATES))
             and isinstance(facts.get("method"), str)
@@ -244,7 +244,7 @@ class Compressed:
             else:
                 yield f"{where} is all zeros: its expert would compute nothing"
 
-    # --- what is said of it ---
+    # --- descriptions ---
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says of the format."""
@@ -255,7 +255,7 @@ class Compressed:
         return {"quantization_config": compressed_card.quantization_config(self.grid, ignore)}
 
     def check_config(self, output: Output, numa: int) -> Iterator[str]:
-        """quantization_config is what the contract wants, and its ignore list parts experts from all else."""
+        """quantization_config is as the format requires, and its ignore list separates experts from all other modules."""
         return ignore.check_config(output, lambda ignored: compressed_card.quantization_config(self.grid, ignored))
 
     def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:

@@ -84,7 +84,7 @@ class Form(Protocol):
 
     @property
     def command(self) -> str:
-        """The command that makes it."""
+        """The command that writes it."""
 
     @property
     def arrangement(self) -> str:
@@ -100,7 +100,7 @@ class Form(Protocol):
 
     @property
     def numbers(self) -> tuple[str, str]:
-        """How `verify` calls what check_numbers checks, and what holds where it finds nothing."""
+        """The name of check_numbers in the report of `verify`, and what the report says if it passes."""
 
     @property
     def version(self) -> int:
@@ -112,23 +112,23 @@ class Form(Protocol):
 
     @property
     def title(self) -> str:
-        """What that stage does, for people."""
+        """What that stage does, for reports."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know before it is made."""
+        """What a user should know before converting to it."""
 
     @property
     def shard_bytes(self) -> int | None:
-        """How large a shard becomes where the user does not say; None: one shard for each layer."""
+        """Default size of a shard in bytes; None: one shard for each layer."""
 
     def configured(self, settings: Mapping[str, Any]) -> Form:
-        """This form with what a command's settings (or a manifest's facts) say of it."""
+        """This form with the options in a command's settings (or a manifest's facts)."""
 
     # --- sizes ---
 
     def illegal_reason(self, hidden: int, intermediate: int, parts: int) -> str | None:
-        """Why it cannot hold experts of these sizes in so many parts; None if it can."""
+        """Why it cannot hold experts of these sizes in this many parts; None if it can."""
 
     def check_loading(self, model: MoeModel, ranks_asked: Iterable[int]) -> tuple[str, ...]:
         """Notes on how an output of this model can be loaded, also in tensor-parallel ranks. Raises UnsupportedError where it cannot."""
@@ -137,7 +137,7 @@ class Form(Protocol):
         """What a part [n, k] becomes, in file order: a shard holds all first tensors, then all second ones, and so on."""
 
     def sizes(self, projection: str, suffix: str, shape: tuple[int, ...], nbytes: int) -> dict[str, int]:
-        """What a stored tensor tells of the sizes of its part: "hidden" and "width", as far as it tells them."""
+        """The sizes of its part that a stored tensor shows: "hidden", "width", both or none."""
 
     def params(self, extent: Extent) -> Params:
         """All options that can change a byte of a unit, for its fingerprint."""
@@ -145,7 +145,7 @@ class Form(Protocol):
     # --- names ---
 
     def names(self, model: MoeModel) -> Names:
-        """What tensors are called in an output made of this model."""
+        """The names of tensors in an output of this model."""
 
     def names_of(self, facts: Mapping[str, Any]) -> Names:
         """The same, by the manifest's facts ({} without one)."""
@@ -174,15 +174,15 @@ class Form(Protocol):
         """Sums of x*x, y*y, x*y and (x-y)^2 over a part, x the source in BF16 and y what is stored; float64 [4]."""
 
     def error_bytes(self, columns: int) -> int:
-        """Memory that error_sums needs for a part of so many columns."""
+        """Memory that error_sums needs for a part with this many columns, in bytes."""
 
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
         """Whether a part of finite weights is all zeros."""
 
     def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
-        """What is wrong with the numbers of a part of an output, all of whose tensors are there; their sizes are checked elsewhere."""
+        """The defects in the numbers of a part, all of whose tensors are there; their sizes are checked elsewhere."""
 
-    # --- what is said of it ---
+    # --- descriptions ---
 
     def facts(self) -> dict[str, Any]:
         """What the manifest says of the format, beside its name and version."""
@@ -191,7 +191,7 @@ class Form(Protocol):
         """What config.json holds besides the source's, quantization_config above all. ignore: patterns of modules that stay as they are."""
 
     def check_config(self, output: Output, numa: int) -> Iterator[str]:
-        """What is wrong with config.json beside these experts."""
+        """The defects of config.json beside these experts."""
 
     def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
         """Its lines in the model card."""

@@ -1,4 +1,4 @@
-"""The ignore list of quantization_config: what a loader must not take for quantized. Everything but the routed experts.
+"""The ignore list of quantization_config: the modules that a loader must not take for quantized, which are all but the routed experts.
 
 A loader makes every Linear of the model a quantized one unless a pattern names it, and fails on a tensor that then is not
 there. A pattern is a module's name, a class's, or "re:" and a regular expression that matches from the name's beginning.
@@ -59,7 +59,7 @@ def other_linears(model: MoeModel) -> tuple[str, ...]:
 
 
 def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tuple[str, ...]:
-    """These patterns, the MTP layers, and one pattern for each kind of module that they leave out.
+    """These patterns, one for each MTP layer, and one for each kind of module that they do not cover.
 
     Raises UsageError where a pattern would hit a routed expert.
     """
@@ -67,9 +67,9 @@ def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tu
     for name in other_linears(model):
         if not any(is_match(name, pattern) for pattern in kept):
             kept.append(_pattern(name))
-    found = tuple(dict.fromkeys(kept))
-    check_ignore(model, found)
-    return found
+    complete = tuple(dict.fromkeys(kept))
+    check_ignore(model, complete)
+    return complete
 
 
 def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
 
 
 def _expert_names(model: MoeModel) -> Iterator[str]:
-    """What loaders call the routed experts of a model."""
+    """The names that loaders use for the routed experts of a model."""
     for layer in model.layers:
         yield from _loader_names((projection, name) for _, projection, name, _, _ in linears(model, layer))
 
@@ -105,7 +105,7 @@ def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str, Any]]) -> Iterator[str]:
-    """What is wrong with config.json and its ignore list, which must part the experts of an output from all else.
+    """The defects of config.json and its ignore list, which must separate the experts of an output from all other modules.
 
     config_for(ignore list) gives the quantization_config that must be there.
     """
@@ -143,12 +143,12 @@ def _ignored_wrongly(output: Output, ignored: Sequence[str]) -> Iterator[str]:
 
 
 def _pattern(name: str) -> str:
-    """One expression for this module in every layer, whatever stands before it: loaders name the language model in several ways.
+    """One expression for this module in every layer, with any prefix: loaders use several for the language model.
 
-    Of other experts, such as those of MTP blocks, the whole container.
+    For other experts, such as those of MTP blocks, it covers the whole container.
     """
-    found = ROUTED.search(name)
-    whole = name[: found.end() - 1] if found else name
+    routed = ROUTED.search(name)
+    whole = name[: routed.end() - 1] if routed else name
     start = max((p for p in PREFIXES if whole.startswith(p)), key=len)
     shape = r"\.".join(re.escape(piece) for piece in NUMBER.sub("#", f"{whole[len(start) :]}.").split(".")[:-1])
-    return "re:(.*\\.)?" + shape.replace(re.escape("#"), r"\d+") + (r"(\..*)?$" if found else "$")
+    return "re:(.*\\.)?" + shape.replace(re.escape("#"), r"\d+") + (r"(\..*)?$" if routed else "$")

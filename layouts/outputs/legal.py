@@ -1,4 +1,4 @@
-"""Which forms can hold a model in how many parts, and the sentence for those that cannot."""
+"""Which forms can hold a model in how many parts, and the reason for those that cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # NUMA nodes that machines have
 
 
 def illegal_reason(form: Form, shapes: Iterable[tuple[int, int]], parts: int) -> str | None:
-    """Why a form cannot hold experts of these sizes (H, I) in so many parts, by the first that does not fit; None if it can."""
+    """Why a form cannot hold experts of these sizes (H, I) in this many parts: the first reason, None if it can."""
     reasons = (form.illegal_reason(hidden, intermediate, parts) for hidden, intermediate in dict.fromkeys(shapes))
     return next((reason for reason in reasons if reason is not None), None)
 

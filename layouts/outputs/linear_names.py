@@ -1,4 +1,4 @@
-"""What an expert's linears are called in an output that is a whole model: the source's own names, or those that its family gives."""
+"""Names of experts' linears in an output that is a whole model: the source's own, or those of its family."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.experts import MoeModel, part_of
 from ktconvert.layouts.outputs.parts import PROJECTIONS, Place, part_shape
 
-# For the names of experts that the source stores together and no per-expert form of its family is known.
+# For experts that the source stores together and whose family has no known names for single ones.
 USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 TEMPLATES = "linear_names"  # the manifest's fact that holds one template for each projection
 
 
 def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
-    """What an expert's linear is called in the output, without ".weight": the source's own name, where each has one.
+    """An expert's linear's name in the output, without ".weight": the source's own, where each linear has one.
 
-    Of experts that are stored together, the name that their family gives single ones, in whatever block they lie (transformers
-    looks for w1, w3, w2 of Mixtral in any), else gate_proj, up_proj, down_proj.
+    Experts that are stored together get the names that their family uses for single ones, in any block (transformers looks
+    for w1, w3, w2 of Mixtral in all of them), else gate_proj, up_proj, down_proj.
     """
     moe = model.found[layer]
     if isinstance(moe.style, Separate):
@@ -32,7 +32,7 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
 
 
 def words_of(model: MoeModel) -> dict[str, str]:
-    """What the model's family calls the three linears of an expert."""
+    """The names of an expert's three linears in the model's family."""
     single = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
     if single is None:
         return USUAL
@@ -41,8 +41,8 @@ def words_of(model: MoeModel) -> dict[str, str]:
 
 def _container(template: str) -> str:
     """The template up to and with "experts.", which is added where the experts of a layer have no such block."""
-    before, found, _ = template.removesuffix(".weight").rpartition("experts.")
-    return f"{before}experts." if found else f"{template.removesuffix('.weight').rpartition('.')[0]}.experts."
+    before, block, _ = template.removesuffix(".weight").rpartition("experts.")
+    return f"{before}experts." if block else f"{template.removesuffix('.weight').rpartition('.')[0]}.experts."
 
 
 def linears(
@@ -57,7 +57,7 @@ def linears(
 
 
 def name_template(model: MoeModel, projection: str) -> str:
-    """What linears are called, with {layer} and {expert} for the numbers: the layer's is the first such number, the expert's the last."""
+    """The linears' name with {layer} and {expert} in place of the numbers: the first such number is the layer's, the last the expert's."""
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
     name = linear_name(model, layer, expert, projection)
@@ -71,14 +71,14 @@ def name_templates(model: MoeModel) -> dict[str, str]:
     return {projection: name_template(model, projection) for projection in PROJECTIONS}
 
 
-def are_templates(found: Any) -> bool:
-    """Whether what a manifest holds can be taken for name templates."""
+def are_templates(recorded: Any) -> bool:
+    """Whether a manifest's value has the form of name templates."""
     return (
-        isinstance(found, dict)
-        and sorted(found) == sorted(PROJECTIONS)
+        isinstance(recorded, dict)
+        and sorted(recorded) == sorted(PROJECTIONS)
         and all(
             isinstance(t, str) and t.count("{") == t.count("}") == 2 and "{layer}" in t and "{expert}" in t
-            for t in found.values()
+            for t in recorded.values()
         )
     )
 
@@ -110,7 +110,7 @@ class LinearNames:
         return patterns
 
     def linear(self, layer: int, expert: int, projection: str) -> str:
-        """What a linear is called, without ".weight"."""
+        """A linear's name, without ".weight"."""
         if self.model is not None:
             return linear_name(self.model, layer, expert, projection)
         return dict(self.templates)[projection].format(layer=layer, expert=expert)
@@ -133,5 +133,5 @@ class LinearNames:
         return "quantized, but no routed expert's" if name.endswith(f".{self.suffixes[0]}") else None
 
     def describe(self, place: Place, suffix: str) -> str:
-        """Which tensor of which expert, for people."""
+        """Which tensor of which expert, for messages."""
         return f"layer {place.layer}, expert {place.expert}, {place.projection}_proj: {suffix}"

@@ -28,7 +28,7 @@ def numa_folder(node: int) -> str:
 
 
 def path_in_layer(prefix: str, part: Part, nbytes: int, what: str) -> str:
-    """The file of so many bytes of one matrix inside its layer's folder; `what` is "quant" or "scale"."""
+    """The path of one matrix's file of `nbytes` bytes inside its layer's folder; `what` is "quant" or "scale"."""
     backward = "_bwd" if part.backward else ""
     return f"{numa_folder(part.numa)}/{prefix}_{part.projection}{backward}_{part.expert}_{nbytes}Byte_{what}_.kt"
 
@@ -54,12 +54,12 @@ def is_complete(folder: Path, grid: ExpertGrid, experts: int, form: Form) -> boo
 
 def layers_in(root: Path) -> dict[int, Path]:
     """The layer folders below a loose output, by layer number."""
-    found = {}
+    folders = {}
     for child in sorted(root.iterdir()):
         match = LAYER.fullmatch(child.name)
         if match and child.is_dir():
-            found[int(match[1])] = child
-    return dict(sorted(found.items()))
+            folders[int(match[1])] = child
+    return dict(sorted(folders.items()))
 
 
 def require_plain_numbers(root: Path) -> None:
@@ -73,11 +73,11 @@ def require_plain_numbers(root: Path) -> None:
 
 
 def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
-    """(NUMA node, parsed name, path) of every .kt file of one layer, whoever wrote it.
+    """(NUMA node, parsed name, path) of every .kt file of one layer, ours or kt-kernel's.
 
     Raises InputError for a file whose size is not the one in its name, or whose name is not kt-kernel's.
     """
-    found = []
+    files = []
     for node_dir in sorted(layer_dir.iterdir()):
         node = NUMA.fullmatch(node_dir.name)
         if not node or not node_dir.is_dir():
@@ -97,5 +97,5 @@ def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
                 raise InputError(
                     f"{path}: holds {size} bytes where its name says {match['nbytes']}; convert layer {layer_dir.name} again."
                 )
-            found.append((int(node[1]), match, path))
-    return found
+            files.append((int(node[1]), match, path))
+    return files

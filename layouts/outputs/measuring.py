@@ -1,4 +1,4 @@
-"""What the bytes of an output say it is: its form, T, and the sizes of each layer."""
+"""Measuring an output by its bytes: its form, T, and the sizes of each layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Measure:
-    """What the bytes of an output say it is.
+    """The form and sizes of an output, by its bytes.
 
     method  "AMXINT4", ..., or "unknown" where the sizes fit none; form is None where we cannot tell what the bytes mean
     numa    T, the number of NUMA parts
@@ -72,12 +72,12 @@ def measure(output: Output) -> Measure:
 
 
 def forms_of_names(output: Output) -> tuple[Form, ...]:
-    """The forms that it may be, by what its tensors are called; at least one."""
+    """The forms that the output may have, by its tensors' names; at least one."""
     return tuple(FORMS[method] for method in output.methods)
 
 
 def _sizes(form: Form, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
-    """layer -> (hidden size, width of a part), as most of its tensors tell; where none does, as most of all."""
+    """layer -> (hidden size, width of a part), by a majority of the layer's tensors, else of all tensors."""
     votes: dict[tuple[int | None, str], Counter[int]] = {}
     for kind, count in kinds.items():
         for name, size in form.sizes(kind.projection, kind.suffix, kind.shape, kind.nbytes).items():
@@ -85,14 +85,14 @@ def _sizes(form: Form, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int
                 votes.setdefault((layer, name), Counter())[size] += count
 
     def usual(layer: int, name: str) -> int:
-        told = votes.get((layer, name)) or votes.get((None, name))
-        return told.most_common(1)[0][0] if told else 0
+        counted = votes.get((layer, name)) or votes.get((None, name))
+        return counted.most_common(1)[0][0] if counted else 0
 
     return {layer: (usual(layer, "hidden"), usual(layer, "width")) for layer in layers}
 
 
 def _fitting(form: Form, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
-    """How many packed weights (the first tensor of each part) have the bytes that the form gives them."""
+    """How many packed weights (the first tensor of each part) have the size that the form requires."""
     count = 0
     for kind, number in kinds.items():
         hidden, width = sizes[kind.layer]

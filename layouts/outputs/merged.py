@@ -35,7 +35,7 @@ class KtNames:
         return "not a name that kt-kernel reads" if "ffn_" in name and "_exps" in name else None
 
     def describe(self, place: Place, suffix: str) -> str:
-        """Which tensor of which expert, for people."""
+        """Which tensor of which expert, for messages."""
         backward = "backward " if place.backward else ""
         where = f"layer {place.layer}, expert {place.expert}, {place.projection}_proj, NUMA part {place.numa}"
         return f"{where}, {backward}{suffix}"

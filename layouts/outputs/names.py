@@ -1,4 +1,4 @@
-"""What the tensors of an output are called: the contract of naming, which forms may share."""
+"""Names of the tensors of an output: the contract, whose implementations forms may share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ktconvert.layouts.outputs.parts import Place
 
 
 class Names(Protocol):
-    """What the tensors of an output are called. Two that name alike are equal."""
+    """The naming of an output's tensors. Two namings that give the same names compare equal."""
 
     def key(self, place: Place, suffix: str) -> str:
         """The name of a tensor."""
@@ -20,4 +20,4 @@ class Names(Protocol):
         """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
 
     def describe(self, place: Place, suffix: str) -> str:
-        """Which tensor of which expert, for people."""
+        """Which tensor of which expert, for messages."""

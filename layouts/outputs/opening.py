@@ -29,7 +29,7 @@ def is_output(path: Path) -> bool:
         if manifest.read(path) is not None:
             return True
     except VerificationError:
-        pass  # someone else's manifest.json; the weights decide
+        pass  # not our manifest.json; the weights decide
     if loose.layers_in(path):
         return True
     kinds = _by_names({})
@@ -51,11 +51,11 @@ def is_whole_model(path: Path) -> bool:
         about = manifest.read(path)
     except VerificationError:
         return False
-    return about is not None and _form_told(about).whole
+    return about is not None and _form_of(about).whole
 
 
 def open_output(root: Path) -> Output:
-    """Open an output, finished or damaged; what is wrong with it is in the result, not raised.
+    """Open an output, finished or damaged; its defects are recorded in the result, not raised.
 
     Raises UnsupportedError for a directory that holds no experts in one of our forms, VerificationError for a manifest that cannot be read.
     """
@@ -80,7 +80,7 @@ def open_output(root: Path) -> Output:
         is_loose = bool(about["settings"].get("no_merge_safetensor"))
     damaged: dict[str, str] = {}
     headers = {} if is_loose else dict(_headers(root, shards, damaged))
-    kinds = _by_names({} if about is None else about["model"], None if about is None else _form_told(about))
+    kinds = _by_names({} if about is None else about["model"], None if about is None else _form_of(about))
     entries = (entry.name for header in headers.values() for entry in header.entries)
     names = _named_by(kinds, entries) or next(iter(kinds))
     output = Output(
@@ -102,15 +102,15 @@ def open_output(root: Path) -> Output:
     return output
 
 
-def _form_told(about: Mapping[str, Any]) -> Form:
-    """The form that a manifest names, or where it names none of ours, the first that its command makes."""
+def _form_of(about: Mapping[str, Any]) -> Form:
+    """The form that a manifest names; if it names none of ours, the first form of its command."""
     form = FORMS.get(str(about["model"].get("method")))
-    made = (form for form in FORMS.values() if form.command == about.get("command"))
-    return form or next(made, next(iter(FORMS.values())))
+    candidates = (form for form in FORMS.values() if form.command == about.get("command"))
+    return form or next(candidates, next(iter(FORMS.values())))
 
 
 def _by_names(facts: Mapping[str, Any], first: Form | None = None) -> dict[Names, tuple[Form, ...]]:
-    """The forms by what they call tensors, those that are called as in `first` first."""
+    """The forms by their tensors' names, those with the names of `first` first."""
     kinds: dict[Names, tuple[Form, ...]] = {} if first is None else {first.names_of(facts): ()}
     for form in FORMS.values():
         names = form.names_of(facts)
@@ -119,7 +119,7 @@ def _by_names(facts: Mapping[str, Any], first: Form | None = None) -> dict[Names
 
 
 def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
-    """Whose names the first of these tensors that is a part of an expert has; None if none is."""
+    """The names that recognise one of these tensors as a part of an expert; None if none do."""
     kinds = tuple(kinds)
     return next((names for tensor in tensors for names in kinds if names.find(tensor) is not None), None)
 
@@ -133,12 +133,12 @@ def _headers(root: Path, shards: Iterable[str], damaged: dict[str, str]) -> Iter
 
 
 def _trusted(root: Path) -> dict[str, Any] | None:
-    """The manifest, if what is asked of it has the types that it must have. Raises VerificationError."""
+    """The manifest, None if there is none. Raises VerificationError where a fact that is needed has the wrong type."""
     about = manifest.read(root)
     if about is None:
         return None
     facts = about["model"]
-    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _form_told(about).is_trusted(facts):
+    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _form_of(about).is_trusted(facts):
         raise VerificationError(
             f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
         )
@@ -174,7 +174,7 @@ def _index(root: Path, damaged: dict[str, str]) -> tuple[dict[str, str] | None, 
 
 
 def _sentence(root: Path, error: InputError) -> str:
-    """What is wrong with a file of ours, in the words for a downloaded one less their remedy, and without the directory."""
+    """The message for a damaged file, without the remedy (meant for downloads) and the directory."""
     return str(error).replace(f"; {REMEDY}", "").replace(f"{root}/", "")
 
 
@@ -183,16 +183,16 @@ def _walk_shards(output: Output, headers: Mapping[str, Header]) -> None:
         output.metadata[shard] = header.metadata
         for entry in header.entries:
             stored = Stored(entry.name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes)
-            found = output.names.find(entry.name)
-            if found is None:
+            recognised = output.names.find(entry.name)
+            if recognised is None:
                 why = output.names.stray(entry.name)
                 if why is not None:
                     output.strays.append((entry.name, shard, why))
                 _add(output, output.others, entry.name, stored)
                 continue
-            if output.names.key(*found) != entry.name:  # numbers with leading zeros
+            if output.names.key(*recognised) != entry.name:  # numbers with leading zeros
                 output.strays.append((entry.name, shard, FOREIGN_NAME))
-            _add(output, output.tensors, found, stored)
+            _add(output, output.tensors, recognised, stored)
 
 
 def _walk_loose(output: Output, folders: dict[int, Path]) -> None:

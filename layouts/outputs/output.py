@@ -36,10 +36,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Output:
-    """An opened output; headers and names are known, of the weights nothing is read.
+    """An opened output; headers and names are read, weights are not.
 
     manifest   manifest.json, None in kt-kernel's own outputs
-    methods    the rows of FORMS whose tensors are called so; measure() says which of them it is
+    methods    the forms whose tensors have these names; measure() determines which of them it is
     names      of its tensors
     whole      whether it is a whole model, which loaders of checkpoints open
     config     config.json, {} where there is none
@@ -49,9 +49,9 @@ class Output:
     metadata   shard -> its __metadata__
     tensors    (place, suffix) -> where it is
     others     tensors that are no routed experts, by name
-    doubles    (name, first file, second file) of what is there twice
+    doubles    (name, first file, second file) of tensors that exist twice
     strays     (name, file, why it does not belong there)
-    prefixes   how the loose files start
+    prefixes   of the loose files' names ("INT4", ...)
     damaged    file -> why it cannot be read
     """
 
@@ -81,7 +81,7 @@ class Output:
     def read(self, stored: Stored, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
         """Bytes start..stop-1 of a tensor (all of it by default), in `out` or in memory of their own.
 
-        Raises VerificationError where the disk or a file that became shorter does not give them.
+        Raises VerificationError if the disk cannot be read or the file became shorter.
         """
         stop = stored.nbytes if stop is None else stop
         if out is None:
@@ -103,7 +103,7 @@ class Output:
 
 
 def files_of(root: Path) -> Iterator[str]:
-    """Every file of an output, relative to it, less what hidden folders hold."""
+    """Every file of an output, relative to it, except those in hidden folders."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for name in sorted(files):

@@ -39,7 +39,7 @@ class Part:
 
     @property
     def place(self) -> Place:
-        """Where it belongs, whatever its size."""
+        """Which matrix of the model it is, without its size."""
         return Place(self.layer, self.expert, self.projection, self.backward, self.numa)
 
     def of(self, linear: Matrix, parts: int) -> Matrix:
