@@ -72,17 +72,17 @@ class Model:
 
     def _layer(self, layer: int, turned: bool) -> None:
         e, h, i = self.shape
-        made = {"gate": self._bits(e, i, h)[1], "up": self._bits(e, i, h)[1], "down": self._bits(e, h, i)[1]}
-        for projection, values in made.items():
+        matrices = {"gate": self._bits(e, i, h)[1], "up": self._bits(e, i, h)[1], "down": self._bits(e, h, i)[1]}
+        for projection, values in matrices.items():
             for expert in range(e):
                 self.truth[layer, expert, projection] = values[expert]
         if isinstance(self.style, Fused):
             if self.style.interleaved:
-                made["gate_up"] = np.stack([made["gate"], made["up"]], axis=2).reshape(e, 2 * i, h)
+                matrices["gate_up"] = np.stack([matrices["gate"], matrices["up"]], axis=2).reshape(e, 2 * i, h)
             else:
-                made["gate_up"] = np.concatenate([made["gate"], made["up"]], axis=1)
+                matrices["gate_up"] = np.concatenate([matrices["gate"], matrices["up"]], axis=1)
         for part in self.style.parts:
-            values = made[part].swapaxes(1, 2) if turned else made[part]
+            values = matrices[part].swapaxes(1, 2) if turned else matrices[part]
             if isinstance(self.style, Separate):
                 for expert in range(e):
                     self.experts[self.name(part, layer, expert)] = ("BF16", values[expert])
@@ -115,23 +115,23 @@ class Model:
         return recognise(open_checkpoint(self.save(root)), archs)
 
 
-def check(model: Model, found: MoeModel, layers: tuple[int, ...] = (1, 2)) -> None:
+def check(model: Model, moe: MoeModel, layers: tuple[int, ...] = (1, 2)) -> None:
     """Shapes, values the right way round, and each expert tensor's bytes used exactly once."""
-    assert found.layers == layers
+    assert moe.layers == layers
     used: dict[str, list[tuple[int, int]]] = {}
     for layer in layers:
-        assert found.shape(layer) == model.shape
+        assert moe.shape(layer) == model.shape
         for expert in range(model.shape[0]):
-            made = found.expert(layer, expert)
+            matrices = moe.expert(layer, expert)
             for projection in ("gate", "up", "down"):
-                values = getattr(made, projection).values
+                values = getattr(matrices, projection).values
                 np.testing.assert_array_equal(values, model.truth[layer, expert, projection])
                 assert not values.flags.writeable
-            for info in found.expert_tensors(layer, expert):
+            for info in moe.expert_tensors(layer, expert):
                 used.setdefault(info.name, []).append((info.start, info.nbytes))
-    whole = {t.name: (t.start, t.nbytes) for layer in layers for t in found.layer_tensors(layer)}
-    assert used.keys() == whole.keys() == found.expert_tensor_names()
-    assert found.expert_tensor_names() | found.mtp_tensors == model.experts.keys()
+    whole = {t.name: (t.start, t.nbytes) for layer in layers for t in moe.layer_tensors(layer)}
+    assert used.keys() == whole.keys() == moe.expert_tensor_names()
+    assert moe.expert_tensor_names() | moe.mtp_tensors == model.experts.keys()
     for name, runs in used.items():
         start, total = whole[name]
         for begin, size in sorted(runs):
@@ -150,12 +150,12 @@ def test_every_row_in_every_style(arch: Arch, prefix: str, tmp_path: Path) -> No
     for number, style in enumerate(arch.stored):
         for turned in (False, True) if not isinstance(style, Separate) else (False,):
             model = Model(arch, style, prefix, turned=turned, nested=nested)
-            found = model.read(tmp_path / f"{number}{turned}")
-            assert found.arch == arch
-            assert found.dtypes == ("BF16",)
-            assert found.has_shared_experts
-            check(model, found)
-            assert found.plain == (not found.notes)
+            parsed = model.read(tmp_path / f"{number}{turned}")
+            assert parsed.arch == arch
+            assert parsed.dtypes == ("BF16",)
+            assert parsed.has_shared_experts
+            check(model, parsed)
+            assert parsed.plain == (not parsed.notes)
 
 
 def test_rows_name_each_family_once_and_refusals_say_why() -> None:
@@ -176,23 +176,23 @@ def test_refused_rows(arch: Arch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V4", "MiniMax-M3", "Llama-4", "Step-3.5, 3.7", "Gemma-4 26B-A4B"])
-def test_other_activations_are_said_aloud(name: str, tmp_path: Path) -> None:
+def test_other_activations_are_reported(name: str, tmp_path: Path) -> None:
     arch = ROWS[name]
-    found = Model(arch, arch.stored[0]).read(tmp_path)
-    assert not found.plain
-    (note,) = found.notes
+    parsed = Model(arch, arch.stored[0]).read(tmp_path)
+    assert not parsed.plain
+    (note,) = parsed.notes
     assert "AMXINT4" in note and arch.instead in note
 
 
 @pytest.mark.parametrize(
-    "said, activation",
+    "config, activation",
     [({"hidden_act": "gelu"}, "gelu"), ({"swiglu_limit": 7.0}, "swiglu_limit"), ({"hidden_act": "SiLU"}, "silu")],
 )
-def test_the_config_may_name_another_activation(said: dict[str, Any], activation: str, tmp_path: Path) -> None:
+def test_the_config_may_name_another_activation(config: dict[str, Any], activation: str, tmp_path: Path) -> None:
     model = Model(ROWS["Mixtral"], SEPARATE)
-    model.config.update(said)
-    found = model.read(tmp_path)
-    assert (found.activation, found.plain) == (activation, activation == "silu")
+    model.config.update(config)
+    parsed = model.read(tmp_path)
+    assert (parsed.activation, parsed.plain) == (activation, activation == "silu")
 
 
 def test_clip_limits_that_are_all_zero_are_none(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_clip_limits_that_are_all_zero_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("h, i", [(8, 4), (6, 6), (4, 8), (10, 6)], ids=["H=2I", "H=I", "2H=I", "other"])
 @pytest.mark.parametrize("with_config", [True, False])
-def test_fused_orientation_is_told_by_both_shapes(
+def test_fused_orientation_follows_from_both_shapes(
     h: int, i: int, turned: bool, with_config: bool, tmp_path: Path
 ) -> None:
     model = Model(ROWS["Qwen3-VL-MoE"], FUSED, shape=(E, h, i), turned=turned)
@@ -250,9 +250,9 @@ def test_stacked_where_only_the_row_can_tell(turned: bool, tmp_path: Path) -> No
 def test_a_known_family_stored_as_another_is(tmp_path: Path) -> None:
     """The same model_type may ship per expert or fused, and re-saves may use another family's names."""
     model = Model(ROWS["LFM2-MoE"], SEPARATE)
-    found = model.read(tmp_path)
-    check(model, found)
-    assert found.arch.name == "LFM2-MoE"
+    parsed = model.read(tmp_path)
+    check(model, parsed)
+    assert parsed.arch.name == "LFM2-MoE"
 
 
 # Layers, MTP, config
@@ -260,11 +260,11 @@ def test_a_known_family_stored_as_another_is(tmp_path: Path) -> None:
 
 def test_mtp_layers_are_left_out_and_named(tmp_path: Path) -> None:
     model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE, mtp=(3,))
-    found = model.read(tmp_path)
-    check(model, found)
-    assert found.mtp_layers == (3,)
-    assert len(found.mtp_tensors) == 3 * E
-    assert "layer 3" in found.notes[0]
+    parsed = model.read(tmp_path)
+    check(model, parsed)
+    assert parsed.mtp_layers == (3,)
+    assert len(parsed.mtp_tensors) == 3 * E
+    assert "layer 3" in parsed.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_mtp_blocks_with_names_of_their_own(base: str, tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-Next, Coder-Next"], SEPARATE)
     extra = {f"{base}experts.{e}.{p}_proj.weight": model._bits(2, 2) for e in range(E) for p in ("gate", "up", "down")}
     model.experts.update(extra)
-    found = model.read(tmp_path)
-    check(model, found)
-    assert found.mtp_tensors == extra.keys()
-    assert "mtp" in found.notes[0]
+    parsed = model.read(tmp_path)
+    check(model, parsed)
+    assert parsed.mtp_tensors == extra.keys()
+    assert "mtp" in parsed.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -329,9 +329,9 @@ def test_stacked_disagrees(tmp_path: Path) -> None:
 def test_no_config_at_all(tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE)
     model.config = {}
-    found = model.read(tmp_path)
-    check(model, found)
-    assert "without a config" in found.notes[0]
+    parsed = model.read(tmp_path)
+    check(model, parsed)
+    assert "without a config" in parsed.notes[0]
 
 
 # What is missing, too much, or out of place
@@ -417,17 +417,17 @@ def test_biases(tmp_path: Path) -> None:
     model.experts[model.name("up", 2, 1).replace(".weight", ".bias")] = model._bits(I)
     with pytest.raises(UnsupportedError, match=r"up_proj\.bias'.*bias"):
         model.read(tmp_path)
-    found = recognise(open_checkpoint(tmp_path), to_read=True)
-    assert found.refusal is not None and "biases of experts" in found.refusal
-    assert found.layers and found.expert(found.layers[0], 0).gate.shape == (I, H)
+    parsed = recognise(open_checkpoint(tmp_path), to_read=True)
+    assert parsed.refusal is not None and "biases of experts" in parsed.refusal
+    assert parsed.layers and parsed.expert(parsed.layers[0], 0).gate.shape == (I, H)
 
 
 def test_unknown_family_in_a_known_form(tmp_path: Path) -> None:
     for number, style in enumerate({s for arch in USABLE for s in arch.stored}):
         model = Model(Arch("?", ("unheard_of",)), style)
-        found = model.read(tmp_path / str(number))
-        check(model, found)
-        assert "unheard_of is not in the table" in found.notes[0]
+        parsed = model.read(tmp_path / str(number))
+        check(model, parsed)
+        assert "unheard_of is not in the table" in parsed.notes[0]
 
 
 def test_unknown_family_in_two_known_forms(tmp_path: Path) -> None:
@@ -480,11 +480,11 @@ def test_fp8_blocks_per_expert(block: tuple[int, int], suffix: str, tmp_path: Pa
     model.config["quantization_config"] = {"weight_block_size": list(block)}
     model.rest = {"model.layers.0.mlp.gate_proj.weight": model._bits(2, 2)}
     scales = {(e, p): model.to_fp8(p, 1, block, suffix, e) for e in range(E) for p in SEPARATE.parts}
-    found = model.read(tmp_path)
-    assert found.dtypes == ("F8_E4M3",)
-    assert found.expert_tensor_names() == model.experts.keys()
+    parsed = model.read(tmp_path)
+    assert parsed.dtypes == ("F8_E4M3",)
+    assert parsed.expert_tensor_names() == model.experts.keys()
     for (e, p), scale in scales.items():
-        matrix = getattr(found.expert(1, e), p)
+        matrix = getattr(parsed.expert(1, e), p)
         assert matrix.kind.name == "fp8_e4m3"
         np.testing.assert_array_equal(decoded(matrix), spread(model, model.name(p, 1, e), scale, block))
 
@@ -499,16 +499,16 @@ def test_fp8_blocks_fused(block: tuple[int, int], turned: bool, interleaved: boo
     model = Model(arch, style, layers=(1,), turned=turned)
     model.config["quantization_config"] = {"weight_block_size": list(block)}
     names = {p: (model.name(p, 1), model.to_fp8(p, 1, block)) for p in ("gate_up", "down")}
-    found = model.read(tmp_path, (arch,))
+    moe = model.read(tmp_path, (arch,))
     for e in range(E):
         whole = {p: spread(model, *n, block)[:, e] for p, n in names.items()}
         if turned:
             whole = {p: v.swapaxes(1, 2) for p, v in whole.items()}
-        made = found.expert(1, e)
+        matrices = moe.expert(1, e)
         gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, I), slice(I, None))
-        np.testing.assert_array_equal(decoded(made.gate), whole["gate_up"][:, gate])
-        np.testing.assert_array_equal(decoded(made.up), whole["gate_up"][:, up])
-        np.testing.assert_array_equal(decoded(made.down), whole["down"])
+        np.testing.assert_array_equal(decoded(matrices.gate), whole["gate_up"][:, gate])
+        np.testing.assert_array_equal(decoded(matrices.up), whole["gate_up"][:, up])
+        np.testing.assert_array_equal(decoded(matrices.down), whole["down"])
 
 
 @pytest.mark.parametrize("shape", [(I,), (I, 1), (1, 1), (1,), ()])
@@ -529,10 +529,10 @@ def test_fp8_fused_without_blocks(turned: bool, kind: str, tmp_path: Path) -> No
     scale = model.to_fp8("gate_up", 1, (1, 1), "_scale")
     values = model.rng.random((E,) if kind == "tensor" else (E, 2 * I), dtype=np.float32)
     model.experts[scale] = ("F32", values)
-    found = model.read(tmp_path)
+    parsed = model.read(tmp_path)
     for e in range(E):
         want = np.broadcast_to(values[e].reshape(-1, 1), (2 * I, H))
-        np.testing.assert_array_equal(decoded(found.expert(1, e).up)[1], want[I:])
+        np.testing.assert_array_equal(decoded(parsed.expert(1, e).up)[1], want[I:])
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -540,12 +540,12 @@ def test_fp8_blocks_stacked(turned: bool, tmp_path: Path) -> None:
     model = Model(ROWS["Step-3.5, 3.7"], STACKED, layers=(1,), turned=turned)
     model.config["quantization_config"] = {"weight_block_size": [4, 4]}
     names = {p: (model.name(p, 1), model.to_fp8(p, 1, (4, 4))) for p in STACKED.parts}
-    found = model.read(tmp_path)
+    parsed = model.read(tmp_path)
     for p, n in names.items():
         whole = spread(model, *n, (4, 4))
         for e in range(E):
             want = whole[:, e].swapaxes(1, 2) if turned else whole[:, e]
-            np.testing.assert_array_equal(decoded(getattr(found.expert(1, e), p)), want)
+            np.testing.assert_array_equal(decoded(getattr(parsed.expert(1, e), p)), want)
 
 
 @pytest.mark.parametrize("old, new", [(".weight", ".scale"), (".weight", ".qscale_weight")])
@@ -553,9 +553,9 @@ def test_other_names_of_scales(old: str, new: str, tmp_path: Path) -> None:
     model = Model(ROWS["DeepSeek-V4"], ROWS["DeepSeek-V4"].stored[0], "", layers=(1,))
     scale = model.to_fp8("gate", 1, (128, 128))
     model.experts[model.name("gate", 1).replace(old, new)] = model.experts.pop(scale)
-    found = model.read(tmp_path)
-    assert found.expert(1, 0).gate.scales is not None
-    assert found.expert_tensor_names() == model.experts.keys()
+    parsed = model.read(tmp_path)
+    assert parsed.expert(1, 0).gate.scales is not None
+    assert parsed.expert_tensor_names() == model.experts.keys()
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
@@ -591,9 +591,9 @@ def test_fp8_scale_that_is_not_finite(bad: float, tmp_path: Path) -> None:
     model.config["quantization_config"] = {"weight_block_size": [4, 4]}
     scale = model.to_fp8("gate", 2, (4, 4))
     model.experts[scale][1][1, 2] = bad
-    found = model.read(tmp_path)
+    parsed = model.read(tmp_path)
     with pytest.raises(InputError, match=rf"{scale}': scale \[1, 2\] is {bad}"):
-        found.expert(2, 0)
+        parsed.expert(2, 0)
 
 
 def test_scale_of_a_weight_that_is_not_fp8(tmp_path: Path) -> None:
@@ -615,16 +615,16 @@ def test_activation_scales_are_set_aside(tmp_path: Path) -> None:
     model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
     name = model.name("gate", 2).replace(".weight", ".input_scale")
     model.experts[name] = ("F32", np.ones((), np.float32))
-    found = model.read(tmp_path)
-    assert name in found.expert_tensor_names()
-    assert name not in {t.name for t in found.layer_tensors(2)}
+    parsed = model.read(tmp_path)
+    assert name in parsed.expert_tensor_names()
+    assert name not in {t.name for t in parsed.layer_tensors(2)}
 
 
 U8, I32 = np.uint8, np.int32
 
 
 @pytest.mark.parametrize(
-    "suffix, dtype, scale, said",
+    "suffix, dtype, scale, words",
     [
         ("", ("I8", U8), (".scale", "F8_E8M0"), "MXFP4"),
         ("", ("U8", U8), ("_scale", "F8_E4M3"), "NVFP4"),
@@ -639,17 +639,17 @@ U8, I32 = np.uint8, np.int32
     ],
 )
 def test_formats_that_are_no_input_yet(
-    suffix: str, dtype: tuple[str, Any], scale: tuple[str, str] | None, said: str, tmp_path: Path
+    suffix: str, dtype: tuple[str, Any], scale: tuple[str, str] | None, words: str, tmp_path: Path
 ) -> None:
     model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE)
-    made: Tensors = {}
+    tensors: Tensors = {}
     for name, (_, values) in model.experts.items():
         stem = name.removesuffix(".weight")
-        made[(stem if suffix.startswith(".q") else name) + suffix] = (dtype[0], np.zeros(values.shape, dtype[1]))
+        tensors[(stem if suffix.startswith(".q") else name) + suffix] = (dtype[0], np.zeros(values.shape, dtype[1]))
         if scale is not None:
-            made[(stem if scale[0].startswith(".") else name) + scale[0]] = (scale[1], np.zeros((1, 1), U8))
-    model.experts = made
-    with pytest.raises(UnsupportedError, match=f"{said}.*BF16"):
+            tensors[(stem if scale[0].startswith(".") else name) + scale[0]] = (scale[1], np.zeros((1, 1), U8))
+    model.experts = tensors
+    with pytest.raises(UnsupportedError, match=f"{words}.*BF16"):
         model.read(tmp_path)
 
 
@@ -657,16 +657,16 @@ def test_mtp_experts_of_another_format_do_not_matter(tmp_path: Path) -> None:
     model = Model(ROWS["DeepSeek-V3, R1, V3.1, Moonlight"], SEPARATE, mtp=(3,))
     model.experts[model.name("gate", 3)] = ("I8", np.zeros((2, 2), U8))
     model.experts[model.name("up", 3) + "_packed"] = ("I32", np.zeros((2, 2), I32))
-    found = model.read(tmp_path)
-    assert found.layers == (1, 2) and found.mtp_layers == (3,)
+    parsed = model.read(tmp_path)
+    assert parsed.layers == (1, 2) and parsed.mtp_layers == (3,)
 
 
 def test_experts_of_another_part_of_the_model_are_mentioned(tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-Omni (thinker)"], SEPARATE, "thinker.model.", nested="thinker_config")
     model.rest["talker.model.layers.0.mlp.experts.0.up_proj.weight"] = model._bits(2, 2)
-    found = model.read(tmp_path)
-    check(model, found)
-    assert "1 tensors of other experts, such as talker.model" in found.notes[0]
+    parsed = model.read(tmp_path)
+    check(model, parsed)
+    assert "1 tensors of other experts, such as talker.model" in parsed.notes[0]
 
 
 def test_errors_name_the_file_that_has_the_tensor(tmp_path: Path) -> None:
@@ -683,10 +683,10 @@ def test_unaligned_experts_are_copied(tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-MoE, Qwen3-Coder"], SEPARATE, layers=(1,))
     model.rest = {"model.layers.0.odd": ("U8", np.zeros(1, U8))}
     write_file(tmp_path / "model.safetensors", {**model.rest, **model.experts})
-    found = recognise(open_checkpoint(tmp_path))
+    parsed = recognise(open_checkpoint(tmp_path))
     for expert in range(E):
-        assert not found.source.array(model.name("gate", 1, expert)).flags.aligned
-        gate = found.expert(1, expert).gate.values
+        assert not parsed.source.array(model.name("gate", 1, expert)).flags.aligned
+        gate = parsed.expert(1, expert).gate.values
         assert gate.flags.aligned
         np.testing.assert_array_equal(gate, model.truth[1, expert, "gate"])
 
@@ -712,9 +712,9 @@ def test_row_from_a_file(tmp_path: Path) -> None:
     file.write_text(ROW)
     arch = load_arch_file(file)
     model = Model(arch, arch.stored[0], "")
-    found = model.read(tmp_path / "model", (arch, *ARCHS))
-    assert found.arch is arch and found.activation == "gelu"
-    check(model, found)
+    parsed = model.read(tmp_path / "model", (arch, *ARCHS))
+    assert parsed.arch is arch and parsed.activation == "gelu"
+    check(model, parsed)
 
 
 def test_row_from_a_file_for_any_checkpoint(tmp_path: Path) -> None:
@@ -735,7 +735,7 @@ def test_row_from_a_file_with_fused_experts(style: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "old, new, said",
+    "old, new, words",
     [
         ('name = "My MoE"', "", "name must be given"),
         ('name = "My MoE"', "name = 3", "name must be given"),
@@ -754,13 +754,13 @@ def test_row_from_a_file_with_fused_experts(style: str, tmp_path: Path) -> None:
         ("name =", "name", "not valid TOML"),
     ],
 )
-def test_row_files_with_faults(old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_row_files_with_faults(old: str, new: str, words: str, tmp_path: Path) -> None:
     assert old in ROW
     file = tmp_path / "row.toml"
     file.write_text(ROW.replace(old, new))
     with pytest.raises(InputError) as failure:
         load_arch_file(file)
-    assert said in str(failure.value) and str(file) in str(failure.value)
+    assert words in str(failure.value) and str(file) in str(failure.value)
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b""])

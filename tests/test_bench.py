@@ -1,4 +1,4 @@
-"""`ktconvert bench`: what is measured, what is counted and how it is reported. No test measures time."""
+"""`ktconvert bench`: what it measures, counts and reports. No test depends on timing."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ktconvert.pipeline.cli.cpu import cpu
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
     """The bundled model as INT4, for two NUMA nodes."""
-    made = tmp_path_factory.mktemp("bench") / "int4"
-    done = CliRunner().invoke(cpu, ["-i", str(example), "-o", str(made), "-q"])
+    folder = tmp_path_factory.mktemp("bench") / "int4"
+    done = CliRunner().invoke(cpu, ["-i", str(example), "-o", str(folder), "-q"])
     assert done.exception is None, done.output
-    return made
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -50,31 +50,31 @@ def sentence(*arguments: object) -> tuple[int, str]:
 
 
 def test_the_document(output: Path) -> None:
-    found = json.loads(run(output, "--json", "--tokens", "1,16,4", "--layer", 1, "--threads", 2).stdout)
-    assert (found["layer"], found["layers"], found["threads"]) == (1, [0, 1], min(2, machine.allowed_cpus()))
-    assert (found["method"], found["numa"], found["experts"]) == ("AMXINT4", 2, 8)
-    assert (found["experts_per_token"], found["experts_per_token_from"]) == (2, "config.json: num_experts_per_tok")
-    assert found["expert_bytes"] == 3 * 256 * 256 // 2 + 4 * (256 + 256 + 2 * 256)
-    assert found["layer_bytes"] == 8 * found["expert_bytes"]
-    assert found["memory_bytes_per_second"] > 0
-    assert [timing["tokens"] for timing in found["timings"]] == [1, 16, 4]
-    for timing in found["timings"]:
+    report = json.loads(run(output, "--json", "--tokens", "1,16,4", "--layer", 1, "--threads", 2).stdout)
+    assert (report["layer"], report["layers"], report["threads"]) == (1, [0, 1], min(2, machine.allowed_cpus()))
+    assert (report["method"], report["numa"], report["experts"]) == ("AMXINT4", 2, 8)
+    assert (report["experts_per_token"], report["experts_per_token_from"]) == (2, "config.json: num_experts_per_tok")
+    assert report["expert_bytes"] == 3 * 256 * 256 // 2 + 4 * (256 + 256 + 2 * 256)
+    assert report["layer_bytes"] == 8 * report["expert_bytes"]
+    assert report["memory_bytes_per_second"] > 0
+    assert [timing["tokens"] for timing in report["timings"]] == [1, 16, 4]
+    for timing in report["timings"]:
         assert timing["runs"] == benchmark.LEAST_RUNS
         assert 0 < timing["seconds_best"] <= timing["seconds_median"]
-        assert timing["bytes"] == pytest.approx(timing["experts_touched"] * found["expert_bytes"], abs=1)
+        assert timing["bytes"] == pytest.approx(timing["experts_touched"] * report["expert_bytes"], abs=1)
         assert timing["seconds_all_layers"] == 2 * timing["seconds_median"]
         assert timing["share_of_memory"] > 0
-    assert found["timings"][0]["experts_touched"] == 2  # one token touches its experts, no more
+    assert report["timings"][0]["experts_touched"] == 2  # one token touches its experts, no more
 
 
 def test_the_report_for_people(output: Path) -> None:
-    told = run(output, "--tokens", "1,4").stdout.splitlines()
-    head = next(i for i, line in enumerate(told) if line.startswith("tokens "))
-    assert [line.split()[0] for line in told[head + 1 : head + 3]] == ["1", "4"]
-    assert any(line.startswith("memory") and "GB/s" in line for line in told)
+    lines = run(output, "--tokens", "1,4").stdout.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("tokens "))
+    assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["1", "4"]
+    assert any(line.startswith("memory") and "GB/s" in line for line in lines)
 
 
-def test_a_layer_in_the_cache_is_told(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_in_the_cache_is_reported(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "CACHES", 1)
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: 1 << 30)
     assert "fits in the last-level cache (1.0 GiB)" in run(output, "--tokens", 1).stdout
@@ -140,9 +140,9 @@ def test_a_damaged_layer(output: Path, tmp_path: Path) -> None:
     ],
 )
 def test_experts_per_token(config: dict[str, Any], expected: int) -> None:
-    found, told = experts_per_token(config, 1, 64)
-    assert found == expected
-    assert told.startswith("config.json: " if expected != 8 else "assumed")
+    number, origin = experts_per_token(config, 1, 64)
+    assert number == expected
+    assert origin.startswith("config.json: " if expected != 8 else "assumed")
     assert experts_per_token({}, 0, 4)[0] == 4
 
 

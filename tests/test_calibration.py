@@ -48,8 +48,8 @@ def wanted(
     return Calibration(str(dataset), split, count, length, seed)
 
 
-def texts(found: list[Ids]) -> list[str]:
-    return [tokenizer().decode(ids) for ids in found]
+def texts(samples_ids: list[Ids]) -> list[str]:
+    return [tokenizer().decode(ids) for ids in samples_ids]
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -82,11 +82,11 @@ def test_samples_are_those_of_kt_kernel(tmp_path: Path) -> None:
         .map(lambda row: {"text": chat.apply_chat_template(row["messages"], tokenize=False)})
         .map(lambda row: chat(row["text"], padding=False, max_length=64, truncation=True, add_special_tokens=False))
     )
-    found = samples(wanted(file, count=30, seed=7), chat)
-    assert [ids.tolist() for ids in found] == expected["input_ids"]
-    assert {ids.dtype for ids in found} == {np.dtype(np.int64)}
-    assert max(ids.size for ids in found) == 64 and len({ids.size for ids in found}) > 5
-    assert not same(found, samples(wanted(file, count=30, seed=8), chat))
+    read = samples(wanted(file, count=30, seed=7), chat)
+    assert [ids.tolist() for ids in read] == expected["input_ids"]
+    assert {ids.dtype for ids in read} == {np.dtype(np.int64)}
+    assert max(ids.size for ids in read) == 64 and len({ids.size for ids in read}) > 5
+    assert not same(read, samples(wanted(file, count=30, seed=8), chat))
 
 
 def test_order_is_the_samplers_own(tmp_path: Path) -> None:
@@ -106,10 +106,10 @@ def test_order_is_the_samplers_own(tmp_path: Path) -> None:
 
 def test_text_is_cut_into_full_pieces() -> None:
     whole = tokenizer()(TEXT.read_text(), add_special_tokens=False)["input_ids"]
-    found = token_ids(wanted(TEXT, length=100), tokenizer())
+    read = token_ids(wanted(TEXT, length=100), tokenizer())
     pieces = sorted(whole[start : start + 100] for start in range(0, len(whole), 100))
-    assert sorted(ids.tolist() for ids in found) == pieces
-    assert [ids.size for ids in found] == [100] * (len(whole) // 100) + [len(whole) % 100]
+    assert sorted(ids.tolist() for ids in read) == pieces
+    assert [ids.size for ids in read] == [100] * (len(whole) // 100) + [len(whole) % 100]
     first = token_ids(wanted(TEXT, length=100, count=8), tokenizer())
     assert sorted(ids.tolist() for ids in first) == sorted(whole[start : start + 100] for start in range(0, 800, 100))
     assert [ids.tolist() for ids in first] != [whole[start : start + 100] for start in range(0, 800, 100)]
@@ -120,9 +120,9 @@ def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_bytes(TEXT.read_bytes() * 1100 + b"\xff")
     assert file.stat().st_size > 15 << 20
-    found = samples(wanted(file, count=24, length=16384), tokenizer())
-    assert [ids.size for ids in found] == [16384] * 24
-    pieces = texts(found)
+    read = samples(wanted(file, count=24, length=16384), tokenizer())
+    assert [ids.size for ids in read] == [16384] * 24
+    pieces = texts(read)
     assert sum(map(len, pieces)) > 1 << 20, "one stretch only"
     assert all(piece in TEXT.read_text() * 6 for piece in pieces)
 
@@ -152,11 +152,11 @@ def test_rows_that_look_like_the_log_of_an_agent(tmp_path: Path) -> None:
     assert len(token_ids(wanted(jsonl(tmp_path / "log.jsonl", [row])), tokenizer())) == 1
 
 
-def test_empty_samples_are_left_out_and_told(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_empty_samples_are_left_out_and_reported(tmp_path: Path) -> None:
+    notes: list[str] = []
     file = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
-    assert sorted(texts(token_ids(wanted(file), tokenizer(), told.append))) == ["one", "two"]
-    assert told == [f"{file}: 2 of 4 samples hold no token and are left out"]
+    assert sorted(texts(token_ids(wanted(file), tokenizer(), notes.append))) == ["one", "two"]
+    assert notes == [f"{file}: 2 of 4 samples hold no token and are left out"]
 
 
 def test_folder_is_read_by_name(tmp_path: Path) -> None:
@@ -166,16 +166,16 @@ def test_folder_is_read_by_name(tmp_path: Path) -> None:
     (folder / "README.md").write_text("what this is")
     (folder / ".gitattributes").write_text("")
     assert [file.name for file in local_files(str(folder))] == ["part0.parquet", "part1.parquet", "part2.parquet"]
-    found = texts(samples(wanted(folder, count=25), tokenizer()))
-    assert sorted(found) == sorted(f"{row // 10} {row % 10}" for row in range(25))
+    read = texts(samples(wanted(folder, count=25), tokenizer()))
+    assert sorted(read) == sorted(f"{row // 10} {row % 10}" for row in range(25))
     assert texts(token_ids(wanted(f"{folder}/", count=3), tokenizer())) != []
 
 
 def test_folder_of_texts_is_cut_file_by_file(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt"):
         (tmp_path / name).write_text(f"{name} " * 30)
-    found = texts(samples(wanted(tmp_path, length=50), tokenizer()))
-    assert all(("a.txt" in text) != ("b.txt" in text) for text in found) and len(found) > 2
+    pieces = texts(samples(wanted(tmp_path, length=50), tokenizer()))
+    assert all(("a.txt" in text) != ("b.txt" in text) for text in pieces) and len(pieces) > 2
 
 
 def test_split_chooses_among_files_named_after_splits(tmp_path: Path) -> None:
@@ -218,12 +218,12 @@ def broken(folder: Path) -> dict[str, tuple[Path, str]]:
     }  # fmt: skip
     for name, content, _ in contents.values():
         (folder / name).write_bytes(content)
-    return {what: (folder / name, said) for what, (name, _, said) in contents.items()}
+    return {what: (folder / name, words) for what, (name, _, words) in contents.items()}
 
 
-def test_damaged_files_are_told_in_one_sentence(tmp_path: Path) -> None:
-    for what, (file, said) in broken(tmp_path).items():
-        with pytest.raises(InputError, match=said) as caught:
+def test_damaged_files_are_reported_in_one_sentence(tmp_path: Path) -> None:
+    for what, (file, words) in broken(tmp_path).items():
+        with pytest.raises(InputError, match=words) as caught:
             samples(wanted(file), tokenizer(TEMPLATE))
         assert str(file) in str(caught.value) and "\n" not in str(caught.value), what
 
@@ -235,7 +235,7 @@ def test_what_is_no_data_set(tmp_path: Path) -> None:
     (tmp_path / "unknown" / "b.csv").write_text("b")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").write_text("nothing here")
-    for dataset, said in {
+    for dataset, words in {
         tmp_path / "mixed": "mixes json and text files",
         tmp_path / "unknown": "b.csv: is of no kind",
         tmp_path / "empty": "holds no data",
@@ -243,7 +243,7 @@ def test_what_is_no_data_set(tmp_path: Path) -> None:
         Path("data/none.jsonl"): "no such file or folder",
         Path("none"): "no such file or folder",
     }.items():
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=words):
             local_files(str(dataset))
     assert local_files("HuggingFaceH4/ultrachat_200k") == []
 
@@ -266,18 +266,18 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.walk.calibration import Calibration, token_ids
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-told = []
+batches = []
 for dataset, split in json.loads(sys.argv[2]):
     try:
-        told.append([ids.tolist() for ids in token_ids(Calibration(dataset, split, 12, 64, 42), tokenizer)])
+        batches.append([ids.tolist() for ids in token_ids(Calibration(dataset, split, 12, 64, 42), tokenizer)])
     except KtconvertError as error:
-        told.append(f"{type(error).__name__} {error}")
-print(json.dumps(told))
+        batches.append(f"{type(error).__name__} {error}")
+print(json.dumps(batches))
 """
 
 
 def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """Without a network: a downloaded snapshot is read, what is missing is told with what to do; local files leave nothing behind."""
+    """Without a network: a downloaded snapshot is read, an error names the remedy; reading local files leaves no trace."""
     home = tmp_path / "home"
     snapshot(home / "hf", "org/chat")
     before = {path for path in home.rglob("*") if path.is_file()}

@@ -33,7 +33,7 @@ def test_an_edited_weight_is_noticed_and_converted_again(bench: Bench, again: st
     assert conversion.identity(bench.work / "store") == store
     done = go("--verify-inputs")
     assert done.returncode == 0, done.stderr
-    assert bench.units_made() == 2  # the layer that reads it, and the one that was missing
+    assert bench.units_written() == 2  # the layer that reads it, and the one that was missing
     bench.finished_as(bench.fresh("--verify-inputs"))
 
 
@@ -67,7 +67,7 @@ def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
     os.utime(bench.source / SHARD)
     conversion.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--verify-inputs").returncode == 0
-    assert bench.units_made() == 2
+    assert bench.units_written() == 2
     bench.finished_as(wanted)
 
 
@@ -76,7 +76,7 @@ def test_with_hashes_a_touched_input_costs_nothing(bench: Bench) -> None:
     bench.stop_after(2, "--verify-inputs")
     os.utime(bench.source / SHARD)
     assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_made() == 1
+    assert bench.units_written() == 1
     bench.finished_as(wanted)
 
 
@@ -103,7 +103,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> None:
-    change, said = CHANGES[what]
+    change, words = CHANGES[what]
     bench.stop_after(2)
     if what == "header":  # still a header that can be read: one more space in its metadata would be another size
         path = bench.source / SHARD
@@ -113,7 +113,7 @@ def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> N
     store = conversion.identity(bench.work / "store")
     for done in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--verify-inputs")):
         conversion.refused(done, 5)
-        assert re.search(said, done.stderr), done.stderr
+        assert re.search(words, done.stderr), done.stderr
     assert conversion.identity(bench.work / "store") == store
 
 
@@ -143,7 +143,7 @@ def test_an_edited_companion_is_noticed_and_copied_anew(bench: Bench) -> None:
     conversion.edit(bench.source / "tokenizer.json", 9)
     conversion.refused(bench.run("resume", bench.output), 5, "tokenizer.json", "--verify-inputs")
     assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
-    assert bench.units_made() == 1
+    assert bench.units_written() == 1
     bench.finished_as(bench.fresh("--verify-inputs"))
 
 
@@ -157,10 +157,10 @@ def test_an_edited_loose_file_is_noticed_by_merge(bench: Bench) -> None:
     for again in (bench.begin("merge"), bench.run("resume", bench.output)):
         conversion.refused(again, 5, file.name, "--verify-inputs")
     assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
-    made = conversion.tree(bench.output)
+    before = conversion.tree(bench.output)
     shutil.rmtree(bench.output)
     assert bench.begin("merge", "--verify-inputs").returncode == 0
-    bench.finished_as(made)
+    bench.finished_as(before)
 
 
 def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
@@ -170,7 +170,7 @@ def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
     bench.source.rename(moved)
     conversion.refused(bench.run("resume", bench.output), 5, str(bench.source))
     assert bench.cpu(source=moved).returncode == 0
-    assert bench.units_made() == 1
+    assert bench.units_written() == 1
     bench.finished_as(wanted)
 
 
@@ -187,16 +187,16 @@ OTHER_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("said", OTHER_OPTIONS)
-def test_a_changed_option_is_refused_with_both_values(bench: Bench, said: str) -> None:
+@pytest.mark.parametrize("words", OTHER_OPTIONS)
+def test_a_changed_option_is_refused_with_both_values(bench: Bench, words: str) -> None:
     bench.stop_after(1)
     before = conversion.identity(bench.work / "store")
-    conversion.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    conversion.refused(bench.cpu(*OTHER_OPTIONS[words]), 7, words)
     assert conversion.identity(bench.work / "store") == before
     assert bench.cpu().returncode == 0
-    assert bench.units_made() == 2
+    assert bench.units_written() == 2
     finished = conversion.identity(bench.output)
-    conversion.refused(bench.cpu(*OTHER_OPTIONS[said]), 7, said)
+    conversion.refused(bench.cpu(*OTHER_OPTIONS[words]), 7, words)
     assert conversion.identity(bench.output) == finished
 
 
@@ -259,7 +259,7 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
     shutil.copytree(bench.work, kept)
     done = bench.cpu("--overwrite", source=other)
     assert done.returncode == 0, done.stderr
-    assert bench.units_made() == LAYERS
+    assert bench.units_written() == LAYERS
     bench.finished_as(wanted)
     calls = bench.calls()
     unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]

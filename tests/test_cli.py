@@ -1,4 +1,4 @@
-"""The command line as a user of kt-kernel's scripts meets it: their examples, their spellings, what is said and where."""
+"""The command line as a user of kt-kernel's scripts meets it: their examples, their spellings, what is printed and where."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def places(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path, wr
     for projection in plain:
         fp8[projection] = rng.integers(0, 0x7F, (2, 256, 256), dtype=np.uint8)
         fp8[f"{projection}.weight_scale_inv"] = rng.uniform(1e-3, 1e-2, (2, 2, 2)).astype(np.float32)
-    found = {
+    paths = {
         "bf16": example,
         "fp16": write_qwen(root / "fp16", {0: {p: x.view(np.uint16) for p, x in plain.items()}}, "F16"),
         "fp8": write_qwen(root / "fp8", {0: fp8}, "F8_E4M3", quantization_config={"weight_block_size": [128, 128]}),
         "loose": root / "loose",
     }
-    cli("cpu", "-i", example, "-o", found["loose"], "--no-merge-safetensor")
-    return found
+    cli("cpu", "-i", example, "-o", paths["loose"], "--no-merge-safetensor")
+    return paths
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -104,7 +104,7 @@ def test_methods_that_kt_kernel_has_and_we_have_not(method: str, tmp_path: Path,
     assert "int4 (AMXINT4) and int8 (AMXINT8)" in done.stderr
 
 
-def test_a_wrong_input_type_says_what_was_found(tmp_path: Path, cli: Any, example: Path) -> None:
+def test_a_wrong_input_type_is_refused_with_the_real_one(tmp_path: Path, cli: Any, example: Path) -> None:
     done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--input-type", "fp8", code=5)
     assert "BF16" in done.stderr
 

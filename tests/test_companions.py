@@ -68,7 +68,7 @@ def test_names_of_ours_make_room_for_those_of_earlier_conversions(
     cli("verify", out, "--no-load")
 
 
-def test_the_output_of_an_output_can_be_made(source: Path, tmp_path: Path, cli: Any) -> None:
+def test_an_output_can_be_converted_again(source: Path, tmp_path: Path, cli: Any) -> None:
     """A loose output merged with itself as the original has both names already."""
     (source / "README.md").write_text("card")
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor")

@@ -64,10 +64,16 @@ def build(tmp_path: Path, write_safetensors: Any) -> Build:
                     add(template.format(layer=layer), (e, *shapes[part]))
         for name, size in (extra or {}).items():
             add(name, size)
-        said = {"model_type": family, "num_hidden_layers": 2, "num_experts": e, "hidden_size": h, "hidden_act": "silu"}
+        settings = {
+            "model_type": family,
+            "num_hidden_layers": 2,
+            "num_experts": e,
+            "hidden_size": h,
+            "hidden_act": "silu",
+        }
         for key in ("moe_intermediate_size", "intermediate_size"):
-            said[key] = i
-        (tmp_path / "config.json").write_text(json.dumps(said | config))
+            settings[key] = i
+        (tmp_path / "config.json").write_text(json.dumps(settings | config))
         write_safetensors(tmp_path / "model.safetensors", tensors)
         return recognise(open_checkpoint(tmp_path))
 
@@ -104,9 +110,9 @@ def test_names(
 ) -> None:
     model = build(family, style_of(family, kind, n), prefix)
     want = [f"{prefix}layers.1.{block}.{e}.{name}" for e in range(E) for name in names]
-    found = list(linear_names.linears(model, 1))
-    assert [name for _, _, name, _, _ in found] == want
-    assert [(n, k) for _, _, _, n, k in found[:3]] == [(I, H), (I, H), (H, I)]
+    linears = list(linear_names.linears(model, 1))
+    assert [name for _, _, name, _, _ in linears] == want
+    assert [(n, k) for _, _, _, n, k in linears[:3]] == [(I, H), (I, H), (H, I)]
     assert [name for _, _, name, _, _ in linear_names.linears(model, 1, [2])] == want[-3:]
     if kind is Separate:
         assert {f"{name}.weight" for name in want} == model.expert_tensor_names()
@@ -142,20 +148,20 @@ def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build:
     for entry in plan.entries:
         assert at % {"I32": 4, "I64": 8, BF16: 2}[entry.dtype] == 0
         at += entry.nbytes
-    made: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for expert, projection, name, n, k in linear_names.linears(model, 1):
         packed, _, scale = rounded(form, model.linear(1, expert, projection))
-        made |= {
+        tensors |= {
             f"{name}.weight_packed": packed,
             f"{name}.weight_scale": scale,
             f"{name}.weight_shape": np.array([n, k]),
         }
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "model.safetensors"
-    path.write_bytes(plan.header + b"".join(made[entry.key].tobytes() for entry in plan.entries))
+    path.write_bytes(plan.header + b"".join(tensors[entry.key].tobytes() for entry in plan.entries))
     assert path.stat().st_size == plan.size
     loaded = load_file(path)
-    assert loaded.keys() == made.keys()
+    assert loaded.keys() == tensors.keys()
     for expert, projection, name, n, k in linear_names.linears(model, 1):
         assert loaded[f"{name}.weight_packed"].dtype == torch.int32
         assert loaded[f"{name}.weight_scale"].dtype == torch.bfloat16
@@ -218,7 +224,7 @@ def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_quantization_config(form: compressed.Compressed) -> None:
-    """What SGLang's and vLLM's loaders look at."""
+    """What SGLang's and vLLM's loaders check."""
     config = quantization_config(form.grid, ["lm_head"])
     scheme = config["config_groups"]["group_0"]
     assert config["quant_method"] == "compressed-tensors" and config["quantization_status"] == "compressed"
@@ -274,18 +280,18 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 def test_the_ignore_list_names_everything_but_routed_experts(build: Build) -> None:
     model = build("deepseek_v3", style_of("deepseek_v3", Separate), extra=EXTRA, mtp=True)
     assert model.mtp_layers == (2,)
-    found = ignore.ignore_list(model)
-    assert found[: len(ignore.USUAL_PATTERNS)] == ignore.USUAL_PATTERNS
-    assert len(found) <= len(ignore.USUAL_PATTERNS) + 3, found
+    names = ignore.ignore_list(model)
+    assert names[: len(ignore.USUAL_PATTERNS)] == ignore.USUAL_PATTERNS
+    assert len(names) <= len(ignore.USUAL_PATTERNS) + 3, names
     others = [name.removesuffix(".weight") for name, size in EXTRA.items() if len(size) == 2]
     mtp = [f"model.layers.2.mlp.experts.{e}.{p}" for e in range(E) for p in USUAL] + ["model.layers.2.mlp.experts"]
     for name in (*others, *mtp, *LOADER_NAMES):
-        assert matches(name, found), name
+        assert matches(name, names), name
     for e in range(E):
         for p in USUAL:
-            assert not matches(f"model.layers.1.mlp.experts.{e}.{p}", found)
-    assert not matches("model.layers.1.mlp.experts", found)
-    assert not matches("model.layers.12.mlp.experts.0.gate_proj", found)
+            assert not matches(f"model.layers.1.mlp.experts.{e}.{p}", names)
+    assert not matches("model.layers.1.mlp.experts", names)
+    assert not matches("model.layers.12.mlp.experts.0.gate_proj", names)
 
 
 def test_routers_of_every_name_are_ignored(build: Build) -> None:
@@ -303,10 +309,10 @@ def test_routers_of_every_name_are_ignored(build: Build) -> None:
 def test_other_blocks_with_experts_are_ignored_whole(build: Build) -> None:
     """Loaders make single experts of what is stored together, so the container's name is what must match."""
     extra = {"mtp.layers.0.mlp.experts.gate_up_proj": (E, 2 * I, H), "mtp.layers.0.mlp.experts.down_proj": (E, H, I)}
-    found = ignore.ignore_list(build("qwen3_5_moe", style_of("qwen3_5_moe", Fused), extra=extra))
+    names = ignore.ignore_list(build("qwen3_5_moe", style_of("qwen3_5_moe", Fused), extra=extra))
     for name in ("mtp.layers.0.mlp.experts.2.gate_proj", "model.mtp.layers.0.mlp.experts", *extra):
-        assert matches(name, found), (name, found)
-    assert not matches("model.layers.0.mlp.experts.2.gate_proj", found)
+        assert matches(name, names), (name, names)
+    assert not matches("model.layers.0.mlp.experts.2.gate_proj", names)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +371,7 @@ def test_tensor_parallel_sizes(build: Build) -> None:
         form.check_loading(model, (4,))
 
 
-def test_what_marlin_cannot_compute_is_said(build: Build) -> None:
+def test_what_marlin_cannot_compute_is_reported(build: Build) -> None:
     model = build("llama4", style_of("llama4", Separate))
     assert any("silu" in note for note in compressed.W4A16.check_loading(model))
 
@@ -419,8 +425,8 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
             assert theirs[f"{name}.weight_shape"].tolist() == [n, k]
             packed_names -= {f"{name}.{suffix}" for suffix in compressed.SUFFIXES}
     assert not packed_names
-    said = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
-    (scheme,) = said["config_groups"].values()
+    quantization = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
+    (scheme,) = quantization["config_groups"].values()
     scheme["weights"]["observer"] = None  # how the library found the scales
-    assert not said.pop("transform_config")
-    assert said | {"config_groups": {"group_0": scheme}} == quantization_config(form.grid, patterns)
+    assert not quantization.pop("transform_config")
+    assert quantization | {"config_groups": {"group_0": scheme}} == quantization_config(form.grid, patterns)

@@ -135,9 +135,9 @@ def test_fp8_blocks_are_decoded_and_the_scale_may_sit_in_another_shard(
         assert "BF16 release" in (tmp_path / f"a-{method}" / "README.md").read_text()
         cli("cpu", "-i", plain, "-o", tmp_path / f"b-{method}", *options)
         same_bytes(merged(tmp_path / f"a-{method}"), merged(tmp_path / f"b-{method}"))
-    told = json.loads((tmp_path / "a-int8" / "config.json").read_text())
-    assert told["quantization_config"]["method"] == "AMXINT8"
-    assert told["original_quantization_config"] == config["quantization_config"]
+    document = json.loads((tmp_path / "a-int8" / "config.json").read_text())
+    assert document["quantization_config"]["method"] == "AMXINT8"
+    assert document["original_quantization_config"] == config["quantization_config"]
 
 
 @pytest.mark.parametrize("input_major", [True, False])
@@ -253,7 +253,7 @@ def test_illegal_numa_counts_name_the_legal_ones(
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 3)
 
 
-def test_memory_that_does_not_suffice_is_said(tmp_path: Path, cli: Any, example: Path) -> None:
+def test_too_little_memory_is_reported(tmp_path: Path, cli: Any, example: Path) -> None:
     done = cli("cpu", "-i", example, "-o", tmp_path / "out", "--max-memory", "10MB", code=4)
     assert "--max-memory" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -40,7 +40,7 @@ DESIGN_PAGE = ROOT / "docs" / "design.md"
 
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# Where the sources or tools of whoever wrote a page lay; readers have no such places.
+# Paths on a writer's machine, which readers do not have.
 OWN_PLACES = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/(?!you/))\b[\w./-]*")
 
 
@@ -67,9 +67,9 @@ def blocks(text: str, language: str) -> Iterator[str]:
 
 
 def command(name: str) -> click.Command:
-    found = group.get_command(click.Context(group), name)
-    assert found is not None
-    return found
+    result = group.get_command(click.Context(group), name)
+    assert result is not None
+    return result
 
 
 # ---- commands and options -------------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def command(name: str) -> click.Command:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
-    told = section(text_of(COMMANDS_PAGE), f"`ktconvert {name}`")
-    rows = {re.split(r"(?<!\\)\|", line)[1].strip(): line for line in told.splitlines() if line.startswith("| `")}
+    text = section(text_of(COMMANDS_PAGE), f"`ktconvert {name}`")
+    rows = {re.split(r"(?<!\\)\|", line)[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
     expected = set()
     for parameter in command(name).params:
         if getattr(parameter, "hidden", False):
@@ -107,13 +107,13 @@ def test_every_command_is_in_the_readme() -> None:
 
 def examples() -> list[tuple[str, str]]:
     """Every line of a bash block that calls ktconvert: (page, line)."""
-    found = []
+    lines = []
     for page in PAGES:
         for block in blocks(text_of(page), "bash"):
             for line in block.replace("\\\n", " ").splitlines():
                 if line.strip().startswith("ktconvert "):
-                    found.append((named(page), line.strip()))
-    return found
+                    lines.append((named(page), line.strip()))
+    return lines
 
 
 def test_there_are_examples() -> None:
@@ -164,21 +164,21 @@ def test_every_exit_code_is_documented() -> None:
 
 def events() -> dict[str, set[str]]:
     """Every JSON event that the pipeline gives, with its fields, as the source says."""
-    found: dict[str, set[str]] = {"error": {"message", "exit_code"}}
+    kinds: dict[str, set[str]] = {"error": {"message", "exit_code"}}
     for path in (ROOT / "pipeline").rglob("*.py"):
         for node in ast.walk(ast.parse(text_of(path))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
                 kind = ast.literal_eval(node.args[0])
-                found.setdefault(kind, set()).update(keyword.arg for keyword in node.keywords if keyword.arg)
-    return found
+                kinds.setdefault(kind, set()).update(keyword.arg for keyword in node.keywords if keyword.arg)
+    return kinds
 
 
 def test_every_event_and_its_fields_are_documented() -> None:
-    told = section(text_of(COMMANDS_PAGE), "JSON")
-    found = events()
-    assert {"begin", "start", "done", "progress", "finished"} <= found.keys()
-    for kind, names in found.items():
-        row = next((line for line in told.splitlines() if line.startswith(f"| `{kind}` |")), None)
+    text = section(text_of(COMMANDS_PAGE), "JSON")
+    kinds = events()
+    assert {"begin", "start", "done", "progress", "finished"} <= kinds.keys()
+    for kind, names in kinds.items():
+        row = next((line for line in text.splitlines() if line.startswith(f"| `{kind}` |")), None)
         assert row is not None, f"docs/commands.md, JSON: no row for the event {kind}"
         for name in names:
             assert f"`{name}`" in row, f"docs/commands.md, JSON: the event {kind} has a field {name}"
@@ -194,13 +194,13 @@ def test_the_plan_of_a_dry_run_has_the_documented_fields(tmp_path: Path, cli: An
 
 
 def test_every_environment_variable_is_documented() -> None:
-    told = section(text_of(COMMANDS_PAGE), "Environment variables")
+    text = section(text_of(COMMANDS_PAGE), "Environment variables")
     read = re.compile(r"environ(?:\.get\(|\[)\s*\"(\w+)\"")
     sources = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
-    found = {name for path in sources for name in read.findall(text_of(path))}
-    assert "KTCONVERT_ISA" in found
-    for name in {*found, "NO_COLOR", "_KTCONVERT_COMPLETE"}:
-        assert f"`{name}`" in told, name
+    variables = {name for path in sources for name in read.findall(text_of(path))}
+    assert "KTCONVERT_ISA" in variables
+    for name in {*variables, "NO_COLOR", "_KTCONVERT_COMPLETE"}:
+        assert f"`{name}`" in text, name
 
 
 # ---- where to add what ------------------------------------------------------------------------------------------------
@@ -288,18 +288,22 @@ def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: An
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--verify-inputs")
     page = text_of(FORMAT_PAGE)
-    made = manifest.read(out)
-    assert made is not None
-    names = {*made, *made["settings"], *made["model"], *made["source"][0], *made["files"][0]}
+    document = manifest.read(out)
+    assert document is not None
+    names = {*document, *document["settings"], *document["model"], *document["source"][0], *document["files"][0]}
     names |= read_header(next(out.glob("*.safetensors"))).metadata.keys()
     for name in names:
         assert f"`{name}`" in page, f"FORMAT.md does not name {name}"
     for name in json.loads((out / "config.json").read_text())["quantization_config"]:
         assert f'"{name}"' in page, f"FORMAT.md does not name {name}"
     cli("gpu", "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN")
-    made = manifest.read(tmp_path / "gpu")
-    assert made is not None
-    names = {*made["settings"], *made["model"], *read_header(next((tmp_path / "gpu").glob("*.safetensors"))).metadata}
+    document = manifest.read(tmp_path / "gpu")
+    assert document is not None
+    names = {
+        *document["settings"],
+        *document["model"],
+        *read_header(next((tmp_path / "gpu").glob("*.safetensors"))).metadata,
+    }
     for name in names:
         assert f"`{name}`" in page, f"FORMAT.md does not name {name}"
 
@@ -357,8 +361,8 @@ def test_activations_prefixes_and_config_keys_are_documented() -> None:
 
 def test_the_example_of_an_own_row_can_be_read_and_every_key_is_named() -> None:
     page = text_of(ARCHITECTURES_PAGE)
-    made = parse_arch(next(blocks(page, "toml")))
-    assert made.name
+    arch = parse_arch(next(blocks(page, "toml")))
+    assert arch.name
     for field in fields(Arch):
         if field.name != "refusal":
             assert f"`{field.name}`" in page, field.name
@@ -389,9 +393,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_no_page_names_a_place_of_its_writers(page: Path) -> None:
-    found = OWN_PLACES.search(text_of(page))
-    assert found is None, f"{named(page)}: {found[0]}"
+def test_no_page_names_a_path_of_its_writers(page: Path) -> None:
+    match = OWN_PLACES.search(text_of(page))
+    assert match is None, f"{named(page)}: {match[0]}"
 
 
 def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, example: Path) -> None:
@@ -399,8 +403,8 @@ def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, exa
     readme = text_of(ROOT / "README.md").splitlines()
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--threadpool-count", 2)
-    told = cli("inspect", example).stdout + cli("verify", out, "--against", example, "--full").stdout
-    for line in told.splitlines():
+    output = cli("inspect", example).stdout + cli("verify", out, "--against", example, "--full").stdout
+    for line in output.splitlines():
         if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ", "ktconvert gpu ")):
             assert line in readme, f"README.md, transcript: {line!r} is missing; paste `make demo` again"
 

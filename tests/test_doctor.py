@@ -70,12 +70,12 @@ def test_nothing_is_in_the_way_of_a_good_server() -> None:
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)
-def test_what_is_in_the_way_is_said_in_a_sentence(what: str) -> None:
+def test_each_problem_is_reported_in_a_sentence(what: str) -> None:
     change, expected = IN_THE_WAY[what]
     facts = replace(SERVER, **change)
-    said = warnings(facts)
-    assert len(said) == len(expected)
-    for sentence, part in zip(said, expected, strict=True):
+    sentences = warnings(facts)
+    assert len(sentences) == len(expected)
+    for sentence, part in zip(sentences, expected, strict=True):
         assert part in sentence
         assert sentence.endswith(".")
     assert len(rows(facts)) == len(rows(SERVER))

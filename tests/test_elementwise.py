@@ -30,9 +30,9 @@ EXPERTS = 4
 
 
 def make_pool(threads: list[int]) -> Any:
-    made = ffi.new("ktq_pool **")
-    assert lib.ktq_pool_new(len(threads), threads, ffi.NULL, made) == lib.KTQ_OK
-    return made[0]
+    pointer = ffi.new("ktq_pool **")
+    assert lib.ktq_pool_new(len(threads), threads, ffi.NULL, pointer) == lib.KTQ_OK
+    return pointer[0]
 
 
 @pytest.fixture(params=[[2], [1, 1]], ids=["one group", "two groups"])

@@ -30,14 +30,14 @@ WINDOWS, WINDOW = 3, 128
 
 @pytest.fixture(scope="module")
 def text(example: Path) -> Path:
-    """What the bundled model was not trained on."""
+    """Text that the bundled model was not trained on."""
     return example.parent / "heldout.txt"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+def conversions(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
     """The bundled model in both methods."""
-    root = tmp_path_factory.mktemp("made")
+    root = tmp_path_factory.mktemp("converted")
     for method in ("int8", "int4"):
         done = CliRunner().invoke(cpu, ["-i", str(example), "-o", str(root / method), "--quant-method", method, "-q"])
         assert done.exception is None, done.output
@@ -63,15 +63,15 @@ def pack(model: Path, output: Path, kind: str) -> Path:
 
 
 def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--cpu-weights") -> Result:
-    given = [model, which, weights, "--text", text, "--window", WINDOW, "--max-windows", WINDOWS, *rest]
-    return CliRunner().invoke(command, [str(argument) for argument in given])
+    arguments = [model, which, weights, "--text", text, "--window", WINDOW, "--max-windows", WINDOWS, *rest]
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
-def found(made: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
+def reports(conversions: dict[str, Path], example: Path, text: Path) -> dict[str, dict[str, Any]]:
     """The JSON document of each method."""
     documents = {}
-    for method, weights in made.items():
+    for method, weights in conversions.items():
         done = run(example, weights, text, "--json")
         assert done.exception is None, (done.output, done.exception)
         documents[method] = json.loads(done.stdout)
@@ -89,18 +89,18 @@ def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
 # ---- the bundled model -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_read_is_told(found: dict[str, dict[str, Any]], example: Path, text: Path) -> None:
+def test_what_was_read_is_reported(reports: dict[str, dict[str, Any]], example: Path, text: Path) -> None:
     from transformers import AutoTokenizer
 
     count = len(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])
-    for method, one in found.items():
+    for method, one in reports.items():
         assert (one["windows"], one["window"], one["positions"]) == (WINDOWS, WINDOW, WINDOWS * (WINDOW - 1))
         assert one["tokens"] == count and one["skipped_tokens"] == count - WINDOWS * WINDOW
         assert one["method"] == f"AMX{method.upper()}"
 
 
-def test_int8_costs_little_and_int4_more(found: dict[str, dict[str, Any]]) -> None:
-    one, other = found["int8"], found["int4"]
+def test_int8_costs_little_and_int4_more(reports: dict[str, dict[str, Any]]) -> None:
+    one, other = reports["int8"], reports["int4"]
     assert one["perplexity"]["original"] == other["perplexity"]["original"]
     assert 20 < one["perplexity"]["original"] < 80
     for document, far, least in ((one, 0.002, 0.98), (other, 0.05, 0.88)):
@@ -112,15 +112,15 @@ def test_int8_costs_little_and_int4_more(found: dict[str, dict[str, Any]]) -> No
     assert other["top1_agreement"] < one["top1_agreement"]
 
 
-def test_the_error_of_every_layer(found: dict[str, dict[str, Any]]) -> None:
+def test_the_error_of_every_layer(reports: dict[str, dict[str, Any]]) -> None:
     for method, low, high in (("int8", 0.005, 0.03), ("int4", 0.05, 0.2)):
-        layers = found[method]["layers"]
+        layers = reports[method]["layers"]
         assert [row["layer"] for row in layers] == [0, 1]
         assert all(low < row["relative_error"] < high for row in layers)
 
 
 def test_the_original_is_what_transformers_computes(
-    found: dict[str, dict[str, Any]], example: Path, text: Path
+    reports: dict[str, dict[str, Any]], example: Path, text: Path
 ) -> None:
     """Perplexity by transformers' own loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,13 +129,13 @@ def test_the_original_is_what_transformers_computes(
     ids = torch.tensor(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])[: WINDOWS * WINDOW]
     with torch.inference_mode():
         losses = [float(model(input_ids=one[None], labels=one[None]).loss) for one in ids.reshape(WINDOWS, WINDOW)]
-    assert found["int8"]["perplexity"]["original"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
+    assert reports["int8"]["perplexity"]["original"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
 
 
-def test_the_report_and_the_picture(made: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+def test_the_report_and_the_picture(conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "eval.png"
-    done = run(example, made["int4"], text, "--plot", picture)
+    done = run(example, conversions["int4"], text, "--plot", picture)
     assert done.exception is None, done.exception
     assert "3 windows of 128 tokens without overlap" in done.stdout and "tokens left out" in done.stdout
     assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
@@ -143,35 +143,35 @@ def test_the_report_and_the_picture(made: dict[str, Path], example: Path, text: 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_against_itself(example: Path, text: Path, made: dict[str, Path]) -> None:
+def test_a_model_against_itself(example: Path, text: Path, conversions: dict[str, Path]) -> None:
     """No difference at all; and no hook stays behind."""
-    choice = generate.Choice(str(example), made["int8"])
+    choice = generate.Choice(str(example), conversions["int8"])
     windows = evaluate.cut(choice, text.read_text(), text, 64, 2)
     original, converted = evaluate.load_pair(choice)
-    told: list[int] = []
-    same = evaluate.evaluate(original, original, windows, told.append)
+    progress: list[int] = []
+    same = evaluate.evaluate(original, original, windows, progress.append)
     figures = same.figures()
     assert figures["kl"] == {"mean": 0, "p99": 0, "max": 0} and figures["top1_agreement"] == 1
     assert figures["perplexity"]["original"] == figures["perplexity"]["converted"]
-    assert figures["layers"] == [] and told == [64, 64]
-    assert len(evaluate.evaluate(original, converted, windows, told.append).layers) == 2
+    assert figures["layers"] == [] and progress == [64, 64]
+    assert len(evaluate.evaluate(original, converted, windows, progress.append).layers) == 2
     assert not any(module._forward_hooks for module in original.modules())
     shared = {p.data_ptr() for p in original.parameters()}
     assert all(p.data_ptr() in shared for p in converted.parameters()), "the rest is in memory once"
 
 
 def test_a_model_that_predicts_nothing_is_no_number(
-    example: Path, text: Path, made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    example: Path, text: Path, conversions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = Experts.forward
 
-    def broken(self: Experts, *given: Any, **rest: Any) -> Any:
-        out = forward(self, *given, **rest)
+    def broken(self: Experts, *arguments: Any, **rest: Any) -> Any:
+        out = forward(self, *arguments, **rest)
         out[5] = 0x7FC0
         return out
 
     monkeypatch.setattr(Experts, "forward", broken)
-    code, message = sentence(example, made["int8"], text)
+    code, message = sentence(example, conversions["int8"], text)
     assert code == VerificationError.exit_code and "not finite" in message
 
 
@@ -179,7 +179,7 @@ def test_a_model_that_predicts_nothing_is_no_number(
 
 
 def test_eight_bits_for_the_gpu_cost_little_and_four_more(
-    packed: dict[str, Path], found: dict[str, dict[str, Any]], example: Path, text: Path
+    packed: dict[str, Path], reports: dict[str, dict[str, Any]], example: Path, text: Path
 ) -> None:
     documents = {}
     for kind, weights in packed.items():
@@ -193,8 +193,8 @@ def test_eight_bits_for_the_gpu_cost_little_and_four_more(
         assert [row["layer"] for row in document["layers"]] == [0, 1]
         assert all(low < row["relative_error"] < high for row in document["layers"])
         for same in ("tokens", "windows", "positions", "skipped_tokens"):
-            assert document[same] == found["int8"][same]
-        assert document["perplexity"]["original"] == pytest.approx(found["int8"]["perplexity"]["original"], rel=1e-6)
+            assert document[same] == reports["int8"][same]
+        assert document["perplexity"]["original"] == pytest.approx(reports["int8"]["perplexity"]["original"], rel=1e-6)
     assert 0 < documents["W8A16"]["kl"]["mean"] < 0.001 < documents["W4A16"]["kl"]["mean"] < 0.02
     assert documents["W8A16"]["top1_agreement"] > 0.98 > documents["W4A16"]["top1_agreement"] > 0.9
 
@@ -214,17 +214,17 @@ def test_windows_are_left_out(packed: dict[str, Path], example: Path, text: Path
 
 
 def test_gpu_weights_that_do_not_do(
-    packed: dict[str, Path], made: dict[str, Path], example: Path, text: Path, tmp_path: Path
+    packed: dict[str, Path], conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path
 ) -> None:
     def refused(weights: Path, *rest: object) -> tuple[int, str]:
         return sentence(example, weights, text, *rest, which="--gpu-weights")
 
-    assert refused(packed["W4A16"], "--cpu-weights", made["int8"])[0] == 2
+    assert refused(packed["W4A16"], "--cpu-weights", conversions["int8"])[0] == 2
     assert refused(packed["W4A16"], "--exact")[0] == 2
     assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None
     code, message = refused(example)
     assert code == 3 and "holds no experts for the GPU" in message
-    assert refused(made["int8"])[0] == 3
+    assert refused(conversions["int8"])[0] == 3
     assert refused(tmp_path / "none")[0] == 5
 
 
@@ -278,8 +278,8 @@ def test_the_error_of_a_layer(original: float, difference: float, relative: floa
 # ---- what cannot be evaluated ------------------------------------------------------------------------------------------
 
 
-def test_texts_that_do_not_do(made: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
-    weights = made["int8"]
+def test_texts_that_do_not_do(conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:
+    weights = conversions["int8"]
     short, binary = tmp_path / "short.txt", tmp_path / "binary.txt"
     short.write_text("def add(a, b):\n")
     binary.write_bytes(b"\xff\xfe\x00")
@@ -293,36 +293,36 @@ def test_texts_that_do_not_do(made: dict[str, Path], example: Path, text: Path, 
 
 
 def test_models_and_weights_that_do_not_do(
-    made: dict[str, Path], example: Path, text: Path, tmp_path: Path, cli: Any
+    conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path, cli: Any
 ) -> None:
     code, message = sentence(example, example, text)
     assert code == 3 and "holds no expert weights" in message
-    assert sentence(tmp_path / "none", made["int8"], text)[0] == 5
+    assert sentence(tmp_path / "none", conversions["int8"], text)[0] == 5
     bare = tmp_path / "bare"
     shutil.copytree(example, bare)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (bare / file).unlink()
-    code, message = sentence(bare, made["int8"], text)
+    code, message = sentence(bare, conversions["int8"], text)
     assert code == 5 and "no tokenizer" in message
     (bare / "config.json").write_text("{}")
-    assert "cannot load" in cli("eval", bare, "--cpu-weights", made["int8"], "--text", text, code=5).stderr
+    assert "cannot load" in cli("eval", bare, "--cpu-weights", conversions["int8"], "--text", text, code=5).stderr
 
 
 def test_without_transformers(
-    made: dict[str, Path], example: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    conversions: dict[str, Path], example: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "ktconvert.pipeline.models.evaluate.find_spec", lambda name: None if name == "transformers" else True
     )
-    code, message = sentence(example, made["int8"], text)
+    code, message = sentence(example, conversions["int8"], text)
     assert code == 1 and message.endswith("needs transformers, not installed here: pip install 'ktconvert[run]'")
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.pipeline.tell.report.LINE_EVERY", 0)
-    told = Reporter()
-    told.begin(1024, 0, tokens)
-    told.advance(512)
-    told.end()
-    said = capsys.readouterr().err
-    assert "50.0 %  512 tokens of 1024 tokens" in said and "tokens/s" in said and "ETA" in said
+    reporter = Reporter()
+    reporter.begin(1024, 0, tokens)
+    reporter.advance(512)
+    reporter.end()
+    output = capsys.readouterr().err
+    assert "50.0 %  512 tokens of 1024 tokens" in output and "tokens/s" in output and "ETA" in output

@@ -361,7 +361,7 @@ def test_an_original_whose_config_is_a_list(places: Places) -> None:
 
 def test_a_manifest_of_more_experts_than_memory_holds(places: Places) -> None:
     with restored(places.packed / "manifest.json"):
-        changed(places.packed / "manifest.json", lambda made: made["model"].update(experts=1 << 32))
+        changed(places.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
         assert command("verify", places.packed, "--no-load", words="(model.experts is 4294967296)") == 6
 
 
@@ -370,15 +370,15 @@ DIGITS = "9" * 400
 
 def numbers() -> list[tuple[str, str]]:
     """(command, option) of all options that take a number or a size."""
-    found = []
+    values = []
     for name in cli.COMMANDS:
         command = cli.group.get_command(click.Context(cli.group), name)
         assert command is not None
         for option in command.params:
             if isinstance(option.type, click.IntRange | click.FloatRange | options.Size | Counts):
-                found.append((name, option.opts[0]))
+                values.append((name, option.opts[0]))
             assert type(option.type) not in (click.IntRange, click.FloatRange), (name, option.opts)
-    return found
+    return values
 
 
 @pytest.mark.parametrize(("name", "option"), numbers())

@@ -32,12 +32,12 @@ NEAR = {"W4A16": 0.2, "W8A16": 0.001}
 
 def packed(path: Path) -> dict[str, Any]:
     """The quantized linears of an output: name -> their three tensors."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, tensor in read_folder(path).items():
         linear, _, last = name.rpartition(".")
         if last in ("weight_packed", "weight_scale", "weight_shape"):
-            found.setdefault(linear, {})[last] = tensor
-    return found
+            tensors.setdefault(linear, {})[last] = tensor
+    return tensors
 
 
 # ---- the library's own result ------------------------------------------------------------------------------------------
@@ -55,15 +55,15 @@ def test_0_tensors_differ_in_any_family(name: str, converted_long: Any) -> None:
     assert_equal(name, converted_long)
 
 
-def assert_equal(name: str, made: Any) -> None:
+def assert_equal(name: str, actual: Any) -> None:
     """Every tensor is, those that are not quantized too; the masks of this oracle were causal in every layer."""
-    report = made.report(name)
+    report = actual.report(name)
     assert report["masks"] and all(kinds == ["causal"] for kinds in report["masks"].values())
-    source, ours, theirs = read_folder(made.model(name)), read_folder(made.ours(name)), made.oracle(name)
+    source, ours, theirs = read_folder(actual.model(name)), read_folder(actual.ours(name)), actual.oracle(name)
     assert sum("weight_packed" in tensor for tensor in ours) >= 24
     allowed = {n for n in source if n.endswith("e_score_correction_bias")}  # stored as float32 by the library
     assert all(ours[n] == source[n] for n in allowed)
-    if made.cases[name].options:  # routed: experts without a token are zeros there
+    if actual.cases[name].options:  # routed: experts without a token are zeros there
         unseen = [(x, e) for x, tokens in report["routed"].items() for e, count in enumerate(tokens) if not count]
         allowed |= {f"{x}.{e}.{p}_proj.weight_packed" for x, e in unseen for p in ("gate", "up", "down")}
     assert set(differing(ours, theirs)) <= allowed
@@ -92,19 +92,19 @@ def test_the_engine_of_the_library(converted: Any) -> None:
     """--engine oneshot gives what calling the library gives, and says what it does not do."""
     name = "qwen3_moe unrepaired"
     assert differing(read_folder(converted.ours(name)), converted.oracle(name)) == []
-    assert "mask, which is not causal for some models" in converted.said(name)
+    assert "mask, which is not causal for some models" in converted.output_of(name)
 
 
 # ---- what loaders get --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", calibrated.VERIFIED)
-def test_it_verifies_reloads_and_says_the_same(name: str, converted: Any) -> None:
-    assert converted.verified(name) == 0, converted.said(f"{name} verified")
+def test_it_verifies_reloads_and_predicts_the_same(name: str, converted: Any) -> None:
+    assert converted.verified(name) == 0, converted.output_of(f"{name} verified")
     source = converted.model("qwen3_moe decoded" if name.endswith("FP8") else name)
     original, _ = calibrated.reloaded(source)
-    model, told = calibrated.reloaded(converted.ours(name))
-    assert not any(told.values()), told
+    model, loading = calibrated.reloaded(converted.ours(name))
+    assert not any(loading.values()), loading
     text = calibrated.HELDOUT.read_text()[2000:2300]
     far = calibrated.divergence(original, model, text)
     silent = calibrated.divergence(original, calibrated.without_experts(source), text)
@@ -166,19 +166,19 @@ def codes(bits: int, tensor: Any) -> Any:
 def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converted: Any) -> None:
     """Those are RTN's bit for bit, are listed, and no other is."""
     ours, rounded = packed(converted.ours(name)), packed(converted.rounded("qwen3_moe"))
-    told = {}
-    for line in converted.said(name).splitlines():
+    reported = {}
+    for line in converted.output_of(name).splitlines():
         if "rounded to nearest" in line:
             head, _, listed = line.rpartition(": ")
-            told[int(head.partition("layer ")[2].partition(":")[0])] = [int(e) for e in listed.split(", ")]
+            reported[int(head.partition("layer ")[2].partition(":")[0])] = [int(e) for e in listed.split(", ")]
             assert f"fewer than {floor} tokens" in head
     # Routing is the library's in the first layer always, later where both round the same experts.
     for experts, tokens in converted.report("qwen3_moe routed")["routed"].items():
         layer = int(experts.split(".")[2])
         few = [e for e, count in enumerate(tokens) if count < floor]
         if floor == 1 or layer == 0:
-            assert told.get(layer, []) == few
-    assert told
+            assert reported.get(layer, []) == few
+    assert reported
     nearest = {
         (layer, e)
         for layer in range(3)
@@ -189,7 +189,7 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
             if linear.startswith(f"model.layers.{layer}.mlp.experts.{e}.")
         )
     }
-    assert nearest == {(layer, e) for layer, listed in told.items() for e in listed}
+    assert nearest == {(layer, e) for layer, listed in reported.items() for e in listed}
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    with forks.Forks([], 1, modules=calibrated.MODULES) as made:
-        yield made
+    with forks.Forks([], 1, modules=calibrated.MODULES) as forks_server:
+        yield forks_server
 
 
 def refused(server: Any, tmp_path: Path, words: list[str], code: int) -> str:
-    done = server.run(words, tmp_path / "said")
+    done = server.run(words, tmp_path / "log")
     assert done.returncode == code, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("ktconvert: "))
     assert "Traceback" not in done.stderr
@@ -236,9 +236,11 @@ def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_pat
 def test_refused_before_any_work(
     change: tuple[str, ...], code: int, words: str, converted: Any, server: Any, tmp_path: Path
 ) -> None:
-    given = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset(), *change)
-    assert words in refused(server, tmp_path, given, code)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["said"]
+    arguments = calibrated.arguments(
+        converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset(), *change
+    )
+    assert words in refused(server, tmp_path, arguments, code)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log"]
 
 
 def test_a_model_without_a_tokenizer(converted: Any, server: Any, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weigh
 
 
 def factor(rng: np.random.Generator, width: int) -> Any:
-    """The upper Cholesky factor of an inverse Hessian, and below its diagonal what nobody may read."""
+    """The upper Cholesky factor of an inverse Hessian, with values below its diagonal that must not be read."""
     inputs = rng.standard_normal((width, 2 * width)) * np.exp(rng.uniform(-2, 2, (width, 1)))
     upper = np.linalg.cholesky(np.linalg.inv(inputs @ inputs.T + 0.01 * np.eye(width))).T.astype(np.float32)
     upper[np.tril_indices(width, -1)] = np.nan
@@ -96,7 +96,7 @@ def ours(
 
 
 def assert_same(have: Any, want: Any) -> None:
-    """Equal bits; of two NaN the bits may differ, for which operand a processor hands on is nobody's choice."""
+    """Equal bits; the bits of two NaN may differ, since the processor decides which operand's NaN it passes on."""
     for name, a, b in zip(NAMES, have, want, strict=True):
         assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
         differ = np.argwhere((a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b)))

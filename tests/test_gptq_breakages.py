@@ -1,4 +1,4 @@
-"""What llmcompressor 0.14.0.1 gets wrong where one calls it as kt-kernel's script does, and that our output has it right.
+"""What llmcompressor 0.14.0.1 gets wrong where one calls it as kt-kernel's script does, and proof that our output is right.
 
 One test for each; the library's side is its own oneshot, run on the same model and the same samples (rig/oneshot.py).
 """
@@ -48,12 +48,12 @@ def test_mixtral_has_the_names_that_loaders_look_for(converted: Any) -> None:
     """The library writes gate_proj, up_proj and down_proj, so that the experts of what is loaded are random."""
     original, _ = calibrated.reloaded(converted.model("mixtral"))
     text = calibrated.HELDOUT.read_text()[2000:2300]
-    far, told = {}, {}
+    far, loading = {}, {}
     for which, path in (("ours", converted.ours("mixtral")), ("theirs", converted.theirs("mixtral"))):
-        model, told[which] = calibrated.reloaded(path)
+        model, loading[which] = calibrated.reloaded(path)
         far[which] = calibrated.divergence(original, model, text)
     print(far)
-    assert told["theirs"]["missing_keys"] and not any(told["ours"].values())
+    assert loading["theirs"]["missing_keys"] and not any(loading["ours"].values())
     assert far["theirs"] > 5 * far["ours"]
     names = {name.rsplit(".", 2)[1] for name in read_folder(converted.ours("mixtral")) if name.endswith("_packed")}
     assert names == {"w1", "w2", "w3"}
@@ -73,7 +73,7 @@ def test_calibration_is_causal(converted: Any) -> None:
 
 
 def test_experts_that_no_token_reached_are_not_zero(converted: Any) -> None:
-    """The library takes every column of a Hessian that saw nothing for a dead one, and its weights for zeros, without a word."""
+    """The library takes every column of a Hessian that saw nothing for dead and sets its weights to zero, without a warning."""
     ours, theirs = read_folder(converted.ours("qwen3_moe routed")), converted.oracle("qwen3_moe routed")
     rounded = read_folder(converted.rounded("qwen3_moe"))
     unseen = [
@@ -90,7 +90,9 @@ def test_experts_that_no_token_reached_are_not_zero(converted: Any) -> None:
             assert codes(4, ours[name]).any()
             assert ours[name] == rounded[name]
         layer = experts.split(".")[2]
-        assert re.search(rf"layer {layer}: .* rounded to nearest.*: .*\b{expert}\b", converted.said("qwen3_moe routed"))
+        assert re.search(
+            rf"layer {layer}: .* rounded to nearest.*: .*\b{expert}\b", converted.output_of("qwen3_moe routed")
+        )
 
 
 def test_fp8_is_read(converted: Any) -> None:
@@ -102,15 +104,15 @@ def test_fp8_is_read(converted: Any) -> None:
 
 
 def test_actorder_is_null(converted: Any) -> None:
-    """Codes are made in the order of activations, which leaves no trace in the format; "static" makes SGLang and vLLM load other scales."""
+    """Codes are chosen in activation order, which leaves no trace in the format; "static" makes SGLang and vLLM load other scales."""
     assert weights_of(converted.theirs("qwen3_moe"))["actorder"] == "static"
     assert weights_of(converted.ours("qwen3_moe"))["actorder"] is None
 
 
 def test_w8a16_is_in_groups_too(converted: Any) -> None:
     for out in (converted.ours("qwen3_moe W8A16"), converted.theirs("qwen3_moe W8A16")):
-        told = weights_of(out)
-        assert (told["num_bits"], told["strategy"], told["group_size"]) == (8, "group", 128)
+        weights = weights_of(out)
+        assert (weights["num_bits"], weights["strategy"], weights["group_size"]) == (8, "group", 128)
     (scale,) = {t.shape for n, t in read_folder(converted.ours("qwen3_moe W8A16")).items() if n.endswith("_scale")}
     assert scale == (128, 1)
 
@@ -204,8 +206,8 @@ def test_a_tokenizer_with_code_of_its_own(converted: Any, tmp_path: Path, cli: A
     shutil.copytree(converted.model("qwen3_moe"), model)
     (model / "tokenizer.json").unlink()
     (model / "tokenization_own.py").write_text(OWN_TOKENIZER)
-    told = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(told))
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
     env = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     for name, code, trust in (("refused", 5, ()), ("out", 0, ("--trust-remote-code",))):
         words = calibrated.arguments(model, tmp_path / name, "W4A16", converted.dataset(), *trust)

@@ -32,27 +32,30 @@ MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN_30B, "Qwen3-235B-A22B":
     ],
 )
 def test_numbers_worked_by_hand(name: str, layer: int, gate_up: int, down: int, boundary: int, scores: int) -> None:
-    found = needs(MODELS[name])
-    assert (found.layer, found.boundary, found.scores) == (layer, boundary, scores)
-    assert found.hessians == gate_up + 8 * down
+    estimate = needs(MODELS[name])
+    assert (estimate.layer, estimate.boundary, estimate.scores) == (layer, boundary, scores)
+    assert estimate.hessians == gate_up + 8 * down
     assert needs(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
     # What enters and leaves a layer, and its experts; in DeepSeek also what leaves the dense layers before the first of these.
-    assert found.disk == (5 if name == "DeepSeek-V3" else 4) * boundary
+    assert estimate.disk == (5 if name == "DeepSeek-V3" else 4) * boundary
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples(shape: Shape) -> None:
-    found = needs(shape)
-    assert found.gpu == 0
-    assert found.host == needs(replace(shape, experts=4 * shape.experts)).host
-    more = needs(replace(shape, samples=1024)).host - found.host
+    estimate = needs(shape)
+    assert estimate.gpu == 0
+    assert estimate.host == needs(replace(shape, experts=4 * shape.experts)).host
+    more = needs(replace(shape, samples=1024)).host - estimate.host
     assert more == 512 * 2048 * 8 * (4 + 4)  # where tokens go: 8 experts' numbers and weights for each
-    assert found.host < gpu_needs.LIBRARIES + 3 * found.weights + found.hessians + found.working + 2 * found.scores
-    assert found.host > gpu_needs.LIBRARIES + max(found.scores, found.working)
-    assert needs(replace(shape, samples=1024)).disk == 2 * found.disk
-    assert needs(replace(shape, length=1024)).disk * 2 == found.disk
-    assert needs(replace(shape, length=1024)).host < found.host
-    assert needs(replace(shape, group=2 * shape.group)).working > found.working
+    assert (
+        estimate.host
+        < gpu_needs.LIBRARIES + 3 * estimate.weights + estimate.hessians + estimate.working + 2 * estimate.scores
+    )
+    assert estimate.host > gpu_needs.LIBRARIES + max(estimate.scores, estimate.working)
+    assert needs(replace(shape, samples=1024)).disk == 2 * estimate.disk
+    assert needs(replace(shape, length=1024)).disk * 2 == estimate.disk
+    assert needs(replace(shape, length=1024)).host < estimate.host
+    assert needs(replace(shape, group=2 * shape.group)).working > estimate.working
 
 
 def test_deepseek_stays_below_one_layer_of_it() -> None:
@@ -66,26 +69,26 @@ def test_deepseek_stays_below_one_layer_of_it() -> None:
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: Shape) -> None:
-    found = needs(replace(shape, on_gpu=True))
-    assert [max_gpu_memory(card, found) for card in CARDS] == ["12GiB", "30GiB", "50GiB"]
+    estimate = needs(replace(shape, on_gpu=True))
+    assert [max_gpu_memory(card, estimate) for card in CARDS] == ["12GiB", "30GiB", "50GiB"]
     for card in (12, 16, 24, 32, 48, 80, 141):
-        told = max_gpu_memory(card, found)
-        if told is None:
-            assert card << 30 < found.gpu + (1 << 30)
+        suggested = max_gpu_memory(card, estimate)
+        if suggested is None:
+            assert card << 30 < estimate.gpu + (1 << 30)
             continue
-        limit = int(told.removesuffix("GiB")) << 30
-        assert found.weights <= limit <= card * 0.625 * (1 << 30)
-        assert limit + found.gpu - found.weights <= card << 30
+        limit = int(suggested.removesuffix("GiB")) << 30
+        assert estimate.weights <= limit <= card * 0.625 * (1 << 30)
+        assert limit + estimate.gpu - estimate.weights <= card << 30
 
 
 def test_a_card_that_is_too_small_gets_no_figure_but_the_remedies() -> None:
     large = replace(DEEPSEEK, on_gpu=True, length=8192)  # 128 x 8192^2 x 10 bytes of scores: 80 GiB
     assert needs(large).scores == 80 << 30
     assert [max_gpu_memory(card, needs(large)) for card in CARDS] == [None, None, None]
-    told = advice(large)
-    assert "too small are cards of 24 GiB, 48 GiB, 80 GiB" in told[-1]
-    assert told[-1].endswith(REMEDIES)
-    assert "--max-gpu-memory" not in told[-2]
+    lines = advice(large)
+    assert "too small are cards of 24 GiB, 48 GiB, 80 GiB" in lines[-1]
+    assert lines[-1].endswith(REMEDIES)
+    assert "--max-gpu-memory" not in lines[-2]
     places = [
         REMEDIES.index(word) for word in ("RTN", "--num-calibration-samples", "--max-sequence-length", "--force-cpu")
     ]
@@ -99,16 +102,16 @@ def test_rounding_to_nearest_needs_none_of_it() -> None:
     assert advice(shape) == []
 
 
-def test_advice_says_sizes_that_people_can_check() -> None:
-    told = advice(replace(DEEPSEEK, on_gpu=True))
-    assert "512 samples of 2048 tokens are 14.0 GiB" in told[0]  # 15.03 GB
-    assert "21.0 GiB in BF16 and are taken 8 at a time" in told[1]
-    assert "196.0 MiB, shared by all its experts, that of down 16.0 MiB" in told[1]
-    assert "12GiB on a card of 24 GiB, 30GiB on a card of 48 GiB, 50GiB on a card of 80 GiB" in told[3]
-    assert told[2].startswith("it takes")
+def test_advice_names_sizes_that_people_can_check() -> None:
+    lines = advice(replace(DEEPSEEK, on_gpu=True))
+    assert "512 samples of 2048 tokens are 14.0 GiB" in lines[0]  # 15.03 GB
+    assert "21.0 GiB in BF16 and are taken 8 at a time" in lines[1]
+    assert "196.0 MiB, shared by all its experts, that of down 16.0 MiB" in lines[1]
+    assert "12GiB on a card of 24 GiB, 30GiB on a card of 48 GiB, 50GiB on a card of 80 GiB" in lines[3]
+    assert lines[2].startswith("it takes")
     without = advice(DEEPSEEK)
     assert without[2].startswith("on a GPU it would take")
-    assert (without[:2], without[3:]) == (told[:2], told[3:])
+    assert (without[:2], without[3:]) == (lines[:2], lines[3:])
     one = advice(replace(DEEPSEEK, calibrate="routed", group=1))
     assert "one by one" in one[1] and "for each expert, that of down" in one[1]
 

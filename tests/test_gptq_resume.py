@@ -39,7 +39,7 @@ class Attempts:
         output = self.output("whole")
         assert self.run(output).returncode == 0
         self.wanted = conversion.tree(output)
-        self.calls = self.made(output)
+        self.calls = self.calls_of(output)
 
     def output(self, name: str) -> Path:
         output = self.base / name / "out"
@@ -51,11 +51,11 @@ class Attempts:
         log = output.parent.with_suffix(".log")
         log.unlink(missing_ok=True)
         env = {"KILLPOINT_ROOT": str(output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(log)}
-        given = list(words) or calibrated.arguments(self.model, output, "W4A16", self.dataset)
-        done: subprocess.CompletedProcess[str] = self.servers.run(given, log.with_suffix(".said"), env)
+        arguments = list(words) or calibrated.arguments(self.model, output, "W4A16", self.dataset)
+        done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
         return done
 
-    def made(self, output: Path) -> list[Any]:
+    def calls_of(self, output: Path) -> list[Any]:
         """The calls of the last run."""
         base = f"{output.parent}/"
         return [
@@ -80,7 +80,7 @@ class Attempts:
         assert begun or not output.exists() or conversion.differing(conversion.tree(output), self.wanted) == [], where
         finished = recorded(output)
         self.finish(output, where, *(("resume", str(output)) if begun and n % 2 else ()))
-        again = {call.second for call in self.made(output) if call.name == "rename" and call.second}
+        again = {call.second for call in self.calls_of(output) if call.name == "rename" and call.second}
         for unit in UNITS if begun else ():
             assert any(f"store/gptq.{unit}." in name for name in again) == (unit not in finished), (where, unit)
         shutil.rmtree(output.parent)
@@ -105,15 +105,15 @@ def recorded(output: Path) -> set[str]:
     """The units that the journal says are done."""
     book = output.with_name("out.work") / "journal.jsonl"
     lines = book.read_text().splitlines() if book.exists() else []
-    found = set()
+    units = set()
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:  # torn
             continue
         if record.get("event") == "done":
-            found.add(record["unit"].removeprefix("gptq."))
-    return found
+            units.add(record["unit"].removeprefix("gptq."))
+    return units
 
 
 @pytest.fixture(scope="module")

@@ -67,16 +67,16 @@ def save(tmp_path: Path, write_safetensors: Any) -> Callable[..., Path]:
 
 def others(rng: np.random.Generator, router: str) -> Tensors:
     """A dense layer 0, and what stands beside the experts of layer 1."""
-    made: Tensors = {
+    tensors: Tensors = {
         "model.embed_tokens.weight": ("BF16", bf16(rng, 32, H)),
         "lm_head.weight": ("BF16", bf16(rng, 32, H)),
     }
     for layer in (0, 1):
-        made[f"model.layers.{layer}.self_attn.q_proj.weight"] = ("BF16", bf16(rng, H, H))
-        made[f"model.layers.{layer}.input_layernorm.weight"] = ("F32", rng.standard_normal(H).astype(np.float32))
-    made["model.layers.0.mlp.gate_proj.weight"] = ("BF16", bf16(rng, I, H))
-    made[f"model.layers.1.{router}.weight"] = ("BF16", bf16(rng, E, H))
-    return made
+        tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] = ("BF16", bf16(rng, H, H))
+        tensors[f"model.layers.{layer}.input_layernorm.weight"] = ("F32", rng.standard_normal(H).astype(np.float32))
+    tensors["model.layers.0.mlp.gate_proj.weight"] = ("BF16", bf16(rng, I, H))
+    tensors[f"model.layers.1.{router}.weight"] = ("BF16", bf16(rng, E, H))
+    return tensors
 
 
 def check(source: Tensors, output: Tensors, linears: dict[str, Bits], kind: str, rounding: str = "library") -> None:
@@ -89,9 +89,9 @@ def check(source: Tensors, output: Tensors, linears: dict[str, Bits], kind: str,
             ("weight_scale", "BF16", scale),
             ("weight_shape", "I64", np.array(weight.shape)),
         ):
-            found = left.pop(f"{name}.{suffix}")
-            assert found[0] == dtype, (name, suffix)
-            np.testing.assert_array_equal(found[1], wanted, f"{name}.{suffix}")
+            tensor = left.pop(f"{name}.{suffix}")
+            assert tensor[0] == dtype, (name, suffix)
+            np.testing.assert_array_equal(tensor[1], wanted, f"{name}.{suffix}")
     assert left.keys() == source.keys()
     for name, (dtype, bits) in source.items():
         assert left[name][0] == dtype, name
@@ -136,8 +136,8 @@ def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, e
     assert quant["config_groups"]["group_0"]["weights"]["num_bits"] == BITS[kind]
     assert quant["config_groups"]["group_0"]["weights"]["actorder"] is None
     assert {k: v for k, v in config_of(out).items() if k != "quantization_config"} == config_of(example)
-    told = cli("verify", out, "--against", example, "--full", "--json").stdout
-    report = json.loads(told)
+    output = cli("verify", out, "--against", example, "--full", "--json").stdout
+    report = json.loads(output)
     assert report["ok"] and report["form"] == "pack-quantized" and report["method"] == kind
     assert max(e["relative_error"] for e in report["errors"]) < {"W4A16": 0.12, "W8A16": 0.01}[kind]
     assert cli("resume", out).returncode == 0
@@ -196,11 +196,11 @@ def test_fp8_becomes_integers_in_the_experts_and_bf16_elsewhere(tmp_path: Path, 
         for expert in range(E):
             for part, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
-                made = add(name, *shape)
+                weights = add(name, *shape)
                 if layer == 1:
-                    linears[name] = made
+                    linears[name] = weights
                 else:
-                    wanted[f"{name}.weight"] = ("BF16", made)
+                    wanted[f"{name}.weight"] = ("BF16", weights)
     for name, shape in (
         ("model.layers.1.self_attn.o_proj", (H, H)),
         ("model.layers.1.mlp.shared_experts.up_proj", (8400, H)),
@@ -245,7 +245,7 @@ def test_no_quantization_of_the_source_survives_in_a_nested_config(
 def test_bytes_do_not_depend_on_threads_or_instruction_set(
     tmp_path: Path, cli: Any, example: Path, read_tree: Any
 ) -> None:
-    made = []
+    trees = []
     for n, (threads, isa) in enumerate((("1", "scalar"), ("2", ""))):
         out = tmp_path / str(n)
         cli(
@@ -260,8 +260,8 @@ def test_bytes_do_not_depend_on_threads_or_instruction_set(
             threads,
             env={"KTCONVERT_ISA": isa},
         )
-        made.append(read_tree(out))
-    assert made[0] == made[1]
+        trees.append(read_tree(out))
+    assert trees[0] == trees[1]
 
 
 def test_shards_are_cut_between_experts(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
@@ -312,7 +312,7 @@ def test_other_floats_are_rounded_from_bf16(dtype: str, tmp_path: Path, cli: Any
     check(source, read(tmp_path / "out"), {name: reference.f32_to_bf16(x) for name, x in values.items()}, "W8A16")
 
 
-def test_an_expert_of_zeros_is_told(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
+def test_an_expert_of_zeros_is_reported(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
     experts = random_experts(2, 128, 128)
     experts["up"][1] = 0x8000  # negative zeros
     folder = write_qwen(tmp_path / "source", {0: experts})
@@ -411,7 +411,7 @@ def test_without_a_config_nothing_could_load_it(tmp_path: Path, cli: Any, write_
 
 
 @pytest.fixture
-def made(tmp_path: Path, cli: Any, example: Path) -> Path:
+def converted(tmp_path: Path, cli: Any, example: Path) -> Path:
     out = tmp_path / "made"
     cli("gpu", "-i", example, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16", "-q")
     return out
@@ -445,14 +445,14 @@ def _nan(tensors: dict[str, Tensor]) -> None:
     ],
     ids=["an expert is gone", "all zeros", "scale NaN"],
 )
-def test_verify_sees_damage(change: Change, words: tuple[str, ...], made: Path, cli: Any) -> None:
+def test_verify_sees_damage(change: Change, words: tuple[str, ...], converted: Path, cli: Any) -> None:
     """Where the manifest was made to fit, as another program's would."""
-    shard = made / "model-00001-of-00003.safetensors"
+    shard = converted / "model-00001-of-00003.safetensors"
     edit_file(shard, change)
-    manifest = json.loads((made / "manifest.json").read_text())
+    manifest = json.loads((converted / "manifest.json").read_text())
     next(f for f in manifest["files"] if f["name"] == shard.name)["size"] = shard.stat().st_size
-    (made / "manifest.json").write_text(json.dumps(manifest))
-    report = json.loads(cli("verify", made, "--json", code=6).stdout)
+    (converted / "manifest.json").write_text(json.dumps(manifest))
+    report = json.loads(cli("verify", converted, "--json", code=6).stdout)
     problems = "\n".join(p for c in report["checks"] for p in c["problems"])
     for word in words:
         assert word in problems
@@ -469,41 +469,48 @@ def test_verify_sees_damage(change: Change, words: tuple[str, ...], made: Path, 
     ],
 )
 def test_verify_sees_a_config_that_loaders_misread(
-    path: tuple[str, ...], value: Any, words: str, made: Path, cli: Any
+    path: tuple[str, ...], value: Any, words: str, converted: Path, cli: Any
 ) -> None:
-    config = config_of(made)
+    config = config_of(converted)
     inner = config["quantization_config"]
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    (made / "config.json").write_text(json.dumps(config))
-    report = json.loads(cli("verify", made, "--json", code=6).stdout)
+    (converted / "config.json").write_text(json.dumps(config))
+    report = json.loads(cli("verify", converted, "--json", code=6).stdout)
     quantization = next(c for c in report["checks"] if c["name"] == "quantization")
     assert any(words in problem for problem in quantization["problems"])
 
 
-def test_verify_against_another_source_and_another_output(made: Path, tmp_path: Path, cli: Any, example: Path) -> None:
+def test_verify_against_another_source_and_another_output(
+    converted: Path, tmp_path: Path, cli: Any, example: Path
+) -> None:
     other = tmp_path / "w8"
     cli("gpu", "-i", example, "-o", other, "--quant-method", "RTN")
-    assert "method is W4A16 here" in cli("verify", made, "--against", other, code=6).stderr
-    cli("verify", made, "--against", made)
+    assert "method is W4A16 here" in cli("verify", converted, "--against", other, code=6).stderr
+    cli("verify", converted, "--against", converted)
     rounded = tmp_path / "float32"
     cli("gpu", "-i", example, "-o", rounded, "--quant-method", "RTN", "--quant-type", "W4A16", "--rounding", "float32")
-    assert "weight_packed differs" in cli("verify", made, "--against", rounded, code=6).stdout
+    assert "weight_packed differs" in cli("verify", converted, "--against", rounded, code=6).stdout
 
 
-def test_inspect_says_what_it_is(made: Path, cli: Any) -> None:
-    found = json.loads(cli("inspect", made, "--json").stdout)
-    assert found["kind"] == "output" and found["complete"] and found["command"] == "gpu"
-    assert (found["form"], found["method"], found["experts"], found["tensors"]) == ("pack-quantized", "W4A16", 8, 144)
-    assert "NUMA" not in cli("inspect", made).stdout
+def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:
+    report = json.loads(cli("inspect", converted, "--json").stdout)
+    assert report["kind"] == "output" and report["complete"] and report["command"] == "gpu"
+    assert (report["form"], report["method"], report["experts"], report["tensors"]) == (
+        "pack-quantized",
+        "W4A16",
+        8,
+        144,
+    )
+    assert "NUMA" not in cli("inspect", converted).stdout
 
 
-def test_it_is_no_weights_for_the_cpu(made: Path, cli: Any, example: Path) -> None:
+def test_it_is_no_weights_for_the_cpu(converted: Path, cli: Any, example: Path) -> None:
     for command in (
-        ("bench", made),
-        ("run", example, "--cpu-weights", made, "--prompt", "x"),
-        ("verify", made, "--run"),
+        ("bench", converted),
+        ("run", example, "--cpu-weights", converted, "--prompt", "x"),
+        ("verify", converted, "--run"),
     ):
         assert "W4A16" in cli(*command, code=3).stderr
 
@@ -543,16 +550,16 @@ def test_both_spellings_and_several_patterns() -> None:
         ],
     ):
         parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-        given = command.make_context("gpu", words, parent=parent).params
-        assert given["ignore_patterns"] == ("a", "re:b.*")
-        assert (given["quant_type"], given["force_cpu"], given["quant_method"]) == ("W4A16", True, "GPTQ")
+        options = command.make_context("gpu", words, parent=parent).params
+        assert options["ignore_patterns"] == ("a", "re:b.*")
+        assert (options["quant_type"], options["force_cpu"], options["quant_method"]) == ("W4A16", True, "GPTQ")
         defaults = {
             "num_calibration_samples": 512,
             "max_sequence_length": 2048,
             "dampening_frac": 0.1,
             "random_seed": 42,
         }
-        assert defaults.items() <= given.items()
+        assert defaults.items() <= options.items()
 
 
 def test_patterns_of_the_user_stand_in_the_config(tmp_path: Path, cli: Any, example: Path) -> None:
@@ -601,8 +608,8 @@ def test_transformers_reloads_it(kind: str, tmp_path: Path, cli: Any, example: P
     from transformers import AutoModelForCausalLM
 
     cli("gpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", kind)
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values()), told
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()), loading
     source = AutoModelForCausalLM.from_pretrained(example)
     ids = torch.arange(64)[None]
     with torch.no_grad():
@@ -648,15 +655,15 @@ def test_transformers_reloads_other_families(family: str, tmp_path: Path, cli: A
     source = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**TINY, **FAMILIES[family]), dtype=torch.bfloat16)
     source.save_pretrained(tmp_path / "source")
     cli("gpu", "-i", tmp_path / "source", "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values()), told
-    found = dict(model.named_parameters())
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()), loading
+    parameters = dict(model.named_parameters())
     experts = 0
     for name, wanted in source.named_parameters():
         if ".experts." in name and "shared" not in name:
-            error = (found[name].float() - wanted.float()).norm() / wanted.float().norm()
+            error = (parameters[name].float() - wanted.float()).norm() / wanted.float().norm()
             assert 0.05 < error < 0.15, name
             experts += 1
         else:
-            assert torch.equal(found[name], wanted), name
+            assert torch.equal(parameters[name], wanted), name
     assert experts >= 2

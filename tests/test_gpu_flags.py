@@ -81,13 +81,13 @@ def rounds(line: str) -> bool:
 
 def different(lines: list[str]) -> list[str]:
     """Those that are other commands once their paths are the same; the method is written out."""
-    found: dict[tuple[str, ...], str] = {}
+    differences: dict[tuple[str, ...], str] = {}
     for name in lines:
         words = shlex.split(EXAMPLES[name].partition(" --")[2])
         words[1] = words[3] = ""
         key = words if "--quant_method" in words else [*words[:4], "--quant_method", "GPTQ", *words[4:]]
-        found.setdefault(tuple(key), name)
-    return list(found.values())
+        differences.setdefault(tuple(key), name)
+    return list(differences.values())
 
 
 def words_of(line: str, model: Path, output: Path) -> list[str]:
@@ -198,7 +198,7 @@ def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path)
     command = group.get_command(click.Context(group), "gpu")
     assert command is not None
     parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-    given = command.make_context("gpu", list(words), parent=parent).params
+    options = command.make_context("gpu", list(words), parent=parent).params
     wanted = dict(OPTIONS)
     while words:
         option = words.pop(0).removeprefix("--")
@@ -206,7 +206,7 @@ def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path)
     for option, value in wanted.items():
         if option == "max_gpu_memory" and value is not None:
             value = int(value.removesuffix("GiB")) << 30
-        assert given[option] is None if value is None else str(given[option]) == str(value), option
+        assert options[option] is None if value is None else str(options[option]) == str(value), option
 
 
 def test_both_spellings_of_every_option() -> None:
@@ -216,18 +216,18 @@ def test_both_spellings_of_every_option() -> None:
     values = {name: str(value) for name, value in OPTIONS.items() if value not in (None, False, ())}
     values |= {"model_id": "m", "output_dir": "o", "ignore_patterns": "p", "max_gpu_memory": "40GiB"}
     values |= {"max_cpu_memory": "1000GiB", "quant_method": "rtn", "quant_type": "w4a16"}
-    found = []
+    spellings = []
     for spelled in ("--{}".format, lambda name: f"--{name.replace('_', '-')}"):
-        words = ["--force_cpu", "--trust_remote_code"] if not found else ["--force-cpu", "--trust-remote-code"]
+        words = ["--force_cpu", "--trust_remote_code"] if not spellings else ["--force-cpu", "--trust-remote-code"]
         for name, value in values.items():
             words += [spelled(name), value]
         parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-        found.append(command.make_context("gpu", words, parent=parent).params)
-    assert found[0] == found[1]
-    assert OPTIONS.keys() <= found[0].keys()
-    assert (found[0]["force_cpu"], found[0]["trust_remote_code"]) == (True, True)
-    assert (found[0]["quant_method"], found[0]["quant_type"]) == ("RTN", "W4A16")
-    assert (found[0]["max_gpu_memory"], found[0]["max_cpu_memory"]) == (40 << 30, 1000 << 30)
+        spellings.append(command.make_context("gpu", words, parent=parent).params)
+    assert spellings[0] == spellings[1]
+    assert OPTIONS.keys() <= spellings[0].keys()
+    assert (spellings[0]["force_cpu"], spellings[0]["trust_remote_code"]) == (True, True)
+    assert (spellings[0]["quant_method"], spellings[0]["quant_type"]) == ("RTN", "W4A16")
+    assert (spellings[0]["max_gpu_memory"], spellings[0]["max_cpu_memory"]) == (40 << 30, 1000 << 30)
 
 
 def test_several_patterns_after_one_flag_and_the_flag_repeated() -> None:
@@ -239,6 +239,6 @@ def test_several_patterns_after_one_flag_and_the_flag_repeated() -> None:
         ["--quant_type", "W4A16", "--ignore_patterns", "a", "re:b.*"],
     ):
         parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-        given = command.make_context("gpu", ["-i", "m", "-o", "o", *words], parent=parent).params
-        assert given["ignore_patterns"] == ("a", "re:b.*")
-        assert given["quant_type"] == "W4A16"
+        options = command.make_context("gpu", ["-i", "m", "-o", "o", *words], parent=parent).params
+        assert options["ignore_patterns"] == ("a", "re:b.*")
+        assert options["quant_type"] == "W4A16"

@@ -61,7 +61,7 @@ class Case:
     original: Any
     ours: Any
     info: dict[str, Any]
-    told: str
+    stderr: str
 
 
 def names(model: Path) -> list[str]:
@@ -84,10 +84,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert any(name.endswith(".experts.gate_up_proj") for name in names(root / "model")) == fused
     cli("cpu", "-i", root / "model", "-o", root / "int8", "--quant-method", "int8", "--threadpool-count", parts)
     original = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
         ours, info = load(root / "model", root / "int8")
-    return Case(root / "model", root / "int8", original, ours, info, told.getvalue())
+    return Case(root / "model", root / "int8", original, ours, info, stderr.getvalue())
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -121,7 +121,7 @@ def spoken(model: Any) -> dict[str, tuple[Any, ...]]:
     """What goes into each experts module (hidden, ids, weights) and what comes out, when the model reads some tokens."""
     seen: dict[str, tuple[Any, ...]] = {}
     hooks = [
-        module.register_forward_hook(lambda _module, given, out, name=name: seen.__setitem__(name, (*given, out)))
+        module.register_forward_hook(lambda _module, inputs, out, name=name: seen.__setitem__(name, (*inputs, out)))
         for name, module in experts_of(model).items()
     ]
     logits(model)
@@ -143,8 +143,8 @@ def computed(module: Any, hidden: Any, ids: Any, weights: Any, dequantized: bool
     for expert in ids.unique().tolist():
         token, place = torch.where(ids == expert)
         gate, up = (hidden[token].float() @ matrix(module.gate_up_proj.data[expert]).T).chunk(2, dim=-1)
-        said = (torch.nn.functional.silu(gate) * up) @ matrix(module.down_proj.data[expert]).T
-        out.index_add_(0, token, said * weights[token, place, None].float())
+        products = (torch.nn.functional.silu(gate) * up) @ matrix(module.down_proj.data[expert]).T
+        out.index_add_(0, token, products * weights[token, place, None].float())
     return out
 
 
@@ -152,7 +152,7 @@ def computed(module: Any, hidden: Any, ids: Any, weights: Any, dequantized: bool
 def test_nothing_is_missing_and_no_expert_was_loaded(case: Case) -> None:
     assert not any(case.info.values()), case.info
     for word in ("experts", "MISSING", "UNEXPECTED"):
-        assert word not in case.told
+        assert word not in case.stderr
     theirs, ours = experts_of(case.original), experts_of(case.ours)
     assert theirs.keys() == ours.keys()
     assert [m.layer for m in ours.values()] == [int(name.split(".")[2]) for name in theirs]
@@ -203,10 +203,10 @@ def test_ids_beyond_the_experts_give_back_what_they_get(tmp_path: Path, cli: Cal
     own = {**COMMON, **MLA, **sizes, "num_layers": 1, "num_hidden_layers": 2, "moe_topk": 4, "head_dim": 16}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("longcat_flash", **{**own, "num_key_value_heads": 4})
-    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    theirs = experts_of(made)["model.layers.0.mlp.experts"]
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    theirs = experts_of(model)["model.layers.0.mlp.experts"]
     theirs.gate_up_proj = torch.nn.Parameter(theirs.gate_up_proj[:EXPERTS].clone())  # as it is published
-    made.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
     cli("cpu", "-i", tmp_path / "model", "-o", tmp_path / "int8", "--quant-method", "int8", "--threadpool-count", 1)
     ours, info = load(tmp_path / "model", tmp_path / "int8")
     assert not any(info.values()), info
@@ -318,8 +318,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("family", "config", "why"), REFUSED, ids=[f"{r[0]}" for r in REFUSED])
 def test_experts_that_compute_something_else(family: str, config: dict[str, Any], why: str) -> None:
     with torch.device("meta"):
-        made = transformers.AutoConfig.for_model(family, **{**COMMON, **config})
-        model = transformers.AutoModelForCausalLM.from_config(made)
+        config_object = transformers.AutoConfig.for_model(family, **{**COMMON, **config})
+        model = transformers.AutoModelForCausalLM.from_config(config_object)
     with pytest.raises(UnsupportedError, match=why) as refused:
         find_experts(model)
     assert "load it without cpu_weights" in str(refused.value)

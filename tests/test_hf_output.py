@@ -128,7 +128,7 @@ def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callab
     assert ours.config.quantization_config.cpu_weights == str(output)
 
 
-def test_a_part_of_the_rest_that_is_missing_is_not_made_up(outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_other_weights_are_not_invented(outputs: dict[str, Path], tmp_path: Path) -> None:
     output = Path(shutil.copytree(outputs["copied"], tmp_path / "out"))
     lost = ("blk.1.self_attn.q_norm.weight", "norm.weight")
     for path in output.glob("*.safetensors"):

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pipeline", "layouts", "quantizers", "native_quant")
 
-# Whoever stands on a floor sees only what lies below.
+# A module may import from its own floor and from those below it.
 BELOW = {
     "native_quant": {"native_quant"},
     "native_quant.runtime": {"native_quant", "quantizers", "layouts"},
@@ -37,7 +37,7 @@ HEAVY = {
     "datasets",
     "matplotlib",
 }
-# They subclass transformers' classes, so they import it at the top; whoever wants them imports them inside a function.
+# They subclass transformers' classes, so they import it at the top; other modules import them inside a function.
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_output")}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
@@ -55,14 +55,14 @@ def floor_of(path: Path) -> str:
 
 def imports(tree: ast.AST) -> list[tuple[str, int]]:
     """Every imported module with its line."""
-    found = []
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
+            names += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append((node.module, node.lineno))
-            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
-    return found
+            names.append((node.module, node.lineno))
+            names += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return names
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -104,15 +104,15 @@ def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 def imported_modules(tree: ast.AST) -> set[str]:
     """Our modules that a module imports as such; of `from package import module`, the module, not the package."""
-    found = set()
+    names = set()
     for node in outside_functions(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                found.add(name if name in MODULES else node.module)
-    return found & MODULES.keys()
+                names.add(name if name in MODULES else node.module)
+    return names & MODULES.keys()
 
 
 def test_no_circles() -> None:

@@ -27,9 +27,9 @@ def run(*arguments: object) -> tuple[Result, dict[str, Any]]:
 
 def look(*arguments: object) -> dict[str, Any]:
     """Inspect and expect success."""
-    done, found = run(*arguments)
+    done, report = run(*arguments)
     assert done.exit_code == 0, done.output
-    return found
+    return report
 
 
 def convert(source: Path, output: Path, *options: object) -> Result:
@@ -38,21 +38,21 @@ def convert(source: Path, output: Path, *options: object) -> Result:
 
 
 def test_a_checkpoint(example: Path) -> None:
-    found = look(example)
-    assert found["kind"] == "checkpoint" and found["architecture"].startswith("Qwen3-MoE")
-    assert (found["experts"], found["hidden"], found["intermediate"]) == ([8], [256], [256])
-    assert found["moe_layers"] == [0, 1] and found["dense_layers"] == [] and found["mtp_layers"] == []
-    assert found["expert_dtypes"] == ["BF16"] and found["activation"] == "silu" and found["weights_on"] == "output"
-    assert found["routed_bytes"] == 2 * 8 * 3 * 256 * 256 * 2 and not found["shared_experts"]
-    assert found["total_bytes"] == found["routed_bytes"] + found["rest_bytes"] == sum(found["dtypes"].values())
-    int4, int8 = found["methods"]
+    report = look(example)
+    assert report["kind"] == "checkpoint" and report["architecture"].startswith("Qwen3-MoE")
+    assert (report["experts"], report["hidden"], report["intermediate"]) == ([8], [256], [256])
+    assert report["moe_layers"] == [0, 1] and report["dense_layers"] == [] and report["mtp_layers"] == []
+    assert report["expert_dtypes"] == ["BF16"] and report["activation"] == "silu" and report["weights_on"] == "output"
+    assert report["routed_bytes"] == 2 * 8 * 3 * 256 * 256 * 2 and not report["shared_experts"]
+    assert report["total_bytes"] == report["routed_bytes"] + report["rest_bytes"] == sum(report["dtypes"].values())
+    int4, int8 = report["methods"]
     assert int4["legal"] == [1, 2] and set(int4["illegal"]) == {"4", "8"}
     assert int8["legal"] == [1, 2, 4] and "256/8 = 32, is not a multiple of 64" in int8["illegal"]["8"]
 
 
-def test_the_size_that_it_foretells(example: Path, tmp_path: Path) -> None:
-    told = {(m["quant_method"], t): n for m in look(example)["methods"] for t, n in m["bytes"].items()}
-    for (method, parts), nbytes in told.items():
+def test_the_predicted_size(example: Path, tmp_path: Path) -> None:
+    sizes = {(m["quant_method"], t): n for m in look(example)["methods"] for t, n in m["bytes"].items()}
+    for (method, parts), nbytes in sizes.items():
         output = tmp_path / f"{method}-{parts}"
         assert convert(example, output, "--quant-method", method, "--threadpool-count", parts).exit_code == 0
         assert look(output)["expert_bytes"] == nbytes
@@ -67,8 +67,8 @@ def test_the_ready_line_runs(example: Path, tmp_path: Path, cli: Any, monkeypatc
     assert sorted(p.name for p in tmp_path.iterdir()) == ["qwen3-moe-small-AMXINT4", "qwen3-moe-small-AMXINT8"]
 
 
-def test_what_is_said_of_a_checkpoint(example: Path, cli: Any) -> None:
-    said = cli("inspect", example).stdout
+def test_the_report_on_a_checkpoint(example: Path, cli: Any) -> None:
+    output = cli("inspect", example).stdout
     for words in (
         "Qwen3-MoE",
         "2 (0-1)",
@@ -76,28 +76,28 @@ def test_what_is_said_of_a_checkpoint(example: Path, cli: Any) -> None:
         "NUMA parts 1, 2; 1.5 MiB",
         "not 4: the intermediate size per part",
     ):
-        assert words in said
+        assert words in output
 
 
 def test_dense_layers_mtp_and_shared_experts(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
     folder = write_qwen(
         tmp_path / "model", {n: random_experts(2, 192, 192, n) for n in (1, 2)}, num_hidden_layers=2, n_shared_experts=1
     )
-    found = look(folder)
-    assert found["dense_layers"] == [0] and found["moe_layers"] == [1] and found["mtp_layers"] == [2]
-    assert found["mtp_bytes"] == found["routed_bytes"] == 2 * 3 * 192 * 192 * 2
-    assert any("MTP" in note for note in found["notes"])
-    int4, int8 = found["methods"]
+    report = look(folder)
+    assert report["dense_layers"] == [0] and report["moe_layers"] == [1] and report["mtp_layers"] == [2]
+    assert report["mtp_bytes"] == report["routed_bytes"] == 2 * 3 * 192 * 192 * 2
+    assert any("MTP" in note for note in report["notes"])
+    int4, int8 = report["methods"]
     assert int4["legal"] == [] and "hidden size 192 is not a multiple of 128" in int4["illegal"]["1"]
-    assert int8["legal"] == [1, 3] and len(found["convert"]) == 1 and "--quant-method int8" in found["convert"][0]
-    said = CliRunner().invoke(inspect, [str(folder)]).output
-    assert "int4 (AMXINT4)" in said and "not possible" in said and "layers 2: 6 expert tensors, left out" in said
+    assert int8["legal"] == [1, 3] and len(report["convert"]) == 1 and "--quant-method int8" in report["convert"][0]
+    output = CliRunner().invoke(inspect, [str(folder)]).output
+    assert "int4 (AMXINT4)" in output and "not possible" in output and "layers 2: 6 expert tensors, left out" in output
 
 
 def test_what_kt_kernel_would_compute_otherwise(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
-    found = look(write_qwen(tmp_path / "model", {0: random_experts(2, 128, 128)}, hidden_act="gelu"))
-    assert found["activation"] == "gelu" and not found["plain"]
-    assert any("would compute something else" in note for note in found["notes"])
+    report = look(write_qwen(tmp_path / "model", {0: random_experts(2, 128, 128)}, hidden_act="gelu"))
+    assert report["activation"] == "gelu" and not report["plain"]
+    assert any("would compute something else" in note for note in report["notes"])
 
 
 def test_fp8(tmp_path: Path, write_qwen: Any) -> None:
@@ -105,10 +105,10 @@ def test_fp8(tmp_path: Path, write_qwen: Any) -> None:
     for projection in ("gate", "up", "down"):
         layer[projection] = np.full((2, 128, 128), 0x38, np.uint8)
         layer[f"{projection}.weight_scale_inv"] = np.ones((2, 1, 1), np.float32)
-    found = look(
+    report = look(
         write_qwen(tmp_path / "fp8", {0: layer}, "F8_E4M3", quantization_config={"weight_block_size": [128, 128]})
     )
-    assert found["expert_dtypes"] == ["F8_E4M3"] and found["routed_bytes"] == 6 * (128 * 128 + 4)
+    assert report["expert_dtypes"] == ["F8_E4M3"] and report["routed_bytes"] == 6 * (128 * 128 + 4)
 
 
 def test_a_dense_model(tmp_path: Path, write_safetensors: Any, cli: Any) -> None:
@@ -120,8 +120,8 @@ def test_a_dense_model(tmp_path: Path, write_safetensors: Any, cli: Any) -> None
     done = cli("inspect", tmp_path, code=3)
     assert "qwen3" in done.stdout and "BF16 128 B" in done.stdout and "a dense model" in done.stderr
     done = cli("inspect", tmp_path, "--json", code=3)
-    found = json.loads(done.stdout)  # one object: loads() refuses a second line
-    assert "a dense model" in found["refused"] and found["model_type"] == ["qwen3"]
+    report = json.loads(done.stdout)  # one object: loads() refuses a second line
+    assert "a dense model" in report["refused"] and report["model_type"] == ["qwen3"]
 
 
 def test_a_model_that_cannot_be_represented(tmp_path: Path, example: Path, cli: Any) -> None:
@@ -155,39 +155,39 @@ def test_a_model_of_the_hub_in_the_cache(tmp_path: Path, example: Path, cli: Any
 def test_an_output(options: list[str], tmp_path: Path, example: Path, cli: Any) -> None:
     output = tmp_path / "out"
     assert convert(example, output, *options).exit_code == 0
-    found = look(output)
-    assert found["kind"] == "output" and found["complete"] and found["made_by"].startswith("ktconvert ")
-    assert found["method"] == ("AMXINT8" if options else "AMXINT4") and found["form"] == (
+    report = look(output)
+    assert report["kind"] == "output" and report["complete"] and report["made_by"].startswith("ktconvert ")
+    assert report["method"] == ("AMXINT8" if options else "AMXINT4") and report["form"] == (
         "loose" if options else "merged"
     )
-    assert (found["numa"], found["experts"], found["hidden"], found["intermediate"]) == (2, 8, 256, 256)
-    assert found["layers"] == [0, 1] and found["settings"]["threadpool_count"] == 2
+    assert (report["numa"], report["experts"], report["hidden"], report["intermediate"]) == (2, 8, 256, 256)
+    assert report["layers"] == [0, 1] and report["settings"]["threadpool_count"] == 2
     assert "yes, by names and sizes" in cli("inspect", output).stdout
     (output / "manifest.json").unlink()
     assert "not ktconvert" in cli("inspect", output).stdout
     lost = next(iter(sorted(output.rglob("*.kt" if options else "*.safetensors"))))
     lost.unlink()
-    found = look(output)
-    assert not found["complete"] and found["problems"]
+    report = look(output)
+    assert not report["complete"] and report["problems"]
     assert "no: " in cli("inspect", output).stdout
 
 
 def test_an_unfinished_conversion(tmp_path: Path, write_qwen: Any, random_experts: Any, cli: Any) -> None:
-    """Layer 1 cannot be read to its end: layer 0 is finished and waits."""
+    """Layer 1 is truncated: layer 0 is finished and kept."""
     layers = {n: random_experts(2, 128, 128, n) for n in (0, 1)}
     layers[1]["down"][1, 5, 6] = BF16_NAN
     source, output = write_qwen(tmp_path / "model", layers), tmp_path / "out"
     done = convert(source, output, "--cpuinfer-threads", 1, "--threadpool-count", 1)
     assert getattr(done.exception, "exit_code", None) == 5
     for path in (output, tmp_path / "out.work"):
-        found = look(path)
-        assert (found["kind"], found["units_done"], found["units"]) == ("unfinished", 1, 2)
-        assert found["resume"] == f"ktconvert resume {output}" and found["settings"]["quant_method"] == "int4"
-        assert found["units_left"] == ["cpu_experts.layer-001"] and found["bytes_left"] == 2 * 3 * 128 * 128 * 2
-    said = cli("inspect", output).stdout
-    assert "1 of 2 finished" in said and f"ktconvert resume {output}" in said
+        report = look(path)
+        assert (report["kind"], report["units_done"], report["units"]) == ("unfinished", 1, 2)
+        assert report["resume"] == f"ktconvert resume {output}" and report["settings"]["quant_method"] == "int4"
+        assert report["units_left"] == ["cpu_experts.layer-001"] and report["bytes_left"] == 2 * 3 * 128 * 128 * 2
+    text = cli("inspect", output).stdout
+    assert "1 of 2 finished" in text and f"ktconvert resume {output}" in text
     assert f"ktconvert resume {output}" in cli("verify", output, code=6).stderr
     shutil.rmtree(source)
-    found = look(output)
-    assert found["units"] is None and found["units_done"] == 1 and str(source) in found["source_problem"]
+    report = look(output)
+    assert report["units"] is None and report["units_done"] == 1 and str(source) in report["source_problem"]
     assert "1 finished" in cli("inspect", output).stdout

@@ -1,4 +1,4 @@
-"""Real conversions met at work: Ctrl-C once and twice, SIGTERM, an input that is edited meanwhile."""
+"""Real conversions interrupted while they run: Ctrl-C once and twice, SIGTERM, an input that is edited meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rig import conversion
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A source of a few seconds, and what comes of it."""
+    """A source that takes a few seconds, and the expected output."""
     return conversion.larger(tmp_path_factory.mktemp("larger"))
 
 
@@ -29,10 +29,10 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     with conversion.held(source, output) as process:
         process.send_signal(signal.SIGCONT)
         process.send_signal(number)
-        _, said = process.communicate(timeout=conversion.TIMEOUT)
-    assert process.returncode == code, said
-    assert "finishing the layers in flight" in said
-    assert f"ktconvert resume {output}" in said
+        _, stderr = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == code, stderr
+    assert "finishing the layers in flight" in stderr
+    assert f"ktconvert resume {output}" in stderr
     assert not output.exists()
     records = journal.read(tmp_path / "out.work/journal.jsonl")
     started = [r["unit"] for r in records if r.get("event") == "start"]
@@ -61,9 +61,9 @@ def test_interrupted_twice_it_stops_at_once(
             if "finishing the layers in flight" in line:
                 break
         process.send_signal(number)
-        _, said = process.communicate(timeout=conversion.TIMEOUT)
-    assert process.returncode == code, said
-    if "stopped at once" in said:  # it may have been done with the layer before the second signal came
+        _, stderr = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == code, stderr
+    if "stopped at once" in stderr:  # it may have been done with the layer before the second signal came
         done = conversion.ktconvert("resume", output)
         assert re.search(r"died in cpu_experts.layer-00\d", done.stderr)
     else:
@@ -81,11 +81,11 @@ def test_an_input_edited_during_the_run_stops_it(larger: tuple[Path, Any], tmp_p
     with conversion.held(source, output) as process:
         conversion.edit(file)
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=conversion.TIMEOUT)
+        _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     conversion.edit(file)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert process.returncode == 5, said
-    assert f"{name} changed while it was being read" in said
+    assert process.returncode == 5, stderr
+    assert f"{name} changed while it was being read" in stderr
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
     assert conversion.differing(conversion.tree(output), wanted) == []

@@ -151,17 +151,17 @@ class Matrix:
     def whole_or_absent(self, output: Path, where: str) -> None:
         """Right after a kill: nothing that a loader could open, or all of it; what lay there before is whole."""
         states = [self.wanted] if self.old is None else [self.wanted, conversion.tree(self.old)]
-        found = self.tree(output)
+        files = self.tree(output)
         if self.case.mounted:
-            found = {name: data for name, data in found.items() if not name.startswith(".ktconvert")}
-            if "manifest.json" not in found and INDEX not in found:
+            files = {name: data for name, data in files.items() if not name.startswith(".ktconvert")}
+            if "manifest.json" not in files and INDEX not in files:
                 return  # neither index nor manifest: no one takes this for a model
         elif self.old is None and not output.exists():
             return
         elif self.old is not None and not self.case.swap and not output.exists():
-            found = conversion.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
+            files = conversion.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
         allowed = {"manifest.json", INDEX} if self.case.mounted else set()
-        assert any(set(conversion.differing(found, state)) <= allowed for state in states), where
+        assert any(set(conversion.differing(files, state)) <= allowed for state in states), where
 
     def finish(self, output: Path, by_name: bool, where: str) -> None:
         """Resume without a kill, by `ktconvert resume` or by the same command, and compare."""
@@ -223,14 +223,14 @@ def prepared(case: Case, inputs: Inputs, base: Path) -> Iterator[Matrix]:
 
 @pytest.fixture
 def matrix_on_disk(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
-    with prepared(CASES[request.param], inputs, tmp_path) as made:
-        yield made
+    with prepared(CASES[request.param], inputs, tmp_path) as case_matrix:
+        yield case_matrix
 
 
 @pytest.fixture
 def matrix(request: pytest.FixtureRequest, inputs: Inputs, tmp_path: Path) -> Iterator[Matrix]:
-    with conversion.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as made:
-        yield made
+    with conversion.in_memory(tmp_path) as base, prepared(CASES[request.param], inputs, base) as case_matrix:
+        yield case_matrix
 
 
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
@@ -314,14 +314,14 @@ def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
             )
             # Each try may take a little longer, so that there is an end.
             try:
-                _, said = process.communicate(timeout=chance.uniform(0, whole * (0.8 + attempt / 10)))
+                _, errors = process.communicate(timeout=chance.uniform(0, whole * (0.8 + attempt / 10)))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                _, said = process.communicate()
+                _, errors = process.communicate()
             if process.returncode != killpoint.KILLED:
                 break
             kills += 1
-        assert process.returncode == 0, said
+        assert process.returncode == 0, errors
         assert conversion.differing(conversion.tree(output), wanted) == []
         assert [p.name for p in output.parent.iterdir()] == ["out"]
         shutil.rmtree(output.parent)

@@ -65,8 +65,8 @@ def test_a_folder_called_scale_changes_no_dtype(tmp_path: Path, cli: Any, loose:
 def test_config_and_tokenizer_come_from_the_original(tmp_path: Path, cli: Any, loose: Path, example: Path) -> None:
     cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", example)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (example / "tokenizer.json").read_bytes()
-    told = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert (told["method"], told["num_numa_nodes"]) == ("AMXINT4", 2)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (config["method"], config["num_numa_nodes"]) == ("AMXINT4", 2)
 
 
 @pytest.mark.parametrize("prefix", ["MOE_INT4", "MOE_INT8"])

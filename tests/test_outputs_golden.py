@@ -98,10 +98,10 @@ def hashes_of(command: str, source: Path, output: Path, *options: str) -> dict[s
     return {"units": units(command, source, settings, original_path=None), "files": files}
 
 
-def compare(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
+def compare(golden: dict[str, Any], case: str, actual: dict[str, Any]) -> None:
     if os.environ.get("KTCONVERT_WRITE_GOLDEN") == "1":
-        golden[case] = found
-    assert found == golden[case]
+        golden[case] = actual
+    assert actual == golden[case]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -95,8 +95,8 @@ def test_any_slice_finds_its_codes_and_scales(kind: str, group: int, k: int, n: 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_made_of_them(kind: str, bits: int) -> None:
-    """Quantized and packed as the BF16 values are; a slice that begins inside a group, too."""
+def test_the_result_of_special_values(kind: str, bits: int) -> None:
+    """Quantized and packed as the BF16 values are, also for a slice that begins inside a group."""
     scales = np.exp(np.random.default_rng(1).uniform(-9, -3, (256, 12))).astype(np.float32)
     whole = linear(kind, 256, 384, 32, scales=scales)
     part = whole.columns(128, 384).rows(128, 256)

@@ -227,9 +227,9 @@ def test_gpu_decodes_those_beside_the_experts(tmp_path: Path, cli: Callable[...,
     assert list(rest.tensors) == [f"{stem}.weight"]
     assert rest.dropped == (f"{stem}.weight_scale", f"{stem}.weight_shape")
     cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W8A16")
-    made = read_folder(tmp_path / "out")
-    assert (made[f"{stem}.weight"].bits == values[source]).all()
-    assert not [name for name in made if name.startswith(f"{stem}.weight_")]
+    result = read_folder(tmp_path / "out")
+    assert (result[f"{stem}.weight"].bits == values[source]).all()
+    assert not [name for name in result if name.startswith(f"{stem}.weight_")]
     cli("verify", tmp_path / "out", "--against", folder)
 
 

@@ -19,12 +19,12 @@ EITHER = {"input_path", "model_id", "model", "path", "against", "dataset"}
 
 def parameters() -> list[tuple[str, str]]:
     """(command, parameter) of every path."""
-    found = []
+    pairs = []
     for name in COMMANDS:
         command = group.get_command(click.Context(group), name)
         assert command is not None
-        found += [(name, p.name or "") for p in command.params if isinstance(p.type, click.Path) or p.name in EITHER]
-    return found
+        pairs += [(name, p.name or "") for p in command.params if isinstance(p.type, click.Path) or p.name in EITHER]
+    return pairs
 
 
 def test_every_command_takes_a_path() -> None:

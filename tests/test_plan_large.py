@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(source: Path, output: Path, *more: str) -> tuple[Any, dict[str, Any]]:
-    """What `cpu --dry-run --json` cost, and the plan that it told."""
+    """The time and memory that `cpu --dry-run --json` took, and the plan that it reported."""
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(output), "--dry-run"]
     run = measured([*command, "--json", "-q", *more])
     if run.read is None:
@@ -72,7 +72,7 @@ def header_bytes(folder: Path) -> dict[Path, int]:
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file lies in the page cache: whoever looked at its weights, by any means, left them there."""
+    """How much of a file lies in the page cache: reading its weights in any way leaves them there."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapped:
         pages = -(-len(mapped) // mmap.PAGESIZE)
         resident = (ctypes.c_ubyte * pages)()
@@ -96,7 +96,7 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
     bare, _ = plan(ROOT / "examples" / "qwen3-moe-small", output)  # what Python and the libraries read
     headers = header_bytes(model)
     before = state(model)
-    run, told = plan(model, output)
+    run, report = plan(model, output)
 
     expert_tensors = MOE * EXPERTS * 3
     scale_grid = (INTERMEDIATE // 128) * (HIDDEN // 128) * 4
@@ -104,20 +104,20 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
     # Two NUMA parts: gate and up split their rows, down splits its columns and so has all its row scales twice.
     scales = 4 * (INTERMEDIATE + INTERMEDIATE + 2 * HIDDEN)
     assert len(headers) == SHARDS
-    assert told["model"]["layers"] == list(range(3, LAYERS))
-    assert told["model"]["experts"] == EXPERTS
-    assert told["model"]["dtypes"] == ["F8_E4M3"]
-    assert any("MTP" in note for note in told["notes"])
-    assert len(told["units"]) == told["shards"] == MOE
-    assert all(not unit["done"] for unit in told["units"])
-    assert len({unit["fingerprint"] for unit in told["units"]}) == MOE
-    assert [unit["final"] for unit in told["units"]] == [
+    assert report["model"]["layers"] == list(range(3, LAYERS))
+    assert report["model"]["experts"] == EXPERTS
+    assert report["model"]["dtypes"] == ["F8_E4M3"]
+    assert any("MTP" in note for note in report["notes"])
+    assert len(report["units"]) == report["shards"] == MOE
+    assert all(not unit["done"] for unit in report["units"])
+    assert len({unit["fingerprint"] for unit in report["units"]}) == MOE
+    assert [unit["final"] for unit in report["units"]] == [
         f"model-{n:05d}-of-{MOE:05d}.safetensors" for n in range(1, MOE + 1)
     ]
-    assert told["bytes_in"] == expert_tensors * (INTERMEDIATE * HIDDEN + scale_grid)
-    assert told["bytes_out"] == MOE * EXPERTS * (3 * packed + scales)
-    assert told["disk_needed"] > told["bytes_out"]
-    assert told["peak_memory"] < 400 << 20
+    assert report["bytes_in"] == expert_tensors * (INTERMEDIATE * HIDDEN + scale_grid)
+    assert report["bytes_out"] == MOE * EXPERTS * (3 * packed + scales)
+    assert report["disk_needed"] > report["bytes_out"]
+    assert report["peak_memory"] < 400 << 20
 
     index = (model / "model.safetensors.index.json").stat().st_size
     wanted = sum(headers.values()) + index
@@ -132,7 +132,7 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
 
 
 def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path: Path, model: Path) -> None:
-    _, told = plan(
+    _, report = plan(
         model,
         tmp_path / "never-made",
         "--layers",
@@ -142,10 +142,10 @@ def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path: Path, model: Pa
         "--max-shard-size",
         "5GB",
     )
-    assert told["model"]["layers"] == [3, 4, 60]
+    assert report["model"]["layers"] == [3, 4, 60]
     each = 3 * INTERMEDIATE * HIDDEN + 4 * (2 * INTERMEDIATE + 2 * HIDDEN)
-    assert told["bytes_out"] == 3 * EXPERTS * each
+    assert report["bytes_out"] == 3 * EXPERTS * each
     per_layer = -(-EXPERTS // (5_000_000_000 // each))
-    assert len(told["units"]) == 3 * per_layer
-    assert all(unit["bytes_out"] <= 5_000_000_000 for unit in told["units"])
+    assert len(report["units"]) == 3 * per_layer
+    assert all(unit["bytes_out"] <= 5_000_000_000 for unit in report["units"])
     assert list(tmp_path.iterdir()) == []

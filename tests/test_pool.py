@@ -19,8 +19,8 @@ from ktconvert.native_quant.runtime.pool import Pool, default_pool, shared_pool
 
 @pytest.fixture(scope="module")
 def layer(random_experts: Any) -> list[Any]:
-    made = random_experts(4, 256, 128)
-    return [made[name] for name in ("gate", "up", "down")]
+    matrices = random_experts(4, 256, 128)
+    return [matrices[name] for name in ("gate", "up", "down")]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ print(len(names), all(int(b, 16) >> (signal.SIGINT - 1) & 1 for b in blocked))
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
 
 
-def test_a_page_that_cannot_be_read_is_told_in_every_thread(cli: Any, example: Path, tmp_path: Path) -> None:
+def test_an_unreadable_page_is_reported_in_every_thread(cli: Any, example: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
     script = f"""

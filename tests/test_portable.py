@@ -28,10 +28,10 @@ def test_x86_stands_in_its_own_files() -> None:
     assert len(neutral()) > 30
     for path in neutral():
         code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-        found = re.search(
+        match = re.search(
             r"\w*intrin\.h|cpuid|__builtin_ia32_\w+|__asm__|\basm\b|\b_mm\d*_\w+|arch/x86|KT_TARGET_\w+", code
         )
-        assert found is None, f"{path.relative_to(ROOT)}: {found[0]}"
+        assert match is None, f"{path.relative_to(ROOT)}: {match[0]}"
 
 
 @pytest.mark.parametrize("arch", ["x86", "generic"])

@@ -23,8 +23,8 @@ AS_ANYONE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if o
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2, experts=1)
-    return made
+    path: Path = conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2, experts=1)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def wanted(source: Path) -> Any:
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A source of a few seconds, and what comes of it."""
-    made: tuple[Path, Any] = conversion.larger(tmp_path_factory.mktemp("larger"))
-    return made
+    result: tuple[Path, Any] = conversion.larger(tmp_path_factory.mktemp("larger"))
+    return result
 
 
 @pytest.fixture
@@ -132,9 +132,9 @@ def test_what_appears_during_the_run_is_not_replaced(larger: tuple[Path, Any], o
         (output / "thesis.txt").write_text("years")
         before = conversion.identity(output)
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=conversion.TIMEOUT)
-    assert process.returncode == 7, said
-    assert f"{output}: something was put there while the conversion ran" in said
+        _, errors = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == 7, errors
+    assert f"{output}: something was put there while the conversion ran" in errors
     assert conversion.identity(output) == before
     conversion.refused(conversion.ktconvert("resume", output), 7, "is not empty")
     assert conversion.identity(output) == before
@@ -215,10 +215,10 @@ def test_in_a_read_only_parent_the_work_is_done_inside(source: Path, output: Pat
 
 @pytest.fixture
 def mounts() -> Iterator[Any]:
-    with conversion.Mounts() as made:
-        if made.refusal:
-            pytest.skip(f"nothing can be mounted here: {made.refusal}")
-        yield made
+    with conversion.Mounts() as namespace:
+        if namespace.refusal:
+            pytest.skip(f"nothing can be mounted here: {namespace.refusal}")
+        yield namespace
 
 
 def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path, wanted: Any, mounts: Any) -> None:
@@ -268,11 +268,11 @@ def test_a_disk_that_fills_up_during_the_run(larger: tuple[Path, Any], output: P
             while filler.write(bytes(4096)):
                 pass
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=conversion.TIMEOUT)
-    assert process.returncode == 4, said
-    assert "Traceback" not in said
-    assert said.splitlines()[-1].startswith("ktconvert: ")
-    assert "No space left on device" in said
+        _, errors = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == 4, errors
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("ktconvert: ")
+    assert "No space left on device" in errors
     assert not inside.exists()
     (inside.parent / "filler").unlink()
     done = conversion.ktconvert("resume", output, prefix=mounts.prefix)
@@ -312,10 +312,10 @@ def test_a_file_size_limit_during_the_run(larger: tuple[Path, Any], output: Path
     with conversion.held(source, output) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=conversion.TIMEOUT)
-    assert process.returncode == 4, said
-    assert "File too large" in said
-    assert "Traceback" not in said
+        _, errors = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == 4, errors
+    assert "File too large" in errors
+    assert "Traceback" not in errors
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
     assert conversion.differing(conversion.tree(output), wanted) == []
@@ -343,7 +343,7 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
 
         def run(n: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
             env = {"FULL_ROOT": str(output), "FULL_N": str(n), "FULL_LOG": str(base / "count")}
-            done: subprocess.CompletedProcess[str] = servers.run(arguments or command, base / "said", env)
+            done: subprocess.CompletedProcess[str] = servers.run(arguments or command, base / "printed", env)
             return done
 
         def begin() -> None:
@@ -389,8 +389,8 @@ def test_two_processes_on_one_output(larger: tuple[Path, Any], output: Path) -> 
         assert convert(source, output, "--dry-run").returncode == 0
         assert conversion.identity(output.parent) == before
         process.send_signal(signal.SIGCONT)
-        _, said = process.communicate(timeout=conversion.TIMEOUT)
-    assert process.returncode == 0, said
+        _, errors = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == 0, errors
     assert conversion.differing(conversion.tree(output), wanted) == []
     assert conversion.names(output.parent) == ["out"]
 
@@ -398,8 +398,8 @@ def test_two_processes_on_one_output(larger: tuple[Path, Any], output: Path) -> 
 def test_many_at_once_make_one_output(source: Path, output: Path, wanted: Any) -> None:
     command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
     crowd = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(5)]
-    said = [process.communicate(timeout=conversion.TIMEOUT)[1] for process in crowd]
-    for process, text in zip(crowd, said, strict=True):
+    errors = [process.communicate(timeout=conversion.TIMEOUT)[1] for process in crowd]
+    for process, text in zip(crowd, errors, strict=True):
         assert process.returncode in (0, 7), text
         assert "Traceback" not in text
         assert process.returncode == 0 or "is converting into it" in text

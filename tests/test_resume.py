@@ -72,7 +72,7 @@ def test_resumed_from_a_torn_journal(bench: Bench, stopped: Path, left: str) -> 
     keep = {"none of it": 0, "a byte": 1, "half": last // 2, "all but a brace": last - 2}.get(left, last - 1)
     stopped.write_bytes(whole[: len(whole) - last + keep])
     assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_made() == 2
+    assert bench.units_written() == 2
     bench.finished_as(wanted)
 
 
@@ -100,11 +100,11 @@ GARBAGE = {
 
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_after_the_records_is_cut_off(bench: Bench, stopped: Path, what: str) -> None:
-    garbage, made = GARBAGE[what]
+    garbage, remade = GARBAGE[what]
     wanted = bench.fresh()
     stopped.write_bytes(stopped.read_bytes() + garbage)
     assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_made() == made
+    assert bench.units_written() == remade
     bench.finished_as(wanted)
 
 
@@ -115,7 +115,7 @@ def test_without_a_journal_everything_is_made_again(bench: Bench, stopped: Path,
     if content is not None:
         stopped.write_bytes(content)
     assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_made() == LAYERS
+    assert bench.units_written() == LAYERS
     bench.finished_as(wanted)
 
 
@@ -124,7 +124,7 @@ def test_a_file_cut_off_in_the_store_is_made_again(bench: Bench, stopped: Path) 
     shard = min((bench.work / "store").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
     assert bench.run("resume", bench.output).returncode == 0
-    assert bench.units_made() == 2
+    assert bench.units_written() == 2
     bench.finished_as(wanted)
 
 
@@ -163,7 +163,7 @@ def test_the_next_start_says_where_the_last_one_died(bench: Bench) -> None:
     assert re.search(r"skip  layer-000 .*finished before", dry.stderr + dry.stdout)
     done = bench.run("resume", bench.output)
     assert re.search(r"process \d+\) died in cpu_experts.layer-001; 1 of 3 units are finished and kept", done.stderr)
-    assert bench.units_made() == 2
+    assert bench.units_written() == 2
 
 
 def test_the_next_start_says_that_memory_ran_out(
@@ -173,18 +173,18 @@ def test_the_next_start_says_that_memory_ran_out(
     bench.stop_after(1)
     path = bench.work / "journal.jsonl"
     path.write_text(re.sub(r'"oom_kills": \w+', '"oom_kills": 4', path.read_text()))
-    for kills, told in ((4, False), (5, True)):
+    for kills, reported in ((4, False), (5, True)):
         monkeypatch.setattr(machine, "oom_kills", lambda kills=kills: kills)
         with pytest.raises(SystemExit) as end:
             monkeypatch.setattr(sys, "argv", ["ktconvert", "resume", str(bench.output), "--max-memory", "1MB"])
             main()
         assert end.value.code == 4  # one that small is refused, after it was said how the last run ended
-        said = capsys.readouterr().err
-        assert "1 of 3 units are finished and kept" in said
-        assert ("the kernel has killed for memory since then" in said) == told
+        stderr = capsys.readouterr().err
+        assert "1 of 3 units are finished and kept" in stderr
+        assert ("the kernel has killed for memory since then" in stderr) == reported
 
 
-def test_a_death_at_the_very_end_is_told_too(bench: Bench) -> None:
+def test_a_death_at_the_very_end_is_reported_too(bench: Bench) -> None:
     wanted = bench.fresh()
     assert bench.cpu().returncode == 0
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
@@ -192,7 +192,7 @@ def test_a_death_at_the_very_end_is_told_too(bench: Bench) -> None:
     assert bench.cpu(kill=last).returncode == killpoint.KILLED
     done = bench.run("resume", bench.output)
     assert "died in assemble; 3 of 3 units are finished" in done.stderr
-    assert bench.units_made() == 0
+    assert bench.units_written() == 0
     bench.finished_as(wanted)
 
 

@@ -18,7 +18,7 @@ def test_resume_layer_changes_nothing_where_our_journal_exists(bench: Bench) -> 
     bench.stop_after(1, "--no-merge-safetensor")  # layer 0 is done, 1 and 2 are missing
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
-    assert bench.units_made() == 2
+    assert bench.units_written() == 2
     bench.finished_as(wanted)
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
 
@@ -39,8 +39,8 @@ def kt_layers(bench: Bench) -> Callable[[int], dict[str, Any]]:
     return make
 
 
-def weights(found: Any) -> Any:
-    return {name: data for name, data in found.items() if name.endswith(".kt")}
+def weights(tree: Any) -> Any:
+    return {name: data for name, data in tree.items() if name.endswith(".kt")}
 
 
 def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
@@ -48,7 +48,7 @@ def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench: Bench, kt_l
     before = kt_layers(2)
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
-    assert bench.units_made() == 1
+    assert bench.units_written() == 1
     assert weights(conversion.tree(bench.output)) == wanted
     after = conversion.identity(bench.output)
     assert before == {name: after[name] for name in before}  # same inodes, times and all
@@ -67,7 +67,7 @@ def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable
     next((bench.output / "_layer_0").rglob("*scale_.kt")).unlink()
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
-    assert bench.units_made() == 2
+    assert bench.units_written() == 2
     assert weights(conversion.tree(bench.output)) == wanted
     after = conversion.identity(bench.output)
     kept = [name for name in before if "_layer_1" in name]
@@ -112,6 +112,6 @@ def test_resume_layer_with_nothing_there_leaves_layers_out(bench: Bench, loose: 
     assert bench.cpu(*loose, "--resume-layer", "1", kill=40).returncode == killpoint.KILLED
     done = bench.run("resume", bench.output)
     assert done.returncode == 0, done.stderr
-    made = json.loads((bench.output / "manifest.json").read_text())
-    assert made["model"]["layers"] == [1, 2]
+    document = json.loads((bench.output / "manifest.json").read_text())
+    assert document["model"]["layers"] == [1, 2]
     assert "nothing to do" in bench.cpu(*loose, "--resume-layer", "1").stderr

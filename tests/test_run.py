@@ -30,9 +30,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
     return out
 
 
-def call(*arguments: object, given: str = "") -> Result:
+def call(*arguments: object, stdin: str = "") -> Result:
     """The command in this process, which has imported transformers already."""
-    return CliRunner().invoke(run, list(map(str, arguments)), input=given)
+    return CliRunner().invoke(run, list(map(str, arguments)), input=stdin)
 
 
 def count(example: Path, text: str) -> int:
@@ -75,7 +75,7 @@ def test_a_shard_that_cannot_be_read(fault: str, example: Path, weights: Path, t
 
 def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -> None:
     """Each message is a line; the model sees all that was said."""
-    done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, given="import os\n\nclass\n")
+    done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")
     assert done.exit_code == 0, done.exception
     answers = done.stdout.splitlines()
     first, second = SPEED.findall(done.stderr)
@@ -91,7 +91,7 @@ def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: 
     path.chmod(0o644)
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
     options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
-    done = call(model, "--cpu-weights", weights, *options, given="import os\n")
+    done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
     assert done.exit_code == 0, done.exception
     assert int(SPEED.findall(done.stderr)[0][0]) == count(example, "user says import os assistant says")
 
@@ -120,9 +120,9 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
         shutil.copy(Path(__file__).parents[1] / "examples" / "qwen3-moe-small" / name, tmp_path)
     model, tokenizer = generate.load(generate.Choice(str(tmp_path)))
     inputs = generate.prompt_inputs(tokenizer, "def add(")
-    said: list[str] = []
-    text_said, speed = generate.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=said.append)
-    assert "".join(said) == text_said
+    notes: list[str] = []
+    text_said, speed = generate.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
+    assert "".join(notes) == text_said
     assert (speed.prompt, speed.new) == (3, 3)
 
 

@@ -125,7 +125,7 @@ def spoken(model: Any, tokens: int) -> dict[int, tuple[Any, ...]]:
     """Layer -> what goes into its experts (hidden, ids, weights) and what comes out, when the model reads some tokens."""
     seen: dict[int, tuple[Any, ...]] = {}
     hooks = [
-        module.register_forward_hook(lambda _module, given, out, layer=layer: seen.__setitem__(layer, (*given, out)))
+        module.register_forward_hook(lambda _module, inputs, out, layer=layer: seen.__setitem__(layer, (*inputs, out)))
         for layer, module in experts_of(model).items()
     ]
     assert logits(model, tokens).isfinite().all()
@@ -147,8 +147,8 @@ def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
     """(expert, projection, float32 [n, k]) of a layer, as the definition unpacks what the files hold."""
     tensors = bits_of(read_folder(case.packed))
     for name in tensors:
-        found = re.fullmatch(rf"model\.layers\.{layer}\..*\.experts\.(\d+)\.(\w+)\.weight_packed", name)
-        if found is not None:
+        match = re.fullmatch(rf"model\.layers\.{layer}\..*\.experts\.(\d+)\.(\w+)\.weight_packed", name)
+        if match is not None:
             scale = tensors[name.replace("weight_packed", "weight_scale")]
             form = {"W4A16": W4A16, "W8A16": W8A16}[case.kind]
             codes = tensors[name]
@@ -156,7 +156,7 @@ def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
             values = form.unpack(form.stored(codes, scale), *shape)
             rounded = torch.from_numpy(values).to(torch.bfloat16).float()
             named = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-            yield int(found[1]), named[found[2]], rounded
+            yield int(match[1]), named[match[2]], rounded
 
 
 def one_by_one(case: Case, layer: int, mask: Any, hidden: Any, ids: Any, weights: Any) -> Any:
@@ -251,8 +251,8 @@ def test_an_order_of_experts_and_a_batch_change_nothing(case: Case) -> None:
     turned = module(hidden, ids.flip(1), weights.flip(1))
     assert distance(turned, whole.float()) < LAYER
     assert module(hidden[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
-    nobody = torch.full_like(ids, -1)
-    assert not module(hidden, nobody, weights).any()
+    no_experts = torch.full_like(ids, -1)
+    assert not module(hidden, no_experts, weights).any()
     assert not module(hidden, torch.full_like(ids, EXPERTS), weights).any()
 
 
@@ -289,17 +289,17 @@ def copied(case: Case, folder: Path) -> Path:
 
 def overwrite(folder: Path, pattern: str, value: int) -> int:
     """Fill the tensors whose names match with 16-bit words of this value; how many there are."""
-    found = []
+    names = []
 
     def fill(tensors: Tensors) -> None:
         for name, tensor in tensors.items():
             if re.fullmatch(pattern, name):
                 tensors[name] = tensor._replace(data=struct.pack("<H", value) * (len(tensor.data) // 2))
-                found.append(name)
+                names.append(name)
 
     for path in folder.glob("*.safetensors"):
         edit_file(path, fill)
-    return len(found)
+    return len(names)
 
 
 @qwen
@@ -402,11 +402,11 @@ def test_the_server_has_hot_experts_too(spoken_by: dict[str, Path], tmp_path: Pa
                 time.sleep(0.2)
             url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
             with urllib.request.urlopen(urllib.request.Request(url, body.encode(), kind), timeout=120) as answer:
-                said = json.loads(answer.read())
+                answer_body = json.loads(answer.read())
         finally:
             server.kill()
     spoken = call(spoken_by["w4"], *options, "--prompt", PROMPT, "--max-new-tokens", 12)
-    assert spoken.stdout == PROMPT + said["choices"][0]["text"] + "\n"
+    assert spoken.stdout == PROMPT + answer_body["choices"][0]["text"] + "\n"
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -480,8 +480,8 @@ REFUSED: list[tuple[tuple[str, ...], type[KtconvertError], str]] = [
 def test_options_that_do_not_go_together(
     spoken_by: dict[str, Path], options: tuple[str, ...], kind: type[KtconvertError], why: str
 ) -> None:
-    given = [option.format(**spoken_by) for option in options]
-    error = call(spoken_by["w4"], *given, "--prompt", "x").exception
+    arguments = [option.format(**spoken_by) for option in options]
+    error = call(spoken_by["w4"], *arguments, "--prompt", "x").exception
     assert type(error) is kind, error
     assert why in str(error)
 

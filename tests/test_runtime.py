@@ -86,7 +86,7 @@ Make = Callable[..., tuple[Experts, npt.NDArray[np.uint16], npt.NDArray[np.int64
 def make(random_experts: Any) -> Make:
     """Random experts with random tokens for them: (experts, hidden, ids, weights)."""
 
-    def made(
+    def construct(
         method: str = "AMXINT8",
         experts: int = 8,
         hidden: int = 256,
@@ -102,7 +102,7 @@ def make(random_experts: Any) -> Make:
         weights = rng.random((tokens, topk)).astype(np.float32)
         return Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method, **options), x, ids, weights
 
-    return made
+    return construct
 
 
 def to_float(x: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:

@@ -22,13 +22,13 @@ Outputs = dict[tuple[str, str], Path]
 def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Outputs:
     """The bundled model in two parts: merged and loose, INT4 and INT8."""
     root = tmp_path_factory.mktemp("outputs")
-    made = {}
+    paths = {}
     for method in ("int4", "int8"):
         for form, more in (("merged", ()), ("loose", ("--no-merge-safetensor",))):
             out = root / f"{method}-{form}"
             cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", 2, "-q", *more)
-            made[method, form] = out
-    return made
+            paths[method, form] = out
+    return paths
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_saved_layer_is_the_loose_layer(outputs: Outputs, tmp_path: Path, read
     assert [path.name for path in tmp_path.iterdir()] == ["_layer_1"]
 
 
-def test_another_number_of_parts_is_told_once(outputs: Outputs, damaged: Path) -> None:
+def test_another_number_of_parts_is_reported_once(outputs: Outputs, damaged: Path) -> None:
     with pytest.warns(UserWarning, match="made for 2 NUMA parts, run with 1"):
         Experts.load(damaged, 0, parts=1)
     with warnings.catch_warnings():

@@ -73,17 +73,17 @@ def post(url: str, body: dict[str, Any]) -> str:
 
 def test_a_chat_completion_streamed_and_not(server: str, example: Path) -> None:
     whole = json.loads(post(f"{server}/v1/chat/completions", CHAT))
-    said = whole["choices"][0]["message"]["content"]
+    text = whole["choices"][0]["message"]["content"]
     assert whole["object"] == "chat.completion"
     assert whole["choices"][0]["finish_reason"] == "length"
     assert whole["usage"]["completion_tokens"] == CHAT["max_tokens"]
     assert whole["usage"]["prompt_tokens"] == 3  # "import", " os" and the newline of the plainest template
-    assert said
+    assert text
     stream = post(f"{server}/v1/chat/completions", {**CHAT, "model": str(example), "stream": True})
     pieces = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: {")]
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
     assert len([d for d in deltas if d.get("content")]) > 1
-    assert "".join(d.get("content") or "" for d in deltas) == said
+    assert "".join(d.get("content") or "" for d in deltas) == text
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"
 
 
@@ -102,7 +102,7 @@ def test_the_server_is_for_one_model(server: str, example: Path) -> None:
 
 
 def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path, weights: Path) -> None:
-    """Told at once, not after minutes of loading."""
+    """Reported at once, not after minutes of loading."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = cli("serve", example, "--cpu-weights", weights, "--port", port, code=1)

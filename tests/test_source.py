@@ -261,7 +261,7 @@ def test_a_file_name_that_claims_a_billion_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed, said",
+    "changed, words",
     [
         ({"d": "model-00002-of-00002.safetensors"}, "tensor 'd' should be here by the index, but no file has it"),
         ({"a": "model-00002-of-00002.safetensors"}, "tensor 'a' should be here by the index, but model-00001"),
@@ -278,11 +278,11 @@ def test_a_file_name_that_claims_a_billion_shards(tmp_path: Path) -> None:
         ({"a": "config.json"}, "not a .safetensors file"),
     ],
 )
-def test_index_and_files_disagree(sharded: Path, changed: dict[str, Any], said: str) -> None:
+def test_index_and_files_disagree(sharded: Path, changed: dict[str, Any], words: str) -> None:
     edit_index(sharded, **changed)
     with pytest.raises(InputError) as failure:
         open_checkpoint(sharded)
-    assert said in str(failure.value) and str(sharded) in str(failure.value)
+    assert words in str(failure.value) and str(sharded) in str(failure.value)
 
 
 def test_tensor_in_two_shards(sharded: Path) -> None:
@@ -352,7 +352,7 @@ LONG = b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}
 
 
 @pytest.mark.parametrize(
-    "data, said",
+    "data, words",
     [
         (b"", "too short"),
         (b"\x08\0\0", "too short"),
@@ -401,13 +401,13 @@ LONG = b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}
         (encode({"__metadata__": []}), "__metadata__"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, data: bytes, said: str) -> None:
+def test_headers_that_lie(tmp_path: Path, data: bytes, words: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(data)
     with pytest.raises(InputError) as failure:
         read_header(file)
     message = str(failure.value)
-    assert said in message and str(file) in message and "download" in message
+    assert words in message and str(file) in message and "download" in message
     assert "\n" not in message and len(message) < 1000
 
 
@@ -452,12 +452,12 @@ entries = st.fixed_dictionaries(
 @settings(max_examples=200, deadline=None)
 def test_any_header_gives_sound_tensors_or_an_input_error(header: Header, size: int) -> None:
     try:
-        found, _ = parse_header(json.dumps(header).encode(), size, 0, "x")
+        parsed, _ = parse_header(json.dumps(header).encode(), size, 0, "x")
     except InputError:
         return
-    assert sum(e.nbytes for e in found) == size
+    assert sum(e.nbytes for e in parsed) == size
     at = 0
-    for e in found:
+    for e in parsed:
         assert e.start == at
         at += e.nbytes
 
@@ -490,8 +490,8 @@ def test_any_config_gives_a_model_or_an_error_of_ours(config: dict[str, Any]) ->
             header[f"model.layers.0.mlp.experts.{e}.{p}_proj.weight"] = tensor(
                 [4, 4], 32 * len(header), 32 * len(header) + 32, "BF16"
             )
-    found, _ = parse_header(json.dumps(header).encode(), 192, 0, "x")
-    infos = {e.name: TensorInfo(e.name, e.dtype, e.shape, 0, e.start, e.nbytes) for e in found}
+    entries, _ = parse_header(json.dumps(header).encode(), 192, 0, "x")
+    infos = {e.name: TensorInfo(e.name, e.dtype, e.shape, 0, e.start, e.nbytes) for e in entries}
     try:
         model = recognise(TensorSource(Path(), config, (Shard(Path("x"), "x", 192, "", 0),), infos))
     except KtconvertError as e:
@@ -521,7 +521,7 @@ def cache(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for name in ("HF_HUB_OFFLINE", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(root))
-    monkeypatch.setattr("socket.socket", None)  # whoever reaches for the network fails at once
+    monkeypatch.setattr("socket.socket", None)  # any use of the network fails at once
     return root
 
 
@@ -590,7 +590,7 @@ def test_what_is_no_hub_id(cache: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "raised, error, said",
+    "raised, error, words",
     [
         ("ConnectionError", InputError, "hf download org/other"),
         ("GatedRepoError", InputError, "hf auth login"),
@@ -600,7 +600,7 @@ def test_what_is_no_hub_id(cache: Path, name: str) -> None:
     ],
 )
 def test_failed_downloads_are_explained(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, raised: str, error: type[KtconvertError], said: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, raised: str, error: type[KtconvertError], words: str
 ) -> None:
     huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -610,7 +610,7 @@ def test_failed_downloads_are_explained(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(error) as failure:
         open_checkpoint("org/other", "v9")
-    assert said in str(failure.value) and "\n" not in str(failure.value)
+    assert words in str(failure.value) and "\n" not in str(failure.value)
 
 
 def test_downloading_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,5 +660,5 @@ def test_many_shards_are_opened_by_their_headers(tmp_path: Path, monkeypatch: py
     assert len(source.tensors) == 99_840 and len(source.shards) == 160
     model = recognise(source)
     assert model.shape(64) == (512, 128, 256) and len(model.layers) == 65
-    assert sum(read) == header_bytes + 160 * 64  # 64: the look at a file's first bytes
+    assert sum(read) == header_bytes + 160 * 64  # 64: the first bytes of each file
     assert len(list(Path("/proc/self/fd").iterdir())) == before

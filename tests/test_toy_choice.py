@@ -63,20 +63,20 @@ def output(request: pytest.FixtureRequest, source: Path) -> Path:
 def test_its_codes_are_packed(source: Path, output: Path) -> None:
     """What the output stands for is what the made-up rounding says, by the definition's arithmetic."""
     opened = open_output(output)
-    found = measure(opened)
-    assert found.form is FORMS[found.method]
+    measured = measure(opened)
+    assert measured.form is FORMS[measured.method]
     place = Place(1, 1, "up", False, 1)
     stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
     tensors = read_file(source / "model-00002-of-00003.safetensors")
     part = tensors["model.layers.1.mlp.experts.1.up_proj.weight"].bits[conversion.WIDTH // 2 :]
-    codes, scales = truncated(part, found.form.grid)
-    wanted = codes.astype(np.float32) * np.float32(found.form.grid.step) * scales
-    np.testing.assert_array_equal(found.form.unpack(stored, *part.shape), wanted)
+    codes, scales = truncated(part, measured.form.grid)
+    wanted = codes.astype(np.float32) * np.float32(measured.form.grid.step) * scales
+    np.testing.assert_array_equal(measured.form.unpack(stored, *part.shape), wanted)
 
 
 def test_it_is_verified(source: Path, output: Path) -> None:
-    told = json.loads((output / "manifest.json").read_bytes())
-    assert told["model"]["scale"] == told["settings"]["scale"] == "toy"
+    document = json.loads((output / "manifest.json").read_bytes())
+    assert document["model"]["scale"] == document["settings"]["scale"] == "toy"
     report = json.loads(ktconvert("verify", output, "--against", source, "--json").stdout)
     assert report["ok"] and report["errors"]
     done = conversion.ktconvert("verify", output, "--against", source)  # without the row

@@ -1,4 +1,4 @@
-"""`ktconvert verify`: what is right passes, every kind of damage is found and named, whoever wrote the output."""
+"""`ktconvert verify`: a sound output passes, every kind of damage is reported by name, in our outputs and in kt-kernel's."""
 
 from __future__ import annotations
 
@@ -62,28 +62,28 @@ def refused(output: Path, *options: object) -> tuple[dict[str, Any], str]:
 
 def problems(report: dict[str, Any], check: str) -> list[str]:
     """The problems of one check."""
-    return [problem for found in report["checks"] if found["name"] == check for problem in found["problems"]]
+    return [problem for row in report["checks"] if row["name"] == check for problem in row["problems"]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+def conversions(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
     """The bundled model in both methods, merged and loose, for two NUMA nodes."""
-    root = tmp_path_factory.mktemp("made")
-    found = {}
+    root = tmp_path_factory.mktemp("converted")
+    paths = {}
     for name in SHAPES:
         method, form = name.split("-")
-        found[name] = convert(
+        paths[name] = convert(
             example, root / name, "--quant-method", method, *(["--no-merge-safetensor"] if form == "loose" else [])
         )
-    return found
+    return paths
 
 
 @pytest.fixture
-def copy(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+def copy(conversions: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of one of them that may be damaged."""
 
     def one(name: str) -> Path:
-        return Path(shutil.copytree(made[name], tmp_path / name))
+        return Path(shutil.copytree(conversions[name], tmp_path / name))
 
     return one
 
@@ -110,8 +110,8 @@ def weight_file(output: Path, pattern: str = "*_quant_.kt") -> Path:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_conversion_is_what_its_source_gives(name: str, made: dict[str, Path], example: Path) -> None:
-    report = accepted(made[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
+def test_a_conversion_is_what_its_source_gives(name: str, conversions: dict[str, Path], example: Path) -> None:
+    report = accepted(conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
     assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
     assert report["method"] == forms_of("cpu")[name[:4]].name and report["form"] == name[5:]
@@ -124,10 +124,10 @@ def test_a_conversion_is_what_its_source_gives(name: str, made: dict[str, Path],
     assert report["worst"][0]["relative_error"] == max(e["worst_relative_error"] for e in errors.values())
 
 
-def test_the_report_for_people(made: dict[str, Path], example: Path, cli: Any) -> None:
-    said = cli("verify", made["int4-merged"], "--against", example).stdout
-    assert "verified" in said and "quantized again: the same bytes" in said and "worst experts" in said
-    assert cli("verify", made["int4-merged"], "-q").stdout == ""
+def test_the_report_for_people(conversions: dict[str, Path], example: Path, cli: Any) -> None:
+    output = cli("verify", conversions["int4-merged"], "--against", example).stdout
+    assert "verified" in output and "quantized again: the same bytes" in output and "worst experts" in output
+    assert cli("verify", conversions["int4-merged"], "-q").stdout == ""
 
 
 def test_one_json_object_and_an_exit_code(copy: Callable[[str], Path], cli: Any) -> None:
@@ -140,10 +140,10 @@ def test_one_json_object_and_an_exit_code(copy: Callable[[str], Path], cli: Any)
     assert "NOT verified" in done.stdout and FIRST in done.stderr
 
 
-def test_forms_of_one_conversion_are_equal(made: dict[str, Path]) -> None:
-    report = accepted(made["int8-merged"], "--against", made["int8-loose"])
+def test_forms_of_one_conversion_are_equal(conversions: dict[str, Path]) -> None:
+    report = accepted(conversions["int8-merged"], "--against", conversions["int8-loose"])
     assert report["checks"][-1]["name"] == "other"
-    accepted(made["int4-loose"], "--against", made["int4-merged"])
+    accepted(conversions["int4-loose"], "--against", conversions["int4-merged"])
 
 
 @pytest.mark.parametrize("options", [["--save-backward-weights"], ["--max-shard-size", "100KB", "--non-experts", "copy"], ["--layers", "1"],
@@ -155,10 +155,10 @@ def test_every_way_to_convert(options: list[object], tmp_path: Path, example: Pa
     assert bool(report["other_tensors"]) == ("copy" in options)
 
 
-def test_a_merged_folder(made: dict[str, Path], example: Path, tmp_path: Path, cli: Any) -> None:
-    cli("merge", "-i", made["int4-loose"], "-o", tmp_path / "out", "--max-tensors", 50, "-r", example)
+def test_a_merged_folder(conversions: dict[str, Path], example: Path, tmp_path: Path, cli: Any) -> None:
+    cli("merge", "-i", conversions["int4-loose"], "-o", tmp_path / "out", "--max-tensors", 50, "-r", example)
     accepted(tmp_path / "out", "--against", example)
-    accepted(tmp_path / "out", "--against", made["int4-merged"])
+    accepted(tmp_path / "out", "--against", conversions["int4-merged"])
 
 
 def test_fp8(tmp_path: Path, write_qwen: Any) -> None:
@@ -177,7 +177,7 @@ def test_fp8(tmp_path: Path, write_qwen: Any) -> None:
 @pytest.mark.parametrize("name", ["int4-merged", "int8-merged"])
 @pytest.mark.parametrize(("at", "what"), [(70_000, "weight"), (-100, "scale")])
 def test_a_flipped_byte_in_a_shard(
-    name: str, at: int, what: str, copy: Callable[[str], Path], example: Path, made: dict[str, Path]
+    name: str, at: int, what: str, copy: Callable[[str], Path], example: Path, conversions: dict[str, Path]
 ) -> None:
     output = copy(name)
     at += data_start(output / FIRST) if at > 0 else 0
@@ -185,11 +185,13 @@ def test_a_flipped_byte_in_a_shard(
     report, sentence = refused(output)
     assert FIRST in sentence and problems(report, "hashes") and not problems(report, "tensors")
     report, _ = refused(output, "--against", example)
-    (told,) = problems(report, "source")
-    assert f"NUMA part {0 if at > 0 else 1}, {what}: byte " in told and "1 byte differs" in told and FIRST in told
-    (told,) = problems(refused(output, "--against", made[name])[0], "other")
-    assert told.startswith("blk.0.ffn_") and "differs: byte " in told
-    refused(made[name], "--against", output)
+    (problem,) = problems(report, "source")
+    assert (
+        f"NUMA part {0 if at > 0 else 1}, {what}: byte " in problem and "1 byte differs" in problem and FIRST in problem
+    )
+    (problem,) = problems(refused(output, "--against", conversions[name])[0], "other")
+    assert problem.startswith("blk.0.ffn_") and "differs: byte " in problem
+    refused(conversions[name], "--against", output)
     accepted(without_manifest(output))  # by structure alone it cannot be seen
     refused(output, "--against", example)
 
@@ -201,8 +203,8 @@ def test_a_flipped_byte_in_a_loose_file(pattern: str, copy: Callable[[str], Path
     flip(path, 200)
     report, sentence = refused(output, "--against", example)
     assert path.name in sentence
-    (told,) = problems(report, "source")
-    assert told.startswith(f"layer 1, expert {path.name.split('_')[2]}, ") and "byte 200 is 0x" in told
+    (problem,) = problems(report, "source")
+    assert problem.startswith(f"layer 1, expert {path.name.split('_')[2]}, ") and "byte 200 is 0x" in problem
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, 400_000])
@@ -282,8 +284,8 @@ def test_a_wrong_dtype_and_a_wrong_size(copy: Callable[[str], Path]) -> None:
     assert f"{key} in {FIRST} is U8" in refused(output)[1]
 
 
-def test_wrong_numa_and_wrong_method(made: dict[str, Path]) -> None:
-    for name, output in made.items():
+def test_wrong_numa_and_wrong_method(conversions: dict[str, Path]) -> None:
+    for name, output in conversions.items():
         other = {"int4": "int8", "int8": "AMXINT4"}[name[:4]]
         _, sentence = refused(output, "--numa", 1)
         assert (
@@ -345,7 +347,7 @@ def test_types_of_a_manifest_are_not_trusted(copy: Callable[[str], Path]) -> Non
     ]:
         document = json.loads(path.read_bytes()) | {part: good[part] | {name: value}}
         path.write_text(json.dumps(document))
-        run(output)  # whatever it finds, no traceback
+        run(output)  # whatever the damage, no traceback
         path.write_text(json.dumps(good))
 
 
@@ -353,7 +355,7 @@ def test_a_changed_index(copy: Callable[[str], Path]) -> None:
     output = without_manifest(copy("int4-merged"))
     good = json.loads((output / INDEX).read_bytes())
     name = "blk.1.ffn_up_exps.2.numa.0.weight"
-    for change, told in (
+    for change, words in (
         ({"metadata": {"total_size": 1}}, "total_size 1, the shards hold"),
         ({"weight_map": good["weight_map"] | {name: FIRST}}, f"names {name} in {FIRST}, but"),
         ({"weight_map": good["weight_map"] | {"x": FIRST}}, f"names x in {FIRST}, which does not hold it"),
@@ -364,7 +366,7 @@ def test_a_changed_index(copy: Callable[[str], Path]) -> None:
         ({"weight_map": {name: "../x.safetensors"}}, "outside this directory"),
     ):
         (output / INDEX).write_text(json.dumps(good | change))
-        assert told in refused(output)[1]
+        assert words in refused(output)[1]
     (output / INDEX).unlink()
     assert any("no index" in note for note in accepted(output)["notes"])
 
@@ -403,13 +405,13 @@ def test_a_flipped_byte_in_a_copied_tensor(tmp_path: Path, example: Path) -> Non
     accepted(output, "--against", example)
     shard = output / "model-00003-of-00003.safetensors"
     flip(shard, data_start(shard) + 1)
-    (told,) = problems(refused(output, "--against", example)[0], "source")
-    assert shard.name in told and "differs from" in told and "at byte 1" in told
+    (problem,) = problems(refused(output, "--against", example)[0], "source")
+    assert shard.name in problem and "differs from" in problem and "at byte 1" in problem
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_damage_never_ends_in_a_traceback(seed: int, copy: Callable[[str], Path]) -> None:
-    """Headers, indexes and manifests with a few bytes replaced: found or harmless, but never a crash."""
+    """Headers, indexes and manifests with a few bytes replaced: reported or harmless, but never a crash."""
     rng = np.random.default_rng(seed)
     output = copy("int4-merged")
     name = (FIRST, INDEX, manifest.NAME, "config.json")[seed % 4]
@@ -427,49 +429,51 @@ def test_random_damage_never_ends_in_a_traceback(seed: int, copy: Callable[[str]
 
 
 def test_another_source(
-    made: dict[str, Path], tmp_path: Path, example: Path, write_qwen: Any, random_experts: Any
+    conversions: dict[str, Path], tmp_path: Path, example: Path, write_qwen: Any, random_experts: Any
 ) -> None:
     same_shape = write_qwen(tmp_path / "same", {n: random_experts(8, 256, 256, n) for n in (0, 1)})
-    report, sentence = refused(made["int8-merged"], "--against", same_shape)
+    report, sentence = refused(conversions["int8-merged"], "--against", same_shape)
     assert "layer 0, expert 0, gate_proj, NUMA part 0, weight: byte 0 is" in sentence and "(and 191 more)" in sentence
     assert any("not those that the manifest says" in note for note in report["notes"])
     assert report["errors"][0]["relative_error"] > 0.5
     other_shape = write_qwen(tmp_path / "other", {n: random_experts(4, 256, 512, n) for n in (0, 1)})
-    report, sentence = refused(made["int8-merged"], "--against", other_shape)
+    report, sentence = refused(conversions["int8-merged"], "--against", other_shape)
     assert "layer 0 has 8 experts of 256 x 256" in sentence and "has 4 of 256 x 512" in sentence
     more_layers = write_qwen(tmp_path / "more", {n: random_experts(8, 256, 256, n) for n in range(3)})
     assert any(
         "layers 2 of" in problem
-        for problem in problems(refused(made["int8-merged"], "--against", more_layers)[0], "source")
+        for problem in problems(refused(conversions["int8-merged"], "--against", more_layers)[0], "source")
     )
 
 
-def test_a_damaged_source_is_bad_input(made: dict[str, Path], tmp_path: Path, example: Path) -> None:
+def test_a_damaged_source_is_bad_input(conversions: dict[str, Path], tmp_path: Path, example: Path) -> None:
     source = Path(shutil.copytree(example, tmp_path / "source"))
     path = source / "model.safetensors"
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-100])
-    done, _, sentence = run(made["int4-merged"], "--against", source)
+    done, _, sentence = run(conversions["int4-merged"], "--against", source)
     assert getattr(done.exception, "exit_code", None) == 5 and path.name in sentence
     header = header_of(example / path.name)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     at = data_start(example / path.name) + header[name]["data_offsets"][0] + 2 * (256 * 7 + 200)
     data[at : at + 2] = (0x7FC0).to_bytes(2, "little")
     path.write_bytes(data)
-    done, _, sentence = run(made["int4-merged"], "--against", source)
+    done, _, sentence = run(conversions["int4-merged"], "--against", source)
     assert getattr(done.exception, "exit_code", None) == 5
     assert name in sentence and "row 7, column 200" in sentence
 
 
-def test_other_outputs(made: dict[str, Path], copy: Callable[[str], Path], tmp_path: Path, example: Path) -> None:
-    _, sentence = refused(made["int8-merged"], "--against", made["int4-loose"])
+def test_other_outputs(
+    conversions: dict[str, Path], copy: Callable[[str], Path], tmp_path: Path, example: Path
+) -> None:
+    _, sentence = refused(conversions["int8-merged"], "--against", conversions["int4-loose"])
     assert "method is AMXINT8 here, AMXINT4 in" in sentence
     one = convert(example, tmp_path / "one", "--layers", 0)
-    report, _ = refused(made["int4-merged"], "--against", one)
+    report, _ = refused(conversions["int4-merged"], "--against", one)
     assert problems(report, "other") == [f"layer 1 (96 tensors) is missing in {one}"]
     damaged = copy("int4-merged")
     (damaged / FIRST).write_bytes(b"")
-    done, _, sentence = run(made["int4-merged"], "--against", damaged)
+    done, _, sentence = run(conversions["int4-merged"], "--against", damaged)
     assert getattr(done.exception, "exit_code", None) == 5 and FIRST in sentence
 
 
@@ -529,13 +533,13 @@ def test_kt_kernels_own_bytes(method: str, case: str, tmp_path: Path, write_safe
     )
 
 
-def test_opening(made: dict[str, Path], example: Path, tmp_path: Path) -> None:
+def test_opening(conversions: dict[str, Path], example: Path, tmp_path: Path) -> None:
     assert not is_output(example) and not is_output(tmp_path) and not is_output(tmp_path / "nothing")
-    for name, path in made.items():
+    for name, path in conversions.items():
         output = open_output(path)
-        found = measure(output)
+        opened = measure(output)
         assert is_output(path) and output.loose == name.endswith("loose")
-        assert found.form == forms_of("cpu")[name[:4]] and found.shapes == {0: (8, 256, 256), 1: (8, 256, 256)}
+        assert opened.form == forms_of("cpu")[name[:4]] and opened.shapes == {0: (8, 256, 256), 1: (8, 256, 256)}
         (place, what), stored = next(iter(output.tensors.items()))
         assert output.read(stored).nbytes == stored.nbytes and output.names.key(place, what).startswith("blk.0.ffn_")
 

@@ -49,17 +49,17 @@ def look(output: Path, *words: object) -> dict[str, Any]:
 
 
 def problems(report: dict[str, Any], check: str) -> list[str]:
-    return [problem for found in report["checks"] if found["name"] == check for problem in found["problems"]]
+    return [problem for row in report["checks"] if row["name"] == check for problem in row["problems"]]
 
 
-def told(report: dict[str, Any], check: str) -> str:
-    return str(next(found["result"] for found in report["checks"] if found["name"] == check))
+def result_of(report: dict[str, Any], check: str) -> str:
+    return str(next(row["result"] for row in report["checks"] if row["name"] == check))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
     """The bundled model, rounded to nearest."""
-    root = tmp_path_factory.mktemp("made")
+    root = tmp_path_factory.mktemp("converted")
     return {kind: convert(example, root / kind, kind) for kind in BITS}
 
 
@@ -67,9 +67,9 @@ BITS = {"W4A16": 4, "W8A16": 8}
 
 
 @pytest.fixture
-def copy(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+def copy(converted: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     """One of them that may be changed."""
-    return lambda kind: Path(shutil.copytree(made[kind], tmp_path / kind))
+    return lambda kind: Path(shutil.copytree(converted[kind], tmp_path / kind))
 
 
 def test_an_output_without_its_manifest(copy: Callable[[str], Path]) -> None:
@@ -129,7 +129,7 @@ def other_layer(name: str) -> str:
 
 def next_expert(name: str) -> str:
     """In layer 1 alone."""
-    return re.sub(r"(layers\.1\..*experts\.)(\d)", lambda found: f"{found[1]}{(int(found[2]) + 1) % 8}", name)
+    return re.sub(r"(layers\.1\..*experts\.)(\d)", lambda match: f"{match[1]}{(int(match[2]) + 1) % 8}", name)
 
 
 def nudged(packed: bytes) -> bytes:
@@ -144,49 +144,51 @@ def nudged(packed: bytes) -> bytes:
 
 @loads
 @pytest.mark.parametrize("kind", BITS)
-def test_what_was_rounded(kind: str, made: dict[str, Path], example: Path) -> None:
-    report = look(made[kind], "--against", example, "--quant-method", kind.lower())
+def test_what_was_rounded(kind: str, converted: dict[str, Path], example: Path) -> None:
+    report = look(converted[kind], "--against", example, "--quant-method", kind.lower())
     assert report["ok"] and report["notes"] == [], report["message"]
-    assert told(report, "options") == f"{kind}, as asked"
-    assert told(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
-    assert told(report, "source") == "144 tensors quantized again: the same bytes; 21 other tensors are the source's"
-    found = report["predictions"]
+    assert result_of(report, "options") == f"{kind}, as asked"
+    assert result_of(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
+    assert (
+        result_of(report, "source") == "144 tensors quantized again: the same bytes; 21 other tensors are the source's"
+    )
+    predictions = report["predictions"]
     low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
-    assert low < found["kl"] < high and found["tokens"] == 4 * 127
-    assert found["top1_agreement"] > {"W4A16": 0.9, "W8A16": 0.98}[kind]
-    assert 3 * found["kl"] < found["bound"] < {"W4A16": 0.2, "W8A16": 0.005}[kind]
-    assert f"KL divergence {found['kl']:.3g} nats" in told(report, "predictions")
+    assert low < predictions["kl"] < high and predictions["tokens"] == 4 * 127
+    assert predictions["top1_agreement"] > {"W4A16": 0.9, "W8A16": 0.98}[kind]
+    assert 3 * predictions["kl"] < predictions["bound"] < {"W4A16": 0.2, "W8A16": 0.005}[kind]
+    assert f"KL divergence {predictions['kl']:.3g} nats" in result_of(report, "predictions")
 
 
 @loads
-def test_without_its_source_only_names_are_loaded(made: dict[str, Path]) -> None:
-    report = look(made["W4A16"])
+def test_without_its_source_only_names_are_loaded(converted: dict[str, Path]) -> None:
+    report = look(converted["W4A16"])
     assert report["ok"] and report["predictions"] is None
     assert [check["name"] for check in report["checks"]][-2:] == ["hashes", "reload"]
-    report = look(made["W4A16"], "--no-load")
+    report = look(converted["W4A16"], "--no-load")
     assert report["ok"] and report["checks"][-1]["name"] == "hashes"
 
 
 @loads
-def test_a_text_of_ones_own(made: dict[str, Path], example: Path, tmp_path: Path) -> None:
+def test_a_text_of_ones_own(converted: dict[str, Path], example: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("x = 1\n" * 60)
-    found = look(made["W8A16"], "--against", example, "--text", text)["predictions"]
-    assert found["tokens"] == 127 * (found["tokens"] // 127) and found["kl"] < found["bound"]
+    predictions = look(converted["W8A16"], "--against", example, "--text", text)["predictions"]
+    assert predictions["tokens"] == 127 * (predictions["tokens"] // 127) and predictions["kl"] < predictions["bound"]
     text.write_text("too short")
-    report = look(made["W8A16"], "--against", example, "--text", text)
+    report = look(converted["W8A16"], "--against", example, "--text", text)
     assert report["code"] == 5 and "128 are needed" in report["message"]
-    assert look(made["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
+    assert look(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
 
 
-def test_another_method_and_numa_parts(made: dict[str, Path]) -> None:
-    report = look(made["W4A16"], "--quant-method", "W8A16", "--no-load")
+def test_another_method_and_numa_parts(converted: dict[str, Path]) -> None:
+    report = look(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
     assert (
         report["code"] == 6
         and "--quant-method w8a16 was given, the weights have the sizes of W4A16" in report["message"]
     )
-    assert look(made["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
-    report = look(made["W4A16"], "--numa", 1)
+    assert look(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
+    report = look(converted["W4A16"], "--numa", 1)
     assert report["code"] == 2 and "has no NUMA parts" in report["message"]
 
 
@@ -204,7 +206,7 @@ def test_codes_of_gptq_need_not_be_those_of_rounding(copy: Callable[[str], Path]
     assert len(problems(look(output, "--against", example, "--no-load"), "source")) == 48, "it says that it is RTN"
     report = look(rewrite(output, lambda _: None, quant_method="GPTQ"), "--against", example, "--no-load")
     assert report["ok"], report["message"]
-    assert told(report, "source").startswith(
+    assert result_of(report, "source").startswith(
         "48 linears have the scales of rounding to nearest, and errors of at most 1."
     )
     assert all(0.007 < error["relative_error"] < 0.021 for error in report["errors"])
@@ -213,7 +215,7 @@ def test_codes_of_gptq_need_not_be_those_of_rounding(copy: Callable[[str], Path]
 def test_linears_that_fell_back_are_counted(copy: Callable[[str], Path], example: Path) -> None:
     name = EXPERTS.format(1, 6, "down", "weight_packed")
     output = rewrite(copy("W8A16"), edit(name, nudged), quant_method="GPTQ")
-    assert "47 of them are rounded to nearest" in told(look(output, "--against", example, "--no-load"), "source")
+    assert "47 of them are rounded to nearest" in result_of(look(output, "--against", example, "--no-load"), "source")
 
 
 def columns(unused: slice) -> Callable[[bytes], bytes]:
@@ -249,7 +251,7 @@ def test_a_wrong_expert_of_gptq(
     assert report["code"] == 6 and name in problem and words in problem
 
 
-def test_columns_that_calibration_never_saw_are_told(copy: Callable[[str], Path], example: Path) -> None:
+def test_columns_that_calibration_never_saw_are_reported(copy: Callable[[str], Path], example: Path) -> None:
     name = EXPERTS.format(0, 2, "gate", "weight_packed")
     output = rewrite(copy("W8A16"), edit(name, columns(slice(3, 9))), quant_method="GPTQ")
     report = look(output, "--against", example, "--no-load")
@@ -257,7 +259,7 @@ def test_columns_that_calibration_never_saw_are_told(copy: Callable[[str], Path]
 
 
 def test_rows_are_enough_where_an_error_is_not_measured(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
-    """More than 8 experts: of the others 64 rows are looked at."""
+    """More than 8 experts: of the others, 64 rows are measured."""
     source = write_qwen(tmp_path / "source", {0: random_experts(16, 128, 128)})
     output = convert(source, tmp_path / "out", "W4A16")
     name = EXPERTS.format(0, 3, "down", "weight_packed")
@@ -313,10 +315,10 @@ def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
     names = {p: f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{p}_proj" for p in ("gate", "up", "down")}
     report = look(rewrite(output, rename, linear_names=names))
     assert [check["name"] for check in report["checks"] if not check["ok"]] == ["reload"]
-    found = problems(report, "reload")
-    assert "transformers finds no tensor for model.layers.0.mlp.experts.gate_up_proj" in found
+    messages = problems(report, "reload")
+    assert "transformers finds no tensor for model.layers.0.mlp.experts.gate_up_proj" in messages
     assert any(
-        "has no place for model.layers.1." in problem and "down_proj.weight_packed" in problem for problem in found
+        "has no place for model.layers.1." in problem and "down_proj.weight_packed" in problem for problem in messages
     )
 
 
@@ -338,8 +340,8 @@ def test_an_expert_that_its_config_does_not_want(copy: Callable[[str], Path]) ->
     output = copy("W4A16")
     config = json.loads((output / "config.json").read_text())
     (output / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [1]}))
-    found = problems(look(rewrite(output, lambda _: None)), "reload")
-    assert found and all("has no place for model.layers.1.mlp.experts" in problem for problem in found)
+    messages = problems(look(rewrite(output, lambda _: None)), "reload")
+    assert messages and all("has no place for model.layers.1.mlp.experts" in problem for problem in messages)
 
 
 def test_fp8_that_was_left(copy: Callable[[str], Path]) -> None:
@@ -370,7 +372,7 @@ def test_an_ignore_list_that_hits_experts(pattern: str, words: str, copy: Callab
     assert words in problem
 
 
-# ---- what cannot be loaded is told ------------------------------------------------------------------------------------
+# ---- what cannot be loaded is reported ------------------------------------------------------------------------------------
 
 
 @loads
@@ -386,9 +388,9 @@ def test_a_source_that_is_no_whole_model(tmp_path: Path, write_qwen: Any, random
 
 
 @loads
-def test_models_that_do_not_fit(made: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_do_not_fit(converted: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
-    report = look(made["W4A16"], "--against", example)
+    report = look(converted["W4A16"], "--against", example)
     assert report["ok"] and report["predictions"] is None
     (note,) = report["notes"]
     assert note.startswith(
@@ -407,10 +409,10 @@ def test_a_model_that_transformers_does_not_know(copy: Callable[[str], Path], ex
     )
 
 
-def test_without_transformers(made: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers(converted: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
-    report = look(made["W4A16"], "--against", example)
-    assert report["ok"] and told(report, "reload") == "not checked"
+    report = look(converted["W4A16"], "--against", example)
+    assert report["ok"] and result_of(report, "reload") == "not checked"
     assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
 
 
@@ -431,15 +433,15 @@ def test_the_guards_after_a_conversion(copy: Callable[[str], Path]) -> None:
         require_sound(output)
 
 
-def test_codes_need_not_be_read_whole(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_need_not_be_read_whole(converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """That codes are not all zeros is seen in their first bytes."""
     from ktconvert.layouts.outputs.output import Output
     from ktconvert.pipeline.verify.numbers import check_numbers
 
     read: list[int] = []
     plain = Output.read
-    monkeypatch.setattr(Output, "read", lambda *given: read.append(len(found := plain(*given))) or found)  # type: ignore[func-returns-value]
-    output = open_output(made["W8A16"])
+    monkeypatch.setattr(Output, "read", lambda *arguments: read.append(len(data := plain(*arguments))) or data)  # type: ignore[func-returns-value]
+    output = open_output(converted["W8A16"])
     assert check_numbers(output, measure(output).form) == Check(
         "numbers", "scales finite and positive, no expert all zeros"
     )

@@ -26,9 +26,9 @@ FORMS = ("int4-merged", "int8-merged", "int8-loose")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
     """The bundled model in both methods, for two NUMA nodes."""
-    root = tmp_path_factory.mktemp("made")
+    root = tmp_path_factory.mktemp("converted")
     for name in FORMS:
         method, form = name.split("-")
         loose = ["--no-merge-safetensor"] if form == "loose" else []
@@ -40,11 +40,11 @@ def made(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, P
 
 
 @pytest.fixture
-def theirs(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy without a manifest, as kt-kernel's own outputs are: no hash tells of damage."""
+def theirs(converted: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy without a manifest, as kt-kernel's own outputs are: no hash reveals damage."""
 
     def one(name: str) -> Path:
-        copy = Path(shutil.copytree(made[name], tmp_path / name))
+        copy = Path(shutil.copytree(converted[name], tmp_path / name))
         (copy / manifest.NAME).unlink()
         return copy
 
@@ -60,8 +60,8 @@ def run(output: Path, *options: object) -> tuple[Result, dict[str, Any]]:
 
 def row(report: dict[str, Any]) -> dict[str, Any]:
     """The report's row `run`."""
-    found: dict[str, Any] = next(check for check in report["checks"] if check["name"] == "run")
-    return found
+    check_row: dict[str, Any] = next(check for check in report["checks"] if check["name"] == "run")
+    return check_row
 
 
 def stored(output: Path, expert: int, projection: str, what: str) -> Stored:
@@ -80,30 +80,30 @@ def rewrite(output: Path, tensor: Stored, data: bytes, at: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_conversion_computes(name: str, made: dict[str, Path]) -> None:
-    done, report = run(made[name])
+def test_a_conversion_computes(name: str, converted: dict[str, Path]) -> None:
+    done, report = run(converted[name])
     assert done.exit_code == 0 and report["ok"]
-    found = row(report)
-    assert found["ok"] and "layer 0, 8 experts, 24 tokens: finite" in found["result"]
+    check = row(report)
+    assert check["ok"] and "layer 0, 8 experts, 24 tokens: finite" in check["result"]
     assert (
-        "(exact)" in found["result"] and "(default)" in found["result"] and f"at most {smoke.BOUND}" in found["result"]
+        "(exact)" in check["result"] and "(default)" in check["result"] and f"at most {smoke.BOUND}" in check["result"]
     )
 
 
-def test_without_the_option_nothing_is_computed(made: dict[str, Path]) -> None:
-    done = CliRunner().invoke(verify, [str(made["int4-merged"]), "--json"])
+def test_without_the_option_nothing_is_computed(converted: dict[str, Path]) -> None:
+    done = CliRunner().invoke(verify, [str(converted["int4-merged"]), "--json"])
     assert "run" not in {check["name"] for check in json.loads(done.stdout)["checks"]}
 
 
 @pytest.mark.parametrize("isa", kernels.available_isas())
-def test_every_instruction_set_passes(isa: str, made: dict[str, Path]) -> None:
+def test_every_instruction_set_passes(isa: str, converted: dict[str, Path]) -> None:
     try:
         kernels.set_isa(isa)
-        found = smoke.smoke(made["int4-merged"], 1, 3, shared_pool(2))
+        result = smoke.smoke(converted["int4-merged"], 1, 3, shared_pool(2))
     finally:
         kernels.set_isa(None)
-    assert not found.problems and found.error.keys() == {"exact", "default"}
-    assert all(0.001 < error < 0.05 for error in found.error.values())
+    assert not result.problems and result.error.keys() == {"exact", "default"}
+    assert all(0.001 < error < 0.05 for error in result.error.values())
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -129,9 +129,9 @@ def test_a_huge_scale_is_found(
     assert "convert it again" in report["message"]
 
 
-def test_exchanged_weights_are_found_by_their_hash(made: dict[str, Path], tmp_path: Path) -> None:
+def test_exchanged_weights_are_found_by_their_hash(converted: dict[str, Path], tmp_path: Path) -> None:
     """Both sides of the smoke test read the same bytes, so it cannot see this; the row next to it does."""
-    output = Path(shutil.copytree(made["int4-merged"], tmp_path / "copy"))
+    output = Path(shutil.copytree(converted["int4-merged"], tmp_path / "copy"))
     first, second = (stored(output, expert, "gate", "weight") for expert in (2, 3))
     opened = open_output(output)
     a, b = opened.read(first).tobytes(), opened.read(second).tobytes()
@@ -168,35 +168,35 @@ def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: An
 
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
-    given = random_experts(6, 256, 256, 3)
+    matrices = random_experts(6, 256, 256, 3)
     from ktconvert.layouts.outputs import FORMS
 
-    return weights.pack(**given, form=FORMS["AMXINT8"], layer=0, parts=parts, threads=1), given
+    return weights.pack(**matrices, form=FORMS["AMXINT8"], layer=0, parts=parts, threads=1), matrices
 
 
 def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:
     """In float64 from the BF16 weights: as near as INT8 weights are."""
-    made, given = packed(random_experts)
-    gate, up, down = (smoke.widen(given[name]).astype(np.float64) for name in ("gate", "up", "down"))
+    experts, matrices = packed(random_experts)
+    gate, up, down = (smoke.widen(matrices[name]).astype(np.float64) for name in ("gate", "up", "down"))
     hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
     inner = np.einsum("nh,eih->nei", hidden, gate)
     inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)
     wanted = np.einsum("nei,ehi->neh", inner, down)
-    found = smoke.reference(made, hidden, threads=2)
-    assert found.shape == (3, 6, 256)
-    assert 0.001 < smoke.distance(found, wanted.astype(np.float32), (0, 1, 2)) < 0.02
+    computed = smoke.reference(experts, hidden, threads=2)
+    assert computed.shape == (3, 6, 256)
+    assert 0.001 < smoke.distance(computed, wanted.astype(np.float32), (0, 1, 2)) < 0.02
 
 
 @pytest.mark.parametrize("wrong", ["expert", "strip", "token", "nan"])
 def test_a_runtime_that_computes_wrong_is_found(
-    wrong: str, made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    wrong: str, converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = Experts.forward
 
-    def broken(self: Experts, hidden: Any, ids: Any, given: Any, **rest: Any) -> Any:
+    def broken(self: Experts, hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
         if wrong == "expert":
             ids = np.where(ids == 4, 1, ids)
-        out = forward(self, hidden, np.ascontiguousarray(ids), given, **rest)
+        out = forward(self, hidden, np.ascontiguousarray(ids), weights, **rest)
         if wrong == "strip":
             out[:, 64:96] = 0
         elif wrong == "token" and ids.shape[1] > 1:
@@ -206,7 +206,7 @@ def test_a_runtime_that_computes_wrong_is_found(
         return out
 
     monkeypatch.setattr(Experts, "forward", broken)
-    problems = smoke.smoke(made["int8-merged"], 0, 3, shared_pool(1)).problems
+    problems = smoke.smoke(converted["int8-merged"], 0, 3, shared_pool(1)).problems
     words = {"expert": "expert 4", "strip": "strip 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
     assert any(words in problem for problem in problems), problems
     assert any("exact" in problem for problem in problems) and any("default" in problem for problem in problems)

@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# --- a new consumer: this class is all there is to it ---------------------------------------------
+# --- a new consumer: this class is all that it takes---------------------------------------------
 
 
 class Magnitudes:
@@ -115,11 +115,11 @@ def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = No
 
 def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int, int, str], tuple[int, torch.Tensor]]:
     """What Magnitudes gathers, from what the model's experts modules are called with."""
-    found: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
+    captured: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
 
     def add(layer: int, expert: int, which: str, x: torch.Tensor) -> None:
-        tokens, total = found.get((layer, expert, which), (0, torch.zeros(x.shape[1], dtype=torch.float64)))
-        found[layer, expert, which] = tokens + len(x), total + x.double().abs().sum(0)
+        tokens, total = captured.get((layer, expert, which), (0, torch.zeros(x.shape[1], dtype=torch.float64)))
+        captured[layer, expert, which] = tokens + len(x), total + x.double().abs().sum(0)
 
     def hook(layer: int) -> Callable[..., None]:
         def forward(module: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -137,7 +137,7 @@ def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int
     with torch.inference_mode():
         for ids in samples:
             model(torch.from_numpy(ids)[None], use_cache=False)
-    return found
+    return captured
 
 
 def assert_same(have: Any, want: Any, layers: Sequence[int]) -> None:

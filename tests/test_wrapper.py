@@ -68,14 +68,14 @@ def stacked(example: Path) -> list[Stacked]:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> Callable[..., Path]:
     """The bundled model, converted: converted("int4", parts)."""
-    made: dict[tuple[Any, ...], Path] = {}
+    outputs: dict[tuple[Any, ...], Path] = {}
 
     def get(method: str, parts: int, *more: str) -> Path:
-        if (method, parts, *more) not in made:
+        if (method, parts, *more) not in outputs:
             out = tmp_path_factory.mktemp("out") / "converted"
             cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", parts, "-q", *more)
-            made[(method, parts, *more)] = out
-        return made[(method, parts, *more)]
+            outputs[(method, parts, *more)] = out
+        return outputs[(method, parts, *more)]
 
     return get
 
@@ -176,21 +176,21 @@ def test_forward_gives_the_bits_of_experts(converted: Callable[..., Path], metho
         wrapper = loaded(path, layer_idx=layer, method=name, threadpool_count=parts)
         experts = Experts.load(path, layer)
         for tokens in (0, 1, 40):
-            given = inputs(tokens)
-            want = by_experts(experts, *given)
-            assert same(wrapper.forward(*given, None), want)
-            wrapper.submit_forward(*given, None)
-            assert same(wrapper.sync_forward(given[0], None), want)
+            batch = inputs(tokens)
+            want = by_experts(experts, *batch)
+            assert same(wrapper.forward(*batch, None), want)
+            wrapper.submit_forward(*batch, None)
+            assert same(wrapper.sync_forward(batch[0], None), want)
 
 
 def test_exact_is_another_rounding(converted: Callable[..., Path]) -> None:
     path = converted("int8", 1)
-    given = inputs(40)
-    plain = loaded(path).forward(*given)
+    batch = inputs(40)
+    plain = loaded(path).forward(*batch)
     KTMoEWrapper.exact = True
-    exact = loaded(path).forward(*given)
+    exact = loaded(path).forward(*batch)
     assert not same(plain, exact)
-    assert same(exact, by_experts(Experts.load(path, 0, exact=True), *given))
+    assert same(exact, by_experts(Experts.load(path, 0, exact=True), *batch))
 
 
 def test_any_dtype_shape_and_stride(converted: Callable[..., Path]) -> None:
@@ -232,19 +232,19 @@ def test_masked_experts_add_nothing_and_the_mask_may_change(converted: Callable[
     )
     masked.gpu_experts_mask.copy_(torch.zeros(EXPERTS, dtype=torch.bool))  # as SGLang does
     assert same(masked.forward(hidden, ids, weights), everything.forward(hidden, ids, weights))
-    nobody = torch.tensor([[-1, EXPERTS]] * 20)
-    assert not everything.forward(hidden, nobody, weights).any()
+    no_experts = torch.tensor([[-1, EXPERTS]] * 20)
+    assert not everything.forward(hidden, no_experts, weights).any()
 
 
 @pytest.mark.filterwarnings("ignore:.*made for 2 NUMA parts")
 def test_wrappers_with_different_threads_coexist(converted: Callable[..., Path]) -> None:
     path = converted("int4", 2)
-    given = inputs(9)
+    batch = inputs(9)
     wrappers = [
         loaded(path, method="AMXINT4", cpuinfer_threads=threads, threadpool_count=parts)
         for threads, parts in ((1, 1), (2, 2), (3, 2), (2, 2))
     ]
-    outs = [wrapper.forward(*given) for wrapper in wrappers]
+    outs = [wrapper.forward(*batch) for wrapper in wrappers]
     assert all(same(out, outs[0]) for out in outs)
     pools = [wrapper.moe.pool for wrapper in wrappers if wrapper.moe]
     assert [pool.threads for pool in pools] == [1, 2, 3, 2]
@@ -268,14 +268,14 @@ def test_online_weights_are_the_converters(
     tmp_path: Path, converted: Callable[..., Path], stacked: list[Stacked], method: str, parts: int
 ) -> None:
     loose, name = converted(method, parts, "--no-merge-safetensor"), f"AMX{method.upper()}"
-    given = inputs(5)
+    batch = inputs(5)
     for layer in (0, 1):
         online = make(tmp_path, layer_idx=layer, method=name, threadpool_count=parts, cpu_save=True)
         online.load_weights_from_tensors(*stacked[layer], torch.arange(EXPERTS))
-        want = loaded(loose, layer_idx=layer, method=name, threadpool_count=parts).forward(*given)
-        assert same(online.forward(*given), want)
+        want = loaded(loose, layer_idx=layer, method=name, threadpool_count=parts).forward(*batch)
+        assert same(online.forward(*batch), want)
         saved = loaded(tmp_path, layer_idx=layer, method=name, threadpool_count=parts)
-        assert same(saved.forward(*given), want)
+        assert same(saved.forward(*batch), want)
     ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (tmp_path, loose))
     assert ours == theirs and len(ours) == 2 * EXPERTS * 3 * parts * 2
 
@@ -386,27 +386,27 @@ def test_deferred_experts_reach_the_next_layer(
 
 def test_what_is_left_is_added_once_and_only_by_the_next_layer(converted: Callable[..., Path]) -> None:
     path = converted("int8", 1)
-    given = inputs(4)
+    batch = inputs(4)
     first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
-    alone = second.forward(*given)
-    first.forward(*given)
-    assert not same(second.forward(*given), alone)
-    assert same(second.forward(*given), alone)
-    first.forward(*given)
-    assert same(first.forward(*given), first.forward(*given))  # nothing comes before layer 0
+    alone = second.forward(*batch)
+    first.forward(*batch)
+    assert not same(second.forward(*batch), alone)
+    assert same(second.forward(*batch), alone)
+    first.forward(*batch)
+    assert same(first.forward(*batch), first.forward(*batch))  # nothing comes before layer 0
     loaded(path, layer_idx=0)  # a new layer 0 has left nothing
-    assert same(second.forward(*given), alone)
-    first.forward(*given)
+    assert same(second.forward(*batch), alone)
+    first.forward(*batch)
     KTMoEWrapper.clear_buffer_cache()
-    assert same(second.forward(*given), alone)
+    assert same(second.forward(*batch), alone)
 
 
 def test_models_do_not_mix(converted: Callable[..., Path]) -> None:
-    given = inputs(4)
+    batch = inputs(4)
     other = loaded(converted("int4", 1), layer_idx=1, method="AMXINT4")
-    alone = other.forward(*given)
-    loaded(converted("int8", 1), max_deferred_experts_per_token=1).forward(*given)
-    assert same(other.forward(*given), alone)
+    alone = other.forward(*batch)
+    loaded(converted("int8", 1), max_deferred_experts_per_token=1).forward(*batch)
+    assert same(other.forward(*batch), alone)
 
 
 def test_the_next_layer_must_get_the_same_tokens(converted: Callable[..., Path]) -> None:
@@ -421,7 +421,7 @@ def test_the_next_layer_must_get_the_same_tokens(converted: Callable[..., Path])
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_unknown_modes_and_methods_are_told_what_there_is() -> None:
+def test_unknown_modes_and_methods_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"Unknown mode: 'train'.*'inference' and 'sft'"):
         make(mode="train")
     with pytest.raises(ValueError, match=r"Unknown method 'INT3'.*AMXINT4, AMXINT8.*MOE_INT8"):
@@ -583,7 +583,7 @@ def test_environment_chooses_the_instruction_set() -> None:
     assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2").stdout == "avx2\n"
     assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2", KTCONVERT_ISA="scalar").stdout == "scalar\n"
     best = kernels.available_isas()[-1]
-    assert python(SHOW, KT_KERNEL_CPU_VARIANT="neon").stdout == f"{best}\n"  # kt-kernel passes over it too
+    assert python(SHOW, KT_KERNEL_CPU_VARIANT="neon").stdout == f"{best}\n"  # kt-kernel skips it too
     if "avx512vnni" in kernels.available_isas():
         assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx512_bf16").stdout == "avx512vnni\n"
         assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx512_base").stdout == "avx512\n"

@@ -26,7 +26,7 @@ from ktconvert.native_quant.runtime.streams import SUBMIT, WAIT, Buffers
 EXPERTS, HIDDEN, TOPK, LAYERS = 8, 256, 2, 2
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 
-Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def model(folder: str, defer: int, threads: tuple[int, int] = (2, 2)) -> list[KT
     return wrappers
 
 
-def inputs(tokens: int, seed: int) -> Given:
+def inputs(tokens: int, seed: int) -> Batch:
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :TOPK].contiguous()
     return torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16), ids, torch.rand(tokens, TOPK, generator=g)
@@ -78,9 +78,9 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.cpu().view(torch.int16), right.cpu().view(torch.int16))
 
 
-def run(wrappers: list[KTMoEWrapper], given: Given) -> list[torch.Tensor]:
+def run(wrappers: list[KTMoEWrapper], batch: Batch) -> list[torch.Tensor]:
     """Through the layers on the CPU's path."""
-    hidden, ids, weights = given
+    hidden, ids, weights = batch
     outs = []
     for wrapper in wrappers:
         hidden = wrapper.forward(hidden, ids, weights)
@@ -109,9 +109,9 @@ class Stream:
         for function, job in list(self.log):
             self.call(function, job)
 
-    def run(self, wrappers: list[KTMoEWrapper], given: Given) -> list[torch.Tensor]:
+    def run(self, wrappers: list[KTMoEWrapper], batch: Batch) -> list[torch.Tensor]:
         """Through the layers on the GPU's path."""
-        hidden, ids, weights = given
+        hidden, ids, weights = batch
         outs = []
         for wrapper in wrappers:
             assert wrapper._stream is not None
@@ -124,19 +124,19 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """A stand-in for a CUDA stream, number 7."""
-    made = Stream()
-    monkeypatch.setattr(streams, "launch", made.launch)
+    result = Stream()
+    monkeypatch.setattr(streams, "launch", result.launch)
     monkeypatch.setattr(streams, "current", lambda device, number: contextlib.nullcontext(number))
-    return made
+    return result
 
 
 @pytest.mark.parametrize("defer", [0, 1, 2])
 def test_stream_gives_the_bits_of_the_cpu(folder: str, stream: Stream, defer: int) -> None:
     wrappers = model(folder, defer)
     for seed, tokens in enumerate((4, 1, 4, 4, 9)):
-        given = inputs(tokens, seed)
-        want = run(wrappers, given)
-        assert all(map(same, stream.run(wrappers, given), want))
+        batch = inputs(tokens, seed)
+        want = run(wrappers, batch)
+        assert all(map(same, stream.run(wrappers, batch), want))
 
 
 def test_order_of_what_is_launched(folder: str, stream: Stream) -> None:
@@ -148,18 +148,18 @@ def test_order_of_what_is_launched(folder: str, stream: Stream) -> None:
 
 def test_layers_with_their_own_threads_wait_for_each_other(folder: str, stream: Stream) -> None:
     wrappers = model(folder, 1, threads=(1, 2))
-    given = inputs(5, 3)
-    want = run(wrappers, given)
-    assert all(map(same, stream.run(wrappers, given), want))
+    batch = inputs(5, 3)
+    want = run(wrappers, batch)
+    assert all(map(same, stream.run(wrappers, batch), want))
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
 
 
-def test_a_deferred_job_that_nobody_took_is_waited_for(folder: str, stream: Stream) -> None:
+def test_an_uncollected_deferred_job_is_awaited(folder: str, stream: Stream) -> None:
     first = model(folder, 1)[:1]
-    given = inputs(5, 3)
-    want = run(first, given)
+    batch = inputs(5, 3)
+    want = run(first, batch)
     for _ in range(3):
-        assert same(stream.run(first, given)[0], want[0])
+        assert same(stream.run(first, batch)[0], want[0])
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT] + 2 * [WAIT, SUBMIT, SUBMIT, WAIT]
 
 
@@ -171,12 +171,12 @@ def test_what_a_graph_recorded_runs_again(folder: str, stream: Stream, defer: in
     (buffers,) = Buffers.kept.values()
     wrappers_again = model(folder, defer)
     for seed in (1, 2):
-        _, ids, weights = given = inputs(4, seed)
+        _, ids, weights = batch = inputs(4, seed)
         # A graph's copies: what comes in for both layers, here without one layer's output going into the next.
-        want = [wrappers_again[0].forward(*given), wrappers_again[1].forward(*given)]
+        want = [wrappers_again[0].forward(*batch), wrappers_again[1].forward(*batch)]
         now, later = wrappers[0].select_deferred_experts(ids, weights, TOPK - defer)
         for place in range(LAYERS):
-            buffers.hidden[place].copy_(given[0])
+            buffers.hidden[place].copy_(batch[0])
             buffers.weights[place].copy_(weights)
         buffers.ids[0].copy_(now)
         buffers.ids[1].copy_(ids)
@@ -205,17 +205,17 @@ def test_only_the_last_size_is_kept_unless_it_is_captured(folder: str, stream: S
 
 def test_masks_are_read_at_every_run(folder: str, stream: Stream) -> None:
     wrapper = model(folder, 0)[0]
-    given = inputs(6, 1)
-    stream.run([wrapper], given)
+    batch = inputs(6, 1)
+    stream.run([wrapper], batch)
     wrapper.gpu_experts_mask[:] = True
-    assert not stream.run([wrapper], given)[0].any()
+    assert not stream.run([wrapper], batch)[0].any()
 
 
 # --- with a GPU -----------------------------------------------------------------------------------
 
 
-def on_gpu(given: Given) -> Given:
-    hidden, ids, weights = given
+def on_gpu(batch: Batch) -> Batch:
+    hidden, ids, weights = batch
     return hidden.cuda(), ids.cuda().int(), weights.cuda()
 
 
@@ -224,9 +224,9 @@ def on_gpu(given: Given) -> Given:
 def test_gpu_tensors(folder: str, defer: int) -> None:
     wrappers = model(folder, defer)
     for tokens in (1, 4, 40):
-        given = inputs(tokens, tokens)
-        want = run(wrappers, given)
-        outs = run(wrappers, on_gpu(given))
+        batch = inputs(tokens, tokens)
+        want = run(wrappers, batch)
+        outs = run(wrappers, on_gpu(batch))
         assert all(out.is_cuda for out in outs) and all(map(same, outs, want))
 
 
@@ -235,11 +235,11 @@ def test_gpu_tensors(folder: str, defer: int) -> None:
 def test_order_on_a_stream(folder: str, name: str) -> None:
     """What comes before on the stream is seen, what comes after waits, though the host does not."""
     wrapper = model(folder, 0)[0]
-    given = inputs(16, 5)
-    want = wrapper.forward(*given)
+    batch = inputs(16, 5)
+    want = wrapper.forward(*batch)
     own = torch.cuda.Stream()
     cuda_stream: Any = {"number": own.cuda_stream, "stream": own, "none": None}[name]
-    source = on_gpu(given)
+    source = on_gpu(batch)
     for _ in range(5):
         late = torch.zeros_like(source[0])
         torch.cuda.synchronize()
@@ -266,9 +266,9 @@ def test_graph_capture(folder: str, defer: int) -> None:
         outs = run(wrappers, (hidden, ids, weights))
     run(wrappers, on_gpu(inputs(40, 9)))  # another size in between
     for seed in (1, 2, 3):
-        given = inputs(4, seed)
-        want = run(model(folder, defer), given)
-        for place, value in zip((hidden, ids, weights), on_gpu(given), strict=True):
+        batch = inputs(4, seed)
+        want = run(model(folder, defer), batch)
+        for place, value in zip((hidden, ids, weights), on_gpu(batch), strict=True):
             place.copy_(value)
         graph.replay()
         torch.cuda.synchronize()

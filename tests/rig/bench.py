@@ -28,8 +28,8 @@ CONVERSIONS = {
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with forks.Forks([shim], 2) as made:
-        yield made
+    with forks.Forks([shim], 2) as server:
+        yield server
 
 
 class Bench:
@@ -47,7 +47,7 @@ class Bench:
         """`ktconvert` with these arguments, killed before its n-th call that changes the output or beside it."""
         self.log.unlink(missing_ok=True)
         env = {"KILLPOINT_ROOT": str(self.output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(self.log)}
-        done: Done = self.servers.run(arguments, self.base / "said", env)
+        done: Done = self.servers.run(arguments, self.base / "printed", env)
         return done
 
     def cpu(self, *options: str, kill: int = 0, output: Path | None = None, source: Path | None = None) -> Done:
@@ -70,9 +70,9 @@ class Bench:
         """What an uninterrupted run makes."""
         place = self.base / "fresh"
         assert self.cpu(*options, output=place, source=source).returncode == 0
-        made = conversion.tree(place)
+        tree = conversion.tree(place)
         shutil.rmtree(place)
-        return made
+        return tree
 
     def calls(self) -> list[Any]:
         """The calls of the last run, in order; paths below the folder that holds the output."""
@@ -96,8 +96,8 @@ class Bench:
         assert self.cpu(*options, kill=synced[units] + 1).returncode == killpoint.KILLED
         assert len(journal.finished(journal.read(self.work / "journal.jsonl"))) == units
 
-    def units_made(self) -> int:
-        """How many units the last run made."""
+    def units_written(self) -> int:
+        """How many units the last run wrote."""
         return sum(c.name == "rename" and bool(c.second) and "/store/" in c.second for c in self.calls())
 
     def finished_as(self, wanted: Any) -> None:

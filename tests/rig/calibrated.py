@@ -1,4 +1,4 @@
-"""Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests: a fixture, and what it gives."""
+"""Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests."""
 
 from __future__ import annotations
 
@@ -104,27 +104,27 @@ def sources(folder: Path) -> dict[str, Path]:
     from safetensors.torch import load_file, save_file
 
     def make(name: str, family: str, fused: bool = False, **differs: Any) -> Path:
-        made: Path = families.make(family, fused, folder / name, vocab_size=VOCABULARY, **differs)
-        return made
+        models: Path = families.make(family, fused, folder / name, vocab_size=VOCABULARY, **differs)
+        return models
 
-    made = {family: make(family, family) for family in families.FAMILIES if family != "qwen3_moe"}
+    models = {family: make(family, family) for family in families.FAMILIES if family != "qwen3_moe"}
     for name, fused in (("qwen3_moe", False), ("qwen3_moe fused", True)):
-        made[name] = make(name, "qwen3_moe", fused, num_hidden_layers=3)
-    made["deepseek_v3 deep"] = make(
+        models[name] = make(name, "qwen3_moe", fused, num_hidden_layers=3)
+    models["deepseek_v3 deep"] = make(
         "deepseek_v3 deep", "deepseek_v3", num_hidden_layers=12, first_k_dense_replace=11, intermediate_size=128
     )
-    made["bundled"] = folder / "bundled"
-    shutil.copytree(EXAMPLE, made["bundled"])
-    for path in made.values():
+    models["bundled"] = folder / "bundled"
+    shutil.copytree(EXAMPLE, models["bundled"])
+    for path in models.values():
         for name in TOKENIZER:
             shutil.copy(EXAMPLE / name, path)
 
     def changed(name: str, old: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
-        made[name] = folder / name
-        shutil.copytree(made[old], made[name])
-        path = made[name] / "model.safetensors"
+        models[name] = folder / name
+        shutil.copytree(models[old], models[name])
+        path = models[name] / "model.safetensors"
         save_file(change(load_file(path)), path, metadata={"format": "pt"})
-        return made[name]
+        return models[name]
 
     def trained(tensors: dict[str, Any]) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(0)
@@ -143,7 +143,7 @@ def sources(folder: Path) -> dict[str, Path]:
     }
     (quantized / "config.json").write_text(json.dumps(config))
     changed("qwen3_moe decoded", "qwen3_moe", lambda tensors: from_fp8(to_fp8(tensors)))
-    return made
+    return models
 
 
 def small(folder: Path) -> Path:
@@ -158,32 +158,32 @@ def to_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
     """Linears as FP8 in blocks of 128 x 128, the way DeepSeek and Qwen publish them; their sizes are multiples of it."""
     import torch
 
-    made: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, x in tensors.items():
         if not name.endswith("_proj.weight"):
-            made[name] = x
+            converted[name] = x
             continue
         blocks = x.float().unflatten(0, (-1, min(128, x.shape[0]))).unflatten(2, (-1, 128))
         scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-        made[name] = (blocks / scale).reshape(x.shape).to(torch.float8_e4m3fn)
-        made[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-    return made
+        converted[name] = (blocks / scale).reshape(x.shape).to(torch.float8_e4m3fn)
+        converted[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+    return converted
 
 
 def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
     """The same in BF16."""
     import torch
 
-    made: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, x in tensors.items():
         scale = tensors.get(f"{name}_scale_inv")
         if scale is not None:
             rows, columns = (n // m for n, m in zip(x.shape, scale.shape, strict=True))
             grid = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            made[name] = (x.float() * grid).to(torch.bfloat16)
+            converted[name] = (x.float() * grid).to(torch.bfloat16)
         elif not name.endswith("_scale_inv"):
-            made[name] = x
-    return made
+            converted[name] = x
+    return converted
 
 
 def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]]]:
@@ -207,12 +207,12 @@ def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[li
 
 def arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, threads: int = 1) -> list[str]:
     """The words of a conversion."""
-    given = ("--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads))
-    return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, "--force-cpu", *given, *options]
+    words = ("--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads))
+    return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, "--force-cpu", *words, *options]
 
 
 class Converted(NamedTuple):
-    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of cases, what both said."""
+    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of cases, and the output of both."""
 
     root: Path
     cases: Mapping[str, Case]
@@ -230,8 +230,8 @@ class Converted(NamedTuple):
         """What --quant-method RTN makes of the same model: of "qwen3_moe" and "bundled", W4A16."""
         return self.root / "rounded" / name
 
-    def said(self, name: str) -> str:
-        return (self.root / "said" / name).read_text()
+    def output_of(self, name: str) -> str:
+        return (self.root / "log" / name).read_text()
 
     def report(self, name: str) -> Any:
         return json.loads(oneshot.report_of(self.theirs(name)).read_text())
@@ -256,16 +256,16 @@ class Converted(NamedTuple):
         return {ours(name): tensor for name, tensor in read_folder(self.theirs(name)).items()}
 
 
-def convert(made: Converted, threads: int = 1, extras: bool = True) -> None:
-    """Make everything that `made` names. extras: verify VERIFIED, and round two models to nearest."""
-    root = made.root
-    for name in ("models", "ours", "theirs", "said", "rounded"):
+def convert(converted: Converted, threads: int = 1, extras: bool = True) -> None:
+    """Run every conversion that `converted` names. extras: verify VERIFIED, and round two models to nearest."""
+    root = converted.root
+    for name in ("models", "ours", "theirs", "log", "rounded"):
         (root / name).mkdir()
     models = sources(root / "models")
     samples = {few: data(root, name, lengths) for few, name, lengths in ((False, "texts", TEXTS), (True, "few", FEW))}
     jobs = [
-        oneshot.Job(models[case.source], made.theirs(name), samples[case.few][1], case.kind, **case.oracle)
-        for name, case in made.cases.items()
+        oneshot.Job(models[case.source], converted.theirs(name), samples[case.few][1], case.kind, **case.oracle)
+        for name, case in converted.cases.items()
         if case.oracle is not None
     ]
     jobs.sort(key=lambda job: job.linearized)  # where that fails, it leaves transformers patched
@@ -274,18 +274,18 @@ def convert(made: Converted, threads: int = 1, extras: bool = True) -> None:
         with forks.Forks([], 1, modules=MODULES) as server:
 
             def run(name: str, *words: str | Path) -> int:
-                return server.run(words, root / "said" / name).returncode
+                return server.run(words, root / "log" / name).returncode
 
-            for name, case in made.cases.items():
+            for name, case in converted.cases.items():
                 options = (case.kind, samples[case.few][0], *case.options)
-                words = arguments(models[case.source], made.ours(name), *options, threads=threads)
-                assert run(name, *words) == 0, made.said(name)
+                words = arguments(models[case.source], converted.ours(name), *options, threads=threads)
+                assert run(name, *words) == 0, converted.output_of(name)
             if extras:
                 for name in ("qwen3_moe", "bundled"):
-                    where = ("-i", models[name], "-o", made.rounded(name))
+                    where = ("-i", models[name], "-o", converted.rounded(name))
                     assert run(f"{name} RTN", "gpu", *where, "--quant-method", "RTN", "--quant-type", "W4A16") == 0
                 codes = {
-                    name: run(f"{name} verified", "verify", made.ours(name), "--against", made.model(name))
+                    name: run(f"{name} verified", "verify", converted.ours(name), "--against", converted.model(name))
                     for name in VERIFIED
                 }
                 (root / "verified.json").write_text(json.dumps(codes))

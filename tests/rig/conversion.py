@@ -86,7 +86,7 @@ def ktconvert(
 
 
 def larger(base: Path) -> tuple[Path, Tree]:
-    """A source that takes long enough to be met at work, and what comes of it."""
+    """A source that takes long enough to be interrupted during its conversion, and the expected output."""
     source = checkpoint(base / "source", layers=5, experts=6, hidden=1024, width=1024)
     done = ktconvert("cpu", "-i", source, "-o", base / "whole")
     assert done.returncode == 0, done.stderr
@@ -104,7 +104,7 @@ def held(
     seen is how this process sees the output, where the conversion knows it under another name.
     """
     command = [*prefix, *KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen)]
-    env = {**os.environ, "KTCONVERT_ISA": "scalar"}  # slow enough to be met at work
+    env = {**os.environ, "KTCONVERT_ISA": "scalar"}  # slow enough to be interrupted
     book = seen.with_name(f"{seen.name}.work") / "journal.jsonl"
     for _ in range(10):
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -138,14 +138,14 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
     """One sentence, this exit code, these words."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]
-    assert len(said) == 1, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]
+    assert len(lines) == 1, done.stderr
     for word in words:
-        assert word in said[0], f"{word!r} is not in {said[0]!r}"
+        assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
 
 
 class Mounts:
-    """A mount namespace of our own: what is mounted in it is seen by nobody else, and gone when it ends. A context manager."""
+    """A mount namespace of our own: its mounts are invisible to other processes and end with it. A context manager."""
 
     def __init__(self) -> None:
         user = [] if os.geteuid() == 0 else ["--map-root-user"]
@@ -157,10 +157,10 @@ class Mounts:
             text=True,
         )
         assert self._holder.stdout is not None
-        said = self._holder.stdout.readline().strip()
+        line = self._holder.stdout.readline().strip()
         enter = ["-U", "--preserve-credentials"] if user else []
         self.prefix = ["nsenter", "-t", str(self._holder.pid), "-m", *enter]
-        self.refusal = "" if said == "ready" else said or "unshare failed"
+        self.refusal = "" if line == "ready" else line or "unshare failed"
 
     def __enter__(self) -> Mounts:
         return self
@@ -211,13 +211,13 @@ def identity(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def names(folder: Path) -> list[str]:
-    """What lies in a folder."""
+    """The entries of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
-def differing(found: Tree, wanted: Tree) -> list[str]:
+def differing(actual: Tree, wanted: Tree) -> list[str]:
     """The names of what is missing, extra or has other bytes: readable where the trees themselves are not."""
-    return sorted(name for name in found.keys() | wanted.keys() if found.get(name, b"-") != wanted.get(name, b"-"))
+    return sorted(name for name in actual.keys() | wanted.keys() if actual.get(name, b"-") != wanted.get(name, b"-"))
 
 
 def in_parallel(job: Callable[[int], Any], numbers: Iterable[int]) -> list[Any]:

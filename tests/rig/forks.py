@@ -63,26 +63,26 @@ class Forks:
             server.wait()
 
     def run(
-        self, arguments: Sequence[str | Path], said: Path, env: Mapping[str, str] | None = None
+        self, arguments: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `ktconvert` with these arguments to its end, or to its death; what it says goes to the file `said`."""
+        """Run `ktconvert` with these arguments to its end, or to its death; what it prints goes to the file `log`."""
         server = self._free.get()
         assert server.stdin is not None
         assert server.stdout is not None
         words = list(map(str, arguments))
         try:
-            server.stdin.write(json.dumps({"arguments": words, "said": str(said), "env": dict(env or {})}) + "\n")
+            server.stdin.write(json.dumps({"arguments": words, "log": str(log), "env": dict(env or {})}) + "\n")
             server.stdin.flush()
             code = int(server.stdout.readline())
         finally:
             self._free.put(server)
-        return subprocess.CompletedProcess(words, code, "", said.read_text())
+        return subprocess.CompletedProcess(words, code, "", log.read_text())
 
 
 def serve(modules: Sequence[str]) -> None:
     """Fork a child for each order and wait for it."""
     main = importlib.import_module("ktconvert.pipeline.cli").main
-    with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor has something to say
+    with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor prints messages
         for name in (*(f"ktconvert.pipeline.{name}" for name in MODULES), *modules):
             importlib.import_module(name)
     importlib.import_module("ktconvert.native_quant.kernels").isa()
@@ -90,9 +90,9 @@ def serve(modules: Sequence[str]) -> None:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            said = os.open(order["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
+            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
             os.environ.update(order["env"])
             sys.argv = ["ktconvert", *order["arguments"]]
             code = 1

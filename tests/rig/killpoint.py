@@ -63,12 +63,12 @@ def run(
 
 def calls(log: Path) -> list[Call]:
     """The calls that were made, in order; the one before which the process was killed is not among them."""
-    return [call for made, call in _lines(log) if made == "call"]
+    return [call for kind, call in _lines(log) if kind == "call"]
 
 
 def killed_before(log: Path) -> Call | None:
     """The call that the kill prevented, or None if the process was not killed."""
-    return next((call for made, call in _lines(log) if made == "kill"), None)
+    return next((call for kind, call in _lines(log) if kind == "kill"), None)
 
 
 def count(log: Path) -> int:
@@ -80,4 +80,4 @@ def _lines(log: Path) -> list[tuple[str, Call]]:
     # Threads may write their lines out of order; the number says which call was first.
     lines = log.read_text().splitlines() if log.exists() else []
     fields = sorted((line.split("\t") for line in lines), key=lambda field: int(field[0]))
-    return [(made, Call(re.sub(r"(64(v2)?|(?<=v)2)$", "", name), *paths)) for _, made, name, *paths in fields]
+    return [(kind, Call(re.sub(r"(64(v2)?|(?<=v)2)$", "", name), *paths)) for _, kind, name, *paths in fields]

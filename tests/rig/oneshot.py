@@ -1,6 +1,6 @@
 """llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it, in a process of its own: the oracle of `ktconvert gpu`.
 
-Two things are set right first: each sample comes in the order in which it is given (the library shuffles), and decoder layers get a
+Two things are corrected first: each sample comes in the order in which it is passed (the library shuffles), and decoder layers get a
 causal mask (the library gives some families none). As a script this file is that process: `oneshot.py JOBS.json`.
 """
 
@@ -46,7 +46,7 @@ def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
 
     {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]}, "error": ...}.
     """
-    told = [
+    words = [
         job._asdict()
         | {
             "model": str(job.model),
@@ -57,7 +57,7 @@ def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
         for job in jobs
     ]
     path = jobs[0].out.with_suffix(".jobs")
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(words))
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", __file__, str(path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
@@ -128,11 +128,11 @@ def repaired(model: Any) -> Iterator[None]:
     real = {name: getattr(modeling, name) for name in MASKS if hasattr(modeling, name)}
 
     def eager(make: Any) -> Any:
-        def made(*, config: Any, **given: Any) -> Any:
+        def construct(*, config: Any, **options: Any) -> Any:
             config._attn_implementation = "eager"
-            return make(config=config, **given)
+            return make(config=config, **options)
 
-        return made
+        return construct
 
     for name, make in real.items():
         setattr(modeling, name, eager(make))
@@ -155,8 +155,8 @@ def watch(model: Any, report: dict[str, Any]) -> None:
         return hook
 
     def experts(name: str, count: int) -> Any:
-        def hook(_module: Any, given: Any) -> None:
-            counts = torch.bincount(given[1].flatten(), minlength=count).tolist()
+        def hook(_module: Any, inputs: Any) -> None:
+            counts = torch.bincount(inputs[1].flatten(), minlength=count).tolist()
             before = report["routed"].get(name, [0] * count)
             report["routed"][name] = [a + b for a, b in zip(before, counts, strict=True)]
 

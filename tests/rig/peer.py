@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 
 def without_pinning(real):
-    def made(*args, **options):
+    def construct(*args, **options):
         options.pop("pin_memory", None)
         return real(*args, **options)
 
-    return made
+    return construct
 
 
 def wrapper(job, folder, save):

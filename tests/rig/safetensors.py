@@ -65,13 +65,13 @@ def data_start(path: Path) -> int:
 def header_of(path: Path) -> Header:
     """The whole header, its metadata included."""
     with path.open("rb") as file:
-        found: Header = json.loads(file.read(data_start(path))[8:])
-    return found
+        header: Header = json.loads(file.read(data_start(path))[8:])
+    return header
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    found: dict[str, str] = header_of(path).get(METADATA, {})
-    return found
+    metadata: dict[str, str] = header_of(path).get(METADATA, {})
+    return metadata
 
 
 def read_file(path: Path) -> Tensors:
@@ -86,12 +86,12 @@ def read_file(path: Path) -> Tensors:
 
 def read_folder(folder: Path) -> Tensors:
     """All tensors of a folder's files, none twice."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         more = read_file(path)
-        assert not found.keys() & more.keys(), path
-        found |= more
-    return found
+        assert not tensors.keys() & more.keys(), path
+        tensors |= more
+    return tensors
 
 
 def bits_of(tensors: Tensors) -> dict[str, Bits]:
