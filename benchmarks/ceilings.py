@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured beside everything else: bytes read from memory, INT8 operations."""
+"""The ceilings of this machine, measured in the same run: bytes read from memory, INT8 operations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 MIB = 1 << 20
 TURN = 128 * MIB  # bytes that one thread reads at a time
-OPERATIONS = 4 * 10**10  # by thread and turn, about
+OPERATIONS = 4 * 10**10  # per thread and turn, about
 
 
 class Ceilings:
-    """The yardsticks for `threads` threads; `scratch` is where the C code is built. RuntimeError without a C compiler."""
+    """Measures with `threads` threads; the C code is built in `scratch`. RuntimeError without a C compiler."""
 
     def __init__(self, scratch: Path, threads: int) -> None:
         library = scratch / f"ceilings-{os.getpid()}.so"
@@ -35,7 +35,7 @@ class Ceilings:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
-            raise RuntimeError(f"no C compiler {command[0]} for the yardsticks: install one, or set CC") from None
+            raise RuntimeError(f"no C compiler {command[0]} for the ceilings: install one, or set CC") from None
         if done.returncode:
             raise RuntimeError(f"{source.name} was not compiled: {done.stderr[-500:]}")
         self._c = ctypes.CDLL(str(library))
@@ -47,7 +47,7 @@ class Ceilings:
         self._amx = hasattr(self._c, "amx_int8") and self._c.amx_permit() == 0
 
     def read(self) -> dict[str, float]:
-        """Bytes in a second ("wall", all threads together) and a CPU second ("cpu"): one stream a thread, from more than caches hold."""
+        """Bytes per second ("wall", all threads together) and per CPU second ("cpu"): one stream a thread, uncached."""
         at = self._turn * TURN % self._areas[0].size
         self._turn += 1
         areas = iter(self._areas)
@@ -57,7 +57,7 @@ class Ceilings:
         return {"wall": size / wall, "cpu": size / (time.process_time() - cpu)}
 
     def operations(self) -> dict[str, float]:
-        """INT8 operations a second of all threads by what does them: "amx" with operands in L2, "vnni" on registers."""
+        """INT8 operations per second of all threads: "amx" with operands in L2, "vnni" on registers."""
         rates = {}
         if self._amx:
             self._c.amx_int8.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
@@ -73,7 +73,7 @@ class Ceilings:
         return rates
 
     def _together(self, work: Callable[[], object]) -> float:
-        """Seconds from when the first thread begins to when the last one ends."""
+        """Seconds from the first thread's start to the last one's end."""
         gate = threading.Barrier(self.threads)
         begun, ended = [], []
 
@@ -93,7 +93,7 @@ class Ceilings:
 
 
 class _Area:
-    """Memory with no file behind it, in huge pages where there are any, all of it written."""
+    """Anonymous memory, in huge pages if available, all of it written."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -106,7 +106,7 @@ class _Area:
 
 
 def l3_bytes() -> int:
-    """The size of the last-level cache; 32 MiB where the kernel does not say."""
+    """The size of the last-level cache; 32 MiB where the kernel does not report it."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Conversion against copying: `cp -r`, `ktconvert cpu` to int4 and int8, and kt-kernel's own path where it is installed.
+"""Conversion against copying: `cp -r`, `ktconvert cpu` to int4 and int8, and kt-kernel where it is installed.
 
-python benchmarks/convert.py                       all of it; some 15 GB of disk, some minutes
-python benchmarks/convert.py --size small          a look at one small layer; no figure to quote
+python benchmarks/convert.py                       all of it; 15 GB of disk, some minutes
+python benchmarks/convert.py --size small          one small layer, to try the script; its figures mean nothing
 KTCONVERT_PEER_PYTHON=/venv/bin/python python benchmarks/convert.py     with kt-kernel from that venv (else build/peer)
 """
 
@@ -31,7 +31,7 @@ METHODS = ("int4", "int8")
 NUMA = 2
 SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
 
-# What is to be reached: figure -> (limit, unit). Wall and CPU are ratios to cp in the same rounds.
+# Targets: figure -> (limit, unit). Wall and CPU are ratios to cp in the same rounds.
 TARGETS = {
     "int4 wall": (0.6, "x cp"),
     "int4 CPU": (0.8, "x cp"),
@@ -53,7 +53,7 @@ HEADING = (
 
 @dataclass(frozen=True)
 class Bench:
-    """Where things lie, and what is installed."""
+    """The paths of one run, and the Python with kt-kernel if it is installed."""
 
     folder: Path
     bf16: Path
@@ -66,7 +66,7 @@ class Bench:
         return self.folder / "out"
 
     def command(self, what: str, source: Path) -> list[str]:
-        """cp, int4, int8 or peer-int4, peer-int8."""
+        """The command line of cp, int4, int8, peer-int4 or peer-int8."""
         if what == "cp":
             return ["cp", "-r", "--reflink=never", str(source), str(self.out)]
         if what.startswith("peer-"):
@@ -77,7 +77,7 @@ class Bench:
         return [*command, "--quant-method", what, "--threadpool-count", str(NUMA)]
 
     def timed(self, what: str, source: Path, *, cold: bool = False, sample: bool = False) -> Run:
-        """One run with its sync, on a quiet disk, from a warm cache or a cold one; its output stays until clear()."""
+        """One run and its sync, on an idle disk, from a warm or a cold cache; its output stays until clear()."""
         self.clear()
         files = sorted(source.glob("*.safetensors"))
         (timing.drop_caches if cold else timing.fill_caches)(files)
@@ -94,40 +94,40 @@ class Bench:
 
 
 def main() -> None:
-    """Make the models, check the bytes, then measure in turn."""
+    """Create the models, check the bytes, then measure in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, help="models are made and kept here; default: a temporary directory")
+    parser.add_argument("--dir", type=Path, help="models are created and kept here; default: a temporary directory")
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--rounds", type=int, default=5, help="of cp, int4, int8, each in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of cp, int4 and int8 in turn")
     parser.add_argument("--fp8-rounds", type=int, default=3)
-    parser.add_argument("--cold", type=int, default=3, metavar="ROUNDS", help="rounds that begin with a cold cache")
-    parser.add_argument("--peer-rounds", type=int, default=1, help="of kt-kernel, which is slow; 0: without it")
+    parser.add_argument("--cold", type=int, default=3, metavar="ROUNDS", help="rounds that start with a cold cache")
+    parser.add_argument("--peer-rounds", type=int, default=1, help="rounds of kt-kernel, which is slow; 0: without it")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
-        bench = prepare(given.dir or Path(temporary), given.size, with_peer=given.peer_rounds > 0)
+        bench = prepare(options.dir or Path(temporary), options.size, with_peer=options.peer_rounds > 0)
         try:
-            figures = measure_all(bench, given)
+            figures = measure_all(bench, options)
         finally:
             bench.clear()
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def prepare(folder: Path, size: str, *, with_peer: bool) -> Bench:
-    """Models that are not there yet are made, in a process of their own so that this one stays small."""
+    """Create missing models, in a separate process so that this one stays small."""
     layers, experts, shards = SIZES[size]
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for dtype, name in (("BF16", "bf16"), ("F8_E4M3", "fp8")):
         paths[name] = folder / f"qwen3-{name}-{layers}x{experts}"
-        timing.apart(make_model, paths[name], layers, experts, shards, dtype)
+        timing.in_subprocess(write_random_model, paths[name], layers, experts, shards, dtype)
     python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
     peer = python if with_peer and Path(python).exists() else None
     return Bench(folder, paths["bf16"], paths["fp8"], peer)
 
 
-def make_model(folder: Path, layers: int, experts: int, shards: int, dtype: str) -> None:
+def write_random_model(folder: Path, layers: int, experts: int, shards: int, dtype: str) -> None:
     """Write one random model."""
     import models
 
@@ -135,28 +135,28 @@ def make_model(folder: Path, layers: int, experts: int, shards: int, dtype: str)
     models.write_model(folder, tensors, config, shards, models.gaussian())
 
 
-def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
-    """Everything in its order; prints as it goes."""
-    about = timing.machine() | {"file_system": timing.filesystem(bench.folder), "size": given.size}
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
-    hash_rate = timing.apart(sha256_rate)
+def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """All measurements in order, printed as they are taken."""
+    machine = timing.machine() | {"file_system": timing.filesystem(bench.folder), "size": options.size}
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    hash_rate = timing.in_subprocess(sha256_rate)
     source_bytes = sum(p.stat().st_size for p in bench.bf16.glob("*.safetensors"))
     print(f"{bench.bf16.name}: {source_bytes / 1e9:.2f} GB; sha256 {hash_rate / 1e9:.2f} GB/s on one core\n")
 
-    peers, checks, memory, sizes = check(bench, given.peer_rounds)
+    peers, checks, memory, sizes = check(bench, options.peer_rounds)
     rounds: dict[str, list[Run]] = {what: [] for what in ("cp", *METHODS)}
-    for _ in range(given.rounds):
+    for _ in range(options.rounds):
         for what, runs in rounds.items():
             runs.append(bench.timed(what, bench.bf16))
     cold: dict[str, list[Run]] = {what: [] for what in ("cp", *METHODS)}
-    for _ in range(given.cold):
+    for _ in range(options.cold):
         for what, runs in cold.items():
             runs.append(bench.timed(what, bench.bf16, cold=True))
     fp8: dict[str, list[Run]] = {}
     beside: dict[str, list[Run]] = {}
-    for method in METHODS if given.fp8_rounds else ():
+    for method in METHODS if options.fp8_rounds else ():
         fp8[method], beside[method] = [], []
-        for _ in range(given.fp8_rounds):
+        for _ in range(options.fp8_rounds):
             fp8[method].append(bench.timed(method, bench.fp8))
             sizes[f"{method} FP8"] = bench.out_bytes()
             beside[method].append(bench.timed(method, bench.bf16))
@@ -164,11 +164,11 @@ def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
     shown = {**rounds, **{f"peer-{m}": runs for m, runs in peers.items()}}
     print(HEADING)
     show(shown, sizes, hash_rate)
-    if given.cold:
+    if options.cold:
         print("\ncold")
         show(cold, sizes, hash_rate)
     if fp8:
-        print("\nFP8 input, and BF16 beside it")
+        print("\nFP8 input, and BF16 in turn with it")
         show({f"{m} {k}": r[m] for m in METHODS for k, r in (("FP8", fp8), ("BF16", beside))}, sizes, hash_rate, "")
     reached = reach(rounds, cold, fp8, beside, memory, sizes)
     print("\ntargets")
@@ -176,7 +176,7 @@ def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
         limit, unit = TARGETS[name]
         print(f"  {name:15} {value:7.2f} {unit:24} (at most {limit}: {'met' if value <= limit else 'MISSED'})")
     return {
-        "machine": about,
+        "machine": machine,
         "sha256_bytes_per_second": hash_rate,
         "source_bytes": source_bytes,
         "output_bytes": sizes,
@@ -193,23 +193,23 @@ def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
 def check(
     bench: Bench, peer_rounds: int
 ) -> tuple[dict[str, list[Run]], dict[str, str], dict[str, int], dict[str, int]]:
-    """Convert once each with memory watched, and compare the bytes with kt-kernel's, else with the source.
+    """Convert once with each method, sampling its memory, and compare the bytes with kt-kernel's or else the source's.
 
     Returns kt-kernel's runs, how each method was checked, anonymous bytes and output bytes by method.
     """
     peers: dict[str, list[Run]] = {}
     checks, memory, sizes = {}, {}, {}
-    theirs = bench.folder / "theirs"
+    peer_out = bench.folder / "peer-out"
     for method in METHODS:
-        shutil.rmtree(theirs, ignore_errors=True)
+        shutil.rmtree(peer_out, ignore_errors=True)
         if bench.peer:
             peers[method] = [bench.timed(f"peer-{method}", bench.bf16) for _ in range(peer_rounds)]
-            bench.out.rename(theirs)
+            bench.out.rename(peer_out)
         run = bench.timed(method, bench.bf16, sample=True)
         memory[method], sizes[method] = run.anonymous, bench.out_bytes()
         sizes[f"{method} BF16"] = sizes[method]
         if bench.peer:
-            checks[method] = timing.apart(same_tensors, theirs, bench.out)
+            checks[method] = timing.in_subprocess(same_tensors, peer_out, bench.out)
             sizes[f"peer-{method}"] = 0  # it hashes nothing
         else:
             cli = [
@@ -224,27 +224,28 @@ def check(
             timing.run(cli)
             checks[method] = "equal to the source quantized again (ktconvert verify --against)"
         print(
-            f"{method}: {checks[method]}; {memory[method] / MIB:.0f} MiB anonymous at most, {run.max_rss / MIB:.0f} MiB RSS"
+            f"{method}: {checks[method]}; {memory[method] / MIB:.0f} MiB anonymous at most, "
+            f"{run.max_rss / MIB:.0f} MiB RSS"
         )
-    shutil.rmtree(theirs, ignore_errors=True)
+    shutil.rmtree(peer_out, ignore_errors=True)
     print()
     return peers, checks, memory, sizes
 
 
-def same_tensors(theirs: Path, ours: Path) -> str:
+def same_tensors(peer: Path, ours: Path) -> str:
     """Compare two outputs tensor by tensor; raises RuntimeError at the first that differs."""
-    left, right = _tensors(theirs), _tensors(ours)
+    left, right = _tensors(peer), _tensors(ours)
     if left.keys() != right.keys():
-        raise RuntimeError(f"other tensors than kt-kernel's: {sorted(left.keys() ^ right.keys())[:3]}")
+        raise RuntimeError(f"tensors differ from kt-kernel's: {sorted(left.keys() ^ right.keys())[:3]}")
     for name, values in left.items():
         if values != right[name]:
-            raise RuntimeError(f"{name} has other bytes than kt-kernel's")
-    return f"{len(left)} tensors byte for byte kt-kernel's"
+            raise RuntimeError(f"{name} differs from kt-kernel's")
+    return f"{len(left)} tensors identical to kt-kernel's"
 
 
 def _tensors(folder: Path) -> dict[str, memoryview]:
     """The bytes of every tensor, as views of the mapped files."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
@@ -252,12 +253,12 @@ def _tensors(folder: Path) -> dict[str, memoryview]:
         for name, entry in json.loads(bytes(data[8:start])).items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                found[name] = data[start + begin : start + end]
-    return found
+                tensors[name] = data[start + begin : start + end]
+    return tensors
 
 
 def sha256_rate() -> float:
-    """Bytes per CPU second of one core on 64 MiB, the best of five."""
+    """Bytes per CPU second of sha256 on one core, of 64 MiB, the best of five."""
     buffer = bytes(range(256)) * (64 * MIB // 256)
     best = float("inf")
     for _ in range(5):
@@ -268,20 +269,21 @@ def sha256_rate() -> float:
 
 
 def show(runs: dict[str, list[Run]], sizes: dict[str, int], hash_rate: float, base: str = "cp") -> None:
-    """One line for each: median (least - most), ratios to `base`."""
-    of = runs.get(base, [])
+    """Print one line each: median (least - most), ratios to `base`."""
+    reference = runs.get(base, [])
     for what, group in runs.items():
         if not group:
             continue
         walls = [r.wall for r in group]
-        against_wall = f"{timing.median(group, 'wall') / timing.median(of, 'wall'):6.2f}" if of else ""
+        wall_ratio = f"{timing.median(group, 'wall') / timing.median(reference, 'wall'):6.2f}" if reference else ""
         hashing = sizes.get(what, 0) / hash_rate
-        against_cpu = f"{timing.median(group, 'cpu') / timing.median(of, 'cpu'):6.2f}" if of else ""
-        unhashed = f"{(timing.median(group, 'cpu') - hashing) / timing.median(of, 'cpu'):8.2f}" if of else ""
+        cpu_ratio = f"{timing.median(group, 'cpu') / timing.median(reference, 'cpu'):6.2f}" if reference else ""
+        unhashed = timing.median(group, "cpu") - hashing
+        unhashed_ratio = f"{unhashed / timing.median(reference, 'cpu'):8.2f}" if reference else ""
         spread = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
         print(
-            f"{what:14} {spread:>20} {against_wall:>6} {timing.median(group, 'cpu'):7.2f} {timing.median(group, 'user'):6.2f} "
-            f"{timing.median(group, 'system'):6.2f} {hashing:8.2f} {against_cpu:>6} {unhashed:>8} "
+            f"{what:14} {spread:>20} {wall_ratio:>6} {timing.median(group, 'cpu'):7.2f} "
+            f"{timing.median(group, 'user'):6.2f} {timing.median(group, 'system'):6.2f} {hashing:8.2f} {cpu_ratio:>6} {unhashed_ratio:>8} "
             f"{max(r.max_rss for r in group) / MIB:8.0f}"
         )
 
@@ -294,22 +296,22 @@ def reach(
     memory: dict[str, int],
     sizes: dict[str, int],
 ) -> dict[str, float]:
-    """Every figure that has a target and was measured, in the target's unit."""
-    found: dict[str, float] = {}
+    """The measured figures that have a target, in the target's unit."""
+    values: dict[str, float] = {}
     for method in METHODS:
         if warm["cp"]:
-            found[f"{method} wall"] = timing.median(warm[method], "wall") / timing.median(warm["cp"], "wall")
-            found[f"{method} CPU"] = timing.median(warm[method], "cpu") / timing.median(warm["cp"], "cpu")
+            values[f"{method} wall"] = timing.median(warm[method], "wall") / timing.median(warm["cp"], "wall")
+            values[f"{method} CPU"] = timing.median(warm[method], "cpu") / timing.median(warm["cp"], "cpu")
         if cold["cp"]:
-            found[f"{method} cold wall"] = timing.median(cold[method], "wall") / timing.median(cold["cp"], "wall")
+            values[f"{method} cold wall"] = timing.median(cold[method], "wall") / timing.median(cold["cp"], "wall")
         if fp8:
             per_byte = timing.median(fp8[method], "wall") / sizes[f"{method} FP8"]
-            found[f"{method} FP8 wall"] = per_byte / (timing.median(beside[method], "wall") / sizes[method])
+            values[f"{method} FP8 wall"] = per_byte / (timing.median(beside[method], "wall") / sizes[method])
     ours = [r for group in (warm, cold, fp8) for method in METHODS for r in group.get(method, [])]
-    found["anonymous"] = max(memory.values()) / MIB
+    values["anonymous"] = max(memory.values()) / MIB
     if ours:
-        found["RSS"] = max(r.max_rss for r in ours) / MIB
-    return {name: found[name] for name in TARGETS if name in found}
+        values["RSS"] = max(r.max_rss for r in ours) / MIB
+    return {name: values[name] for name in TARGETS if name in values}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The forward of routed experts, ours beside kt-kernel's, in turns on the same weights and inputs; outputs are compared first.
+"""The forward of routed experts, ours against kt-kernel's, in turns on the same weights and inputs.
 
 python benchmarks/forward.py                    both shapes and methods; about ten minutes, 8 GB of memory, 8 GB of disk
 python benchmarks/forward.py --quick            one shape, a minute
-python benchmarks/forward.py --vary isa         ours alone, one instruction set beside the other
-python benchmarks/forward.py --vary memory      ours alone, mapped files beside a copy on huge pages
+python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
+python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
 kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone.
+Outputs are compared first.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from turns import LONG, Worker
 from ktconvert.native_quant import kernels
 
 HERE = Path(__file__).resolve().parent
-# What kt-kernel calls the variant that may use the same instructions.
+# kt-kernel's names of the variants that may use the same instructions.
 PEER_VARIANTS = {"amx": "amx", "avx512vnni": "avx512_vnni", "avx512": "avx512_base", "avxvnni": "avx2", "avx2": "avx2"}
 PEER = "kt"
 MOST_CALLS = 400
@@ -45,7 +46,7 @@ ENDLESS = 4.0  # seconds; a call that lasts longer is timed once, when its outpu
 
 @dataclass(frozen=True)
 class Side:
-    """One of those that take turns. `memory`: how ours holds the weights; None: kt-kernel."""
+    """One of the processes that take turns. `memory`: how ours holds the weights; None: kt-kernel."""
 
     name: str
     python: str
@@ -53,32 +54,32 @@ class Side:
     memory: str | None
 
     def start(self, scratch: Path, threads: int) -> Worker:
-        """Its process."""
-        given = [str(HERE / "our_forward.py"), str(scratch)] if self.memory else [str(HERE / "peer_forward.py")]
-        return Worker(self.name, [self.python, *given, str(threads)], scratch / f"{self.name}.log", self.env)
+        """Start its process."""
+        script = [str(HERE / "our_forward.py"), str(scratch)] if self.memory else [str(HERE / "peer_forward.py")]
+        return Worker(self.name, [self.python, *script, str(threads)], scratch / f"{self.name}.log", self.env)
 
 
 def main() -> None:
     """Measure and report."""
-    given = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the temporary directory goes too
-    about = timing.machine() | {"l3_bytes": str(l3_bytes())}
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
-    with tempfile.TemporaryDirectory(prefix="ktconvert-forward-", dir=given.dir) as scratch:
-        sides = _sides(given, Path(scratch))
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the temporary directory is removed
+    machine = timing.machine() | {"l3_bytes": str(l3_bytes())}
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    with tempfile.TemporaryDirectory(prefix="ktconvert-forward-", dir=options.dir) as scratch:
+        sides = _sides(options, Path(scratch))
         cells, loads = [], []
-        for name in given.shapes:
-            for found in measure_shape(Path(scratch), mixtures.SHAPES[name], sides, given):
-                (cells if isinstance(found, Cell) else loads).append(found)
+        for name in options.shapes:
+            for result in measure_shape(Path(scratch), mixtures.SHAPES[name], sides, options):
+                (cells if isinstance(result, Cell) else loads).append(result)
     print()
     forward_report.show_targets(cells, loads)
-    if given.json:
+    if options.json:
         figures = {
-            "machine": about,
+            "machine": machine,
             "cells": [asdict(cell) for cell in cells],
             "loads": [asdict(load) for load in loads],
         }
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _options() -> argparse.Namespace:
@@ -92,90 +93,92 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2] if cores > 1 else [1])
     parser.add_argument(
-        "--rounds", type=int, default=5, help="turns of each; three where a call takes a quarter of a second"
+        "--rounds", type=int, default=5, help="turns of each; at most three where a call takes a quarter of a second"
     )
     parser.add_argument("--slice", type=float, default=0.12, metavar="SECONDS", help="how long one turn lasts")
     parser.add_argument("--loads", type=int, default=2, help="rounds of quantizing a layer from tensors; 0: none")
     parser.add_argument(
-        "--isa", choices=kernels.available_isas(), help="ours uses this, kt-kernel the variant that may too"
+        "--isa", choices=kernels.available_isas(), help="instruction set of ours; kt-kernel uses the matching variant"
     )
     parser.add_argument("--memory", choices=["map", "copy"], default="map", help="how ours holds the weights")
-    parser.add_argument("--vary", choices=["isa", "memory"], help="ours beside ours")
-    parser.add_argument("--peer", metavar="PYTHON", help="of a venv that has kt-kernel; 'none': ours alone")
-    parser.add_argument("--dir", type=Path, help="where a temporary directory is made")
+    parser.add_argument("--vary", choices=["isa", "memory"], help="compare ours with itself")
+    parser.add_argument("--peer", metavar="PYTHON", help="Python of a venv that has kt-kernel; 'none': ours alone")
+    parser.add_argument("--dir", type=Path, help="where the temporary directory is created")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--quick", action="store_true", help="few cells and short turns: to try things")
-    given = parser.parse_args()
-    if given.quick:
-        given.shapes, given.tokens, given.routing = (
-            given.shapes[:1],
-            given.tokens[:1] + given.tokens[2:5:2],
+    parser.add_argument("--quick", action="store_true", help="few cells and short turns, to try the script")
+    options = parser.parse_args()
+    if options.quick:
+        options.shapes, options.tokens, options.routing = (
+            options.shapes[:1],
+            options.tokens[:1] + options.tokens[2:5:2],
             ["balanced"],
         )
-        given.rounds, given.slice, given.loads = 3, 0.05, min(given.loads, 1)
-    return given
+        options.rounds, options.slice, options.loads = 3, 0.05, min(options.loads, 1)
+    return options
 
 
-def _sides(given: argparse.Namespace, scratch: Path) -> list[Side]:
-    """Who takes turns; the first is what the others are compared with."""
-    if given.vary == "isa":
+def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
+    """The sides that take turns; the others are compared with the first."""
+    if options.vary == "isa":
         isas = [isa for isa in reversed(kernels.available_isas()) if isa != "scalar"]
-        return [Side(isa, sys.executable, {"KTCONVERT_ISA": isa}, given.memory) for isa in isas]
-    env = {"KTCONVERT_ISA": given.isa} if given.isa else {}
-    if given.vary == "memory":
+        return [Side(isa, sys.executable, {"KTCONVERT_ISA": isa}, options.memory) for isa in isas]
+    env = {"KTCONVERT_ISA": options.isa} if options.isa else {}
+    if options.vary == "memory":
         return [Side(memory, sys.executable, env, memory) for memory in ("map", "copy")]
-    ours = Side("ours", sys.executable, env, given.memory)
+    ours = Side("ours", sys.executable, env, options.memory)
     python = (
-        given.peer or os.environ.get("KTCONVERT_PEER_PYTHON") or str(HERE.parent / "build" / "peer" / "bin" / "python")
+        options.peer
+        or os.environ.get("KTCONVERT_PEER_PYTHON")
+        or str(HERE.parent / "build" / "peer" / "bin" / "python")
     )
     if python == "none" or not Path(python).exists():
-        print("kt-kernel is not here: ours alone")
+        print("kt-kernel is not installed: measuring ours alone")
         return [ours]
-    peer = Side(PEER, python, {"KT_KERNEL_CPU_VARIANT": PEER_VARIANTS.get(given.isa, "")}, None)
+    peer = Side(PEER, python, {"KT_KERNEL_CPU_VARIANT": PEER_VARIANTS.get(options.isa, "")}, None)
     try:
         with _workers([ours, peer], scratch, 1) as workers:
             for worker in workers:
                 print(worker.ask("about"))
     except RuntimeError as error:
-        print(f"kt-kernel cannot take part, so ours alone: {error}")
+        print(f"kt-kernel does not run, measuring ours alone: {error}")
         return [ours]
     return [ours, peer]
 
 
 def measure_shape(
-    scratch: Path, shape: Shape, sides: Sequence[Side], given: argparse.Namespace
+    scratch: Path, shape: Shape, sides: Sequence[Side], options: argparse.Namespace
 ) -> Iterator[Cell | Load]:
-    """All cells of one shape, printed as they come."""
+    """All cells of one shape, printed as they are measured."""
     folder = scratch / shape.name.replace(" ", "-")
     source = folder / "bf16"
     source.mkdir(parents=True)
     mixtures.write_source(source, shape)
     batches = [
         mixtures.make_batch(folder, shape, tokens, routing)
-        for routing in given.routing
-        for tokens in given.tokens
+        for routing in options.routing
+        for tokens in options.tokens
         if routing == "balanced" or tokens > 1  # one token goes to TOPK experts either way
     ]
-    for method in given.methods:
-        if not given.vary:
-            yield from measure_loads(folder, source, shape, method, sides, max(given.threads), given.loads)
+    for method in options.methods:
+        if not options.vary:
+            yield from measure_loads(folder, source, shape, method, sides, max(options.threads), options.loads)
         layers = max(3, -(-4 * l3_bytes() // (shape.experts * shape.expert_bytes(method))))
         weights = folder / method
-        with _workers(sides[:1], scratch, max(given.threads)) as (ours,):
+        with _workers(sides[:1], scratch, max(options.threads)) as (ours,):
             ours.ask("quantize", source=str(source), method=method, out=str(folder / "loose"))
         mixtures.merge_layers(folder / "loose", weights, layers)
         shutil.rmtree(folder / "loose")
-        for threads in given.threads:
+        for threads in options.threads:
             with _workers(sides, scratch, threads) as workers:
                 for worker, side in zip(workers, sides, strict=True):
                     more = {"memory": side.memory} if side.memory else {}
                     sizes = {"experts": shape.experts, "hidden": shape.hidden, "intermediate": shape.intermediate}
                     worker.ask("open", folder=str(weights), layers=layers, method=method, **sizes, **more)
-                operations = [workers[0].ask("operations") for _ in range(given.rounds)]
-                most = {what: statistics.median(one[what] for one in operations) for what in operations[0]}
-                forward_report.show_heading(shape, method, threads, layers, most, [side.name for side in sides])
+                operations = [workers[0].ask("operations") for _ in range(options.rounds)]
+                ceilings = {what: statistics.median(one[what] for one in operations) for what in operations[0]}
+                forward_report.show_heading(shape, method, threads, layers, ceilings, [side.name for side in sides])
                 for batch in batches:
-                    cell = measure_cell(shape, method, threads, batch, workers, most, given)
+                    cell = measure_cell(shape, method, threads, batch, workers, ceilings, options)
                     forward_report.show_cell(cell)
                     yield cell
         shutil.rmtree(weights)
@@ -188,10 +191,10 @@ def measure_cell(
     threads: int,
     batch: Batch,
     workers: Sequence[Worker],
-    most: dict[str, float],
-    given: argparse.Namespace,
+    ceilings: dict[str, float],
+    options: argparse.Namespace,
 ) -> Cell:
-    """Compare the outputs, then let everybody take turns, with a look at the memory's speed in each round."""
+    """Compare the outputs, then time all sides in turns; the read bandwidth is measured in each round."""
     for worker in workers:
         worker.ask("batch", folder=str(batch.folder))
     differing, distance, turns = compare(batch.folder, workers)
@@ -201,12 +204,12 @@ def measure_cell(
             first[worker.name] = worker.ask("time", first=0, count=1, warm=True)["walls"][0]
         if first[worker.name] < ENDLESS:
             turns[worker.name].clear()
-    read = []
-    for number in range(given.rounds if max(first.values()) < LONG else min(given.rounds, 3)):
-        read.append(workers[0].ask("read"))
+    reads = []
+    for number in range(options.rounds if max(first.values()) < LONG else min(options.rounds, 3)):
+        reads.append(workers[0].ask("read"))
         for worker in workers:
             if first[worker.name] < ENDLESS:
-                count = max(1, min(MOST_CALLS, int(given.slice / first[worker.name])))
+                count = max(1, min(MOST_CALLS, int(options.slice / first[worker.name])))
                 warm = first[worker.name] < LONG
                 turns[worker.name].append(worker.ask("time", first=2 + number * count, count=count, warm=warm))
     return Cell(
@@ -219,9 +222,9 @@ def measure_cell(
         busiest=batch.busiest,
         bytes=batch.distinct * shape.expert_bytes(method),
         operations=batch.tokens * shape.token_operations,
-        read=statistics.median(one["wall"] for one in read),
-        read_cpu=statistics.median(one["cpu"] for one in read),
-        ceilings=most,
+        read=statistics.median(one["wall"] for one in reads),
+        read_cpu=statistics.median(one["cpu"] for one in reads),
+        ceilings=ceilings,
         differing=differing,
         elements=batch.tokens * shape.hidden,
         distance=distance,
@@ -230,7 +233,10 @@ def measure_cell(
 
 
 def compare(folder: Path, workers: Sequence[Worker]) -> tuple[int | None, float | None, dict[str, list[Any]]]:
-    """BF16 values in which ours (exact) differs from others, how far ours (default) is from the second, |a - b| / |b|; seconds it took."""
+    """Count BF16 values that differ between ours (exact) and the others; compare ours (default) with the second side.
+
+    Returns the count, the relative distance |a - b| / |b|, and the seconds that each side took.
+    """
     ours, *others = workers
     ours.ask("answer", path=str(folder / "exact.npy"), exact=True)
     turns = {ours.name: [ours.ask("answer", path=str(folder / "default.npy"), exact=False)]}
@@ -239,16 +245,16 @@ def compare(folder: Path, workers: Sequence[Worker]) -> tuple[int | None, float 
         turns[worker.name] = [worker.ask("answer", path=str(folder / f"{worker.name}.npy"), **more)]
     if not others:
         return None, None, turns
-    exact, default, *theirs = (np.load(folder / f"{n}.npy") for n in ("exact", "default", *(w.name for w in others)))
-    a, b = ((bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for bits in (default, theirs[0]))
-    differing = max(int((exact != one).sum()) for one in theirs)
+    exact, default, *rest = (np.load(folder / f"{n}.npy") for n in ("exact", "default", *(w.name for w in others)))
+    a, b = ((bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for bits in (default, rest[0]))
+    differing = max(int((exact != one).sum()) for one in rest)
     return differing, float(np.linalg.norm(a - b) / np.linalg.norm(b)), turns
 
 
 def measure_loads(
     folder: Path, source: Path, shape: Shape, method: str, sides: Sequence[Side], threads: int, rounds: int
 ) -> Iterator[Load]:
-    """load_weights_from_tensors, each time in a new process."""
+    """Time load_weights_from_tensors, each time in a new process."""
     seconds: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
     for _ in range(rounds):
         for side in sides:

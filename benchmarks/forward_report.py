@@ -1,4 +1,4 @@
-"""What forward.py found, as tables, and beside it what is to be reached."""
+"""The results of forward.py as tables, and its targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mixtures import Shape
 
 @dataclass(frozen=True)
 class Figures:
-    """One side in one cell, by call: median wall seconds, all wall seconds, CPU seconds of the process, of kt-kernel's workers alone."""
+    """One side's seconds per call in one cell.
+
+    wall: the median; walls: of every call; cpu: CPU seconds of the process; workers: of kt-kernel's workers alone.
+    """
 
     wall: float
     walls: list[float]
@@ -42,9 +45,9 @@ class Cell:
     """One shape, method, number of threads, tokens and routing.
 
     bytes       of weights and scales of the experts touched
-    read        bytes a second that as many threads read, measured in between; read_cpu: in a CPU second
-    ceilings    INT8 operations a second that as many threads do: "amx" with operands in L2, "vnni" on registers
-    differing   BF16 values, of `elements`, in which exact mode is not the other side's; distance: default mode's, relative
+    read        bytes per second that as many threads read, measured in between; read_cpu: per CPU second
+    ceilings    INT8 operations per second of as many threads: "amx" with operands in L2, "vnni" on registers
+    differing   BF16 values of `elements` that differ in exact mode; distance: relative, of the default mode
     figures     by side; the first is ours
     """
 
@@ -77,16 +80,16 @@ class Cell:
 
     @property
     def of_read_cpu(self) -> float:
-        """The same by CPU time, which a busy machine changes less."""
+        """The same by CPU time, which other load on the machine affects less."""
         return self.bytes / self.ours.cpu / self.read_cpu
 
     @property
     def rate(self) -> float:
-        """INT8 operations a second."""
+        """INT8 operations per second."""
         return self.operations / self.ours.wall
 
     def ratio(self, name: str) -> float:
-        """How much longer that side takes."""
+        """That side's time as a multiple of ours."""
         return self.figures[name].wall / self.ours.wall
 
 
@@ -101,33 +104,35 @@ class Load:
     seconds: dict[str, list[dict[str, float]]]
 
     def median(self, side: str, what: str) -> float:
-        """Seconds."""
+        """The median over the rounds, in seconds."""
         return statistics.median(one[what] for one in self.seconds[side])
 
 
 def show_load(load: Load) -> None:
-    """One line."""
-    told = []
+    """Print one line."""
+    texts = []
     for side in load.seconds:
         unsaved, saved = load.median(side, "unsaved"), load.median(side, "saved")
         cpu = load.median(side, "unsaved_cpu")
-        told.append(
-            f"{side} {unsaved:.2f} s ({cpu:.2f} of CPU) = {load.bytes / unsaved / 1e9:.2f} GB/s, {saved:.2f} s with saving"
+        texts.append(
+            f"{side} {unsaved:.2f} s ({cpu:.2f} of CPU) = {load.bytes / unsaved / 1e9:.2f} GB/s, "
+            f"{saved:.2f} s with saving"
         )
     plural = "s" * (load.threads > 1)
     print(
-        f"\n{load.shape} {load.method}, {load.threads} thread{plural}, from BF16 tensors: {'; '.join(told)}", flush=True
+        f"\n{load.shape} {load.method}, {load.threads} thread{plural}, from BF16 tensors: {'; '.join(texts)}",
+        flush=True,
     )
 
 
 def show_heading(
-    shape: Shape, method: str, threads: int, layers: int, most: Mapping[str, float], sides: Sequence[str]
+    shape: Shape, method: str, threads: int, layers: int, rates: Mapping[str, float], sides: Sequence[str]
 ) -> None:
-    """Above a table."""
-    told = ", ".join(f"{what} {rate / 1e12:.2f} TOPS" for what, rate in most.items())
-    if "amx" not in most:
-        told += ("; " if told else "") + "no AMX here"
-    print(f"\n{shape.name} {method}, {threads} thread{'s' * (threads > 1)}, {layers} layers in turn; {told}")
+    """Print the heading of a table."""
+    ceilings = ", ".join(f"{what} {rate / 1e12:.2f} TOPS" for what, rate in rates.items())
+    if "amx" not in rates:
+        ceilings += ("; " if ceilings else "") + "no AMX here"
+    print(f"\n{shape.name} {method}, {threads} thread{'s' * (threads > 1)}, {layers} layers in turn; {ceilings}")
     line = f"{'tokens':>6} {'routing':12} {'experts':>7} {'busiest':>7} {sides[0] + ' ms':>13} "
     line += f"{'GB/s':>6} {'% read':>6} {'by CPU':>6} {'TOPS':>6}"
     for name in sides[1:]:
@@ -136,7 +141,7 @@ def show_heading(
 
 
 def show_cell(cell: Cell) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     line = (
         f"{cell.tokens:6} {cell.routing:12} {cell.distinct:7.1f} {cell.busiest:7.1f} {cell.ours.wall * 1e3:13.3f} "
         f"{cell.bytes / cell.ours.wall / 1e9:6.2f} {cell.of_read:6.0%} {cell.of_read_cpu:6.0%} {cell.rate / 1e12:6.3f}"
@@ -148,12 +153,12 @@ def show_cell(cell: Cell) -> None:
     print(line, flush=True)
 
 
-# --- what is to be reached ------------------------------------------------------------------------
+# --- targets --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A target: what was measured against it, in the unit of `least`."""
+class Result:
+    """A target and the figure measured for it, both in the unit of `least`."""
 
     target: str
     value: float
@@ -162,7 +167,7 @@ class Reached:
 
 
 def show_targets(cells: Sequence[Cell], loads: Sequence[Load]) -> None:
-    """Every target for which there are figures; those of AMX machines carry no verdict elsewhere."""
+    """Print every target that has figures; those for AMX machines get no verdict elsewhere."""
     amx = any("amx" in cell.ceilings for cell in cells)
     rows = [*_varied(cells), *(_loads(loads))]
     rows += [] if amx else _without_amx(cells)
@@ -172,51 +177,51 @@ def show_targets(cells: Sequence[Cell], loads: Sequence[Load]) -> None:
         _show(row, "met" if row.value >= row.least else "MISSED")
     rows = _with_amx(cells)
     if rows:
-        print("targets of a machine with AMX" + ("" if amx else ", which this one is not: no verdict"))
+        print("targets for a machine with AMX" + ("" if amx else " (this one has none: no verdict)"))
     for row in rows:
         _show(row, ("met" if row.value >= row.least else "MISSED") if amx else "")
 
 
-def _show(row: Reached, verdict: str) -> None:
+def _show(row: Result, verdict: str) -> None:
     print(f"  {row.target:62} {row.value:7.2f}  at least {row.least:<5} {verdict:7} {row.where}")
 
 
-def _least(target: str, least: float, found: Iterable[tuple[float, Cell]]) -> list[Reached]:
-    """The worst of the cells that a target is about; nothing where none was measured."""
-    worst = min(found, key=lambda one: one[0], default=None)
+def _least(target: str, least: float, values: Iterable[tuple[float, Cell]]) -> list[Result]:
+    """The worst of the cells that a target applies to; empty if none was measured."""
+    worst = min(values, key=lambda one: one[0], default=None)
     if worst is None:
         return []
     value, cell = worst
     where = f"{cell.shape} {cell.method}, {cell.tokens} tokens {cell.routing}, {cell.threads} threads"
-    return [Reached(target, value, least, where)]
+    return [Result(target, value, least, where)]
 
 
 def _ratios(cells: Iterable[Cell], name: str = "kt") -> list[tuple[float, Cell]]:
     return [(cell.ratio(name), cell) for cell in cells if name in cell.figures]
 
 
-def _without_amx(cells: Sequence[Cell]) -> list[Reached]:
+def _without_amx(cells: Sequence[Cell]) -> list[Result]:
     return _least("x kt-kernel's AVX-512 variant, wall, its worst cell", 1.0, _ratios(cells))
 
 
-def _varied(cells: Sequence[Cell]) -> list[Reached]:
+def _varied(cells: Sequence[Cell]) -> list[Result]:
     """AVX2 against the best of AVX-512, where both were measured."""
-    found = []
+    ratios = []
     for cell in cells:
         wide = [figures.wall for name, figures in cell.figures.items() if name in ("avx512", "avx512vnni")]
         if wide and "avx2" in cell.figures:
-            found.append((min(wide) / cell.figures["avx2"].wall, cell))
-    return _least("AVX2, x our AVX-512, its worst cell", 0.5, found)
+            ratios.append((min(wide) / cell.figures["avx2"].wall, cell))
+    return _least("AVX2, x our AVX-512, its worst cell", 0.5, ratios)
 
 
-def _loads(loads: Sequence[Load]) -> list[Reached]:
-    told = (
+def _loads(loads: Sequence[Load]) -> list[Result]:
+    comparisons = (
         ("saved", "unsaved", "wall", "it always saves"),
         ("saved_cpu", "unsaved_cpu", "CPU", "it always saves"),
-        ("unsaved", "unsaved", "wall", "kept from saving, which its callers cannot ask for"),
+        ("unsaved", "unsaved", "wall", "with its saving disabled, which its API does not offer"),
     )
     return [
-        Reached(
+        Result(
             f"{load.shape} {load.method} from tensors, x kt-kernel, {unit}",
             load.median("kt", theirs) / load.median("ours", ours),
             10.0,
@@ -224,12 +229,12 @@ def _loads(loads: Sequence[Load]) -> list[Reached]:
         )
         for load in loads
         if "kt" in load.seconds
-        for theirs, ours, unit, where in told
+        for theirs, ours, unit, where in comparisons
     ]
 
 
-def _with_amx(cells: Sequence[Cell]) -> list[Reached]:
-    """The table of targets, row by row."""
+def _with_amx(cells: Sequence[Cell]) -> list[Result]:
+    """The targets for AMX machines, row by row."""
     rows = []
     balanced = [cell for cell in cells if cell.routing == "balanced"]
     one = {(c.shape, c.method, c.tokens): c for c in balanced if c.threads == 1}
@@ -254,10 +259,10 @@ def _with_amx(cells: Sequence[Cell]) -> list[Reached]:
             for c in balanced
             if c.shape == shape and c.tokens == tokens and method in ("", c.method) and threads in (0, c.threads)
         ]
-        asked = " ".join(
+        label = " ".join(
             part for part in (shape, method, f"{tokens} tokens", f"{threads} threads" * bool(threads)) if part
         )
-        rows += _least(f"{asked}: x kt-kernel", times, _ratios(these))
+        rows += _least(f"{label}: x kt-kernel", times, _ratios(these))
     prefill = [c for c in balanced if (c.shape, c.tokens) == ("DeepSeek-V3", 1024) and "amx" in c.ceilings]
     rows += _least(
         "DeepSeek-V3 1024 tokens: share of AMX from L2", 0.6, [(c.rate / c.ceilings["amx"], c) for c in prefill]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""`ktconvert gpu` beside llmcompressor, which it takes its arithmetic from: wall time and memory, RTN and GPTQ.
+"""`ktconvert gpu` against llmcompressor, whose arithmetic it follows: wall time and memory, RTN and GPTQ.
 
-python benchmarks/gpu.py                      RTN on 1 GB, GPTQ on 0.2 GB; some 5 GB of disk, some minutes
+python benchmarks/gpu.py                      RTN on 1 GB, GPTQ on 0.2 GB; 5 GB of disk, some minutes
 python benchmarks/gpu.py --methods RTN        against model_free_ptq and oneshot
-python benchmarks/gpu.py --tiny               the bundled model: to try things, no figure to quote
+python benchmarks/gpu.py --tiny               the bundled model, to try the script; its figures mean nothing
 python benchmarks/gpu.py --model /models/x    another checkpoint; oneshot holds all of it in memory
 """
 
@@ -27,23 +27,23 @@ from timing import Run
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 TINY = ROOT / "examples" / "qwen3-moe-small"
-LAYERS, EXPERT = 2, 3 * 2048 * 768 * 2  # of the synthetic model; bytes of an expert in BF16
+LAYERS, EXPERT = 2, 3 * 2048 * 768 * 2  # of the synthetic model: its layers, and bytes of an expert in BF16
 OURS = "ktconvert"
 IMPORT = "its import alone"  # what llmcompressor costs before it does anything
 PEERS = {"RTN": ("model_free_ptq", "oneshot-RTN"), "GPTQ": ("oneshot-GPTQ",)}
-# What is to be reached, against model_free_ptq: figure -> (how many times ours it is at least).
+# Targets: figure -> how many times ours model_free_ptq's is at least.
 TARGETS = {"wall": 3.0, "RSS": 2.0}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where things lie, and what is asked of all."""
+    """The paths and the settings of all runs."""
 
     folder: Path
     kind: str
     samples: int
     length: int
-    threads: int  # of torch, theirs and ours; RTN of ours has none, and uses all CPUs, as model_free_ptq's workers do
+    threads: int  # torch's, on both sides; our RTN does not use torch, but all CPUs, as model_free_ptq's workers do
 
     @property
     def out(self) -> Path:
@@ -55,27 +55,27 @@ class Bench:
         """Calibration texts."""
         return self.folder / "texts.jsonl"
 
-    def command(self, who: str, method: str, model: Path) -> list[str]:
+    def command(self, side: str, method: str, model: Path) -> list[str]:
         """The whole command line of one run."""
         data = [str(self.data), str(self.samples), str(self.length)] if method == "GPTQ" else []
-        if who == IMPORT:
+        if side == IMPORT:
             return [sys.executable, "-c", "import llmcompressor"]
-        if who != OURS:
+        if side != OURS:
             script = str(Path(__file__).with_name("peer_gpu.py"))
-            return [sys.executable, script, who, str(model), str(self.out), self.kind, *data]
+            return [sys.executable, script, side, str(model), str(self.out), self.kind, *data]
         command = [sys.executable, "-m", "ktconvert.pipeline.cli", "gpu", "-i", str(model), "-o", str(self.out), "-q"]
         command += ["--quant-method", method, "--quant-type", self.kind, "--force-cpu"]
         names = ("--dataset", "--num-calibration-samples", "--max-sequence-length", "--cpuinfer-threads")
         data += [str(self.threads)] if data else []
         return command + [word for pair in zip(names, data, strict=False) for word in pair]
 
-    def timed(self, who: str, method: str, model: Path) -> Run:
-        """One run with its sync, from a warm cache; its output stays until clear()."""
+    def timed(self, side: str, method: str, model: Path) -> Run:
+        """One run and its sync, from a warm cache; its output stays until clear()."""
         self.clear()
         timing.fill_caches(sorted(model.glob("*.safetensors")))
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
         return timing.run(
-            self.command(who, method, model), env=quiet | {"OMP_NUM_THREADS": str(self.threads)}, sync=True
+            self.command(side, method, model), env=quiet | {"OMP_NUM_THREADS": str(self.threads)}, sync=True
         )
 
     def clear(self) -> None:
@@ -85,104 +85,105 @@ class Bench:
 
 
 def main() -> None:
-    """Make the models, then measure in turn."""
+    """Create the models, then measure in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, help="models are made and kept here; default: a temporary directory")
+    parser.add_argument("--dir", type=Path, help="models are created and kept here; default: a temporary directory")
     parser.add_argument("--gb", type=float, default=1.0, help="size of the synthetic model for RTN")
-    parser.add_argument("--gptq-gb", type=float, default=0.2, help="size of that for GPTQ, of which oneshot is slow")
+    parser.add_argument("--gptq-gb", type=float, default=0.2, help="size of the model for GPTQ, where oneshot is slow")
     parser.add_argument("--tiny", action="store_true", help="the bundled model for both, and 8 samples of 128 tokens")
     parser.add_argument("--model", type=Path, help="this checkpoint for both")
     parser.add_argument("--methods", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--quant-type", choices=["W4A16", "W8A16"], default="W4A16")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; more made it slower on a busy machine")
-    parser.add_argument("--rounds", type=int, default=3, help="of ours and theirs, each in turn")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch; more were slower on a busy machine")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all sides in turn")
     parser.add_argument("--gptq-rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    given = parser.parse_args()
-    if given.tiny:
-        given.model, given.samples, given.length = TINY, 8, 128
+    options = parser.parse_args()
+    if options.tiny:
+        options.model, options.samples, options.length = TINY, 8, 128
     with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
-        folder = given.dir or Path(temporary)
+        folder = options.dir or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(folder, given.quant_type, given.samples, given.length, given.threads)
-        timing.apart(write_texts, bench.data, bench.samples, bench.length)
+        bench = Bench(folder, options.quant_type, options.samples, options.length, options.threads)
+        timing.in_subprocess(write_texts, bench.data, bench.samples, bench.length)
         try:
-            figures = measure_all(bench, given)
+            figures = measure_all(bench, options)
         finally:
             bench.clear()
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def measure_all(bench: Bench, given: argparse.Namespace) -> dict[str, Any]:
-    """All methods; prints as it goes."""
-    about = timing.machine() | {"file_system": timing.filesystem(bench.folder), "type": bench.kind}
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
-    found: dict[str, Any] = {"machine": about, "runs": {}}
-    for method in given.methods:
-        size, rounds = (given.gb, given.rounds) if method == "RTN" else (given.gptq_gb, given.gptq_rounds)
-        model = given.model or bench.folder / f"qwen3-{size:g}GB"
-        if not given.model:
-            timing.apart(make_model, model, size)
+def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """All methods, printed as they are measured."""
+    machine = timing.machine() | {"file_system": timing.filesystem(bench.folder), "type": bench.kind}
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    figures: dict[str, Any] = {"machine": machine, "runs": {}}
+    for method in options.methods:
+        size, rounds = (options.gb, options.rounds) if method == "RTN" else (options.gptq_gb, options.gptq_rounds)
+        model = options.model or bench.folder / f"qwen3-{size:g}GB"
+        if not options.model:
+            timing.in_subprocess(write_random_model, model, size)
         runs = measure_method(bench, method, model, rounds)
-        found["runs"][method] = {who: [timing.plain(run) for run in of] for who, of in runs.items()}
+        figures["runs"][method] = {side: [timing.plain(run) for run in group] for side, group in runs.items()}
         show_targets(runs)
-    return found
+    return figures
 
 
 def measure_method(bench: Bench, method: str, model: Path, rounds: int) -> dict[str, list[Run]]:
     """Ours and each peer in turn, printed as a table; RTN's bytes are compared first."""
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    told = f", {bench.samples} samples of {bench.length} tokens" if method == "GPTQ" else ""
-    print(f"\n{method} {bench.kind}, {model.name}: {weights / 1e9:.2f} GB{told}", flush=True)
+    samples = f", {bench.samples} samples of {bench.length} tokens" if method == "GPTQ" else ""
+    print(f"\n{method} {bench.kind}, {model.name}: {weights / 1e9:.2f} GB{samples}", flush=True)
     if method == "RTN":
         print(compare(bench, model), flush=True)
-    runs: dict[str, list[Run]] = {who: [] for who in (OURS, *PEERS[method], IMPORT)}
+    runs: dict[str, list[Run]] = {side: [] for side in (OURS, *PEERS[method], IMPORT)}
     for _ in range(rounds):
-        for who, of in runs.items():
-            of.append(bench.timed(who, method, model))
+        for side, group in runs.items():
+            group.append(bench.timed(side, method, model))
     print(f"{'':16} {'wall s':>20} {'x ours':>7} {'CPU s':>8} {'x ours':>7} {'RSS MiB':>8} {'x ours':>7}")
     ours = runs[OURS]
-    for who, of in runs.items():
-        walls = [run.wall for run in of]
+    for side, group in runs.items():
+        walls = [run.wall for run in group]
         wall = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
         figures = [
-            (timing.median(of, f), timing.median(of, f) / timing.median(ours, f)) for f in ("wall", "cpu", "max_rss")
+            (timing.median(group, f), timing.median(group, f) / timing.median(ours, f))
+            for f in ("wall", "cpu", "max_rss")
         ]
         (_, times), (cpu, cpu_times), (rss, rss_times) = figures
-        print(f"{who:16} {wall:>20} {times:7.2f} {cpu:8.2f} {cpu_times:7.2f} {rss / MIB:8.0f} {rss_times:7.2f}")
+        print(f"{side:16} {wall:>20} {times:7.2f} {cpu:8.2f} {cpu_times:7.2f} {rss / MIB:8.0f} {rss_times:7.2f}")
     return runs
 
 
 def compare(bench: Bench, model: Path) -> str:
     """Whether ours and model_free_ptq wrote the same tensors. Raises RuntimeError at the first that differs."""
     bench.timed("model_free_ptq", "RTN", model)
-    theirs = bench.folder / "theirs"
-    shutil.rmtree(theirs, ignore_errors=True)
-    bench.out.rename(theirs)
+    peer_out = bench.folder / "peer-out"
+    shutil.rmtree(peer_out, ignore_errors=True)
+    bench.out.rename(peer_out)
     bench.timed(OURS, "RTN", model)
     try:
-        return str(timing.apart(same_tensors, theirs, bench.out))
+        return str(timing.in_subprocess(same_tensors, peer_out, bench.out))
     finally:
-        shutil.rmtree(theirs)
+        shutil.rmtree(peer_out)
 
 
-def same_tensors(theirs: Path, ours: Path) -> str:
-    """Compare two outputs, whatever shards their tensors lie in."""
-    left, right = _tensors(theirs), _tensors(ours)
+def same_tensors(peer: Path, ours: Path) -> str:
+    """Compare the tensors of two outputs, in whichever shards they are."""
+    left, right = _tensors(peer), _tensors(ours)
     if left.keys() != right.keys():
-        raise RuntimeError(f"other tensors than model_free_ptq's: {sorted(left.keys() ^ right.keys())[:3]}")
+        raise RuntimeError(f"tensors differ from model_free_ptq's: {sorted(left.keys() ^ right.keys())[:3]}")
     for name, values in left.items():
         if values != right[name]:
-            raise RuntimeError(f"{name} has other bytes than model_free_ptq's")
-    return f"{len(left)} tensors byte for byte model_free_ptq's"
+            raise RuntimeError(f"{name} differs from model_free_ptq's")
+    return f"{len(left)} tensors identical to model_free_ptq's"
 
 
 def _tensors(folder: Path) -> dict[str, tuple[str, memoryview]]:
     """Dtype and bytes of every tensor, as views of the mapped files."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
@@ -190,15 +191,15 @@ def _tensors(folder: Path) -> dict[str, tuple[str, memoryview]]:
         for name, entry in json.loads(bytes(data[8:start])).items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                found[name] = entry["dtype"], data[start + begin : start + end]
-    return found
+                tensors[name] = entry["dtype"], data[start + begin : start + end]
+    return tensors
 
 
-def make_model(folder: Path, gigabytes: float) -> None:
-    """A random qwen3_moe of so many GB that transformers loads, with the bundled model's tokenizer."""
+def write_random_model(folder: Path, gigabytes: float) -> None:
+    """A random qwen3_moe of this size that transformers can load, with the bundled model's tokenizer."""
     import models
 
-    # Attention and router are 38 MB a layer; to each expert belong some of the embedding's rows.
+    # Attention and router are 38 MB a layer; each expert adds 512 rows to the embedding.
     experts = max(8, round((gigabytes * 1e9 / LAYERS - 38e6) / (EXPERT + 512 * 2048 * 2 / LAYERS)))
     tensors, config = models.qwen3(LAYERS, experts)
     for layer in range(LAYERS):
@@ -227,7 +228,7 @@ def write_texts(path: Path, samples: int, length: int) -> None:
 
 
 def show_targets(runs: dict[str, list[Run]]) -> None:
-    """What is to be reached against model_free_ptq."""
+    """Print the targets against model_free_ptq."""
     if "model_free_ptq" not in runs:
         return
     for name, figure in (("wall", "wall"), ("RSS", "max_rss")):

@@ -1,11 +1,11 @@
-"""GB/s of quantize+pack, and of packing alone, for every instruction set, beside memcpy and pure reading of memory in the same run.
+"""GB/s of quantizing and packing, and of packing alone, for every instruction set, against memcpy and reading memory.
 
     python benchmarks/kernels.py [--json] [--size-mib 256] [--rounds 7] [--isa avx512 ...]
 
-All figures are gigabytes of source per CPU second of one thread (a busy machine takes time away, not CPU seconds); each is the
-median of `rounds`, and a round runs every job once, so that what the machine does meanwhile hits all of them. The source is
-larger than any cache and begins 8 bytes after a page, as tensors in safetensors files do. "through" writes to memory as large
-as the source's share, "reused" into one buffer again and again, as the converter does.
+All figures are gigabytes of source per CPU second of one thread (other load on the machine changes wall time, not CPU
+seconds); each is the median of `rounds`, and a round runs every case once, so that other load affects all of them. The
+source is larger than any cache and begins 8 bytes after a page, as tensors in safetensors files do. "through" writes to
+memory as large as the source's share, "reused" into one buffer again and again, as the converter does.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Job:
-    """One thing to time: `run` works on `size` bytes of source."""
+class Case:
+    """One case to time: `run` works on `size` bytes of source."""
 
     name: str
     isa: str
@@ -80,9 +80,9 @@ def make_codes(size: int) -> Any:
     return buffer
 
 
-def quantize_job(
+def quantize_case(
     isa: str, kind: str, bits: int, n: int, k: int, source: Any, target: Any, reused: bool, transposed: bool = False
-) -> Job:
+) -> Case:
     matrix_bytes = n * k * ITEM_BYTES[kind]
     packed_bytes = n * k * bits // 8
     count = max(1, source.size // matrix_bytes // (16 if isa == "scalar" else 1))
@@ -102,11 +102,11 @@ def quantize_job(
             kernels.quantize_pack(bits, matrix, target[at : at + packed_bytes], scale)
 
     name = f"{kind}{' transposed' if transposed else ''} -> int{bits}"
-    return Job(name, isa, kind, bits, n, k, reused, transposed, count * matrix_bytes, run)
+    return Case(name, isa, kind, bits, n, k, reused, transposed, count * matrix_bytes, run)
 
 
-def codes_job(isa: str, bits: int, n: int, k: int, source: Any, target: Any) -> Job:
-    """Packing alone: codes of one byte that were chosen elsewhere."""
+def codes_case(isa: str, bits: int, n: int, k: int, source: Any, target: Any) -> Case:
+    """Packing alone, of codes in one byte each."""
     packed_bytes = n * k * bits // 8
     count = max(1, source.size // (n * k) // (16 if isa == "scalar" else 1))
 
@@ -116,10 +116,10 @@ def codes_job(isa: str, bits: int, n: int, k: int, source: Any, target: Any) -> 
             codes = source[i * n * k : (i + 1) * n * k].view(np.int8).reshape(n, k)
             kernels.pack_codes(bits, codes, target[:packed_bytes])
 
-    return Job(f"codes -> int{bits}", isa, "int8", bits, n, k, True, False, count * n * k, run)
+    return Case(f"codes -> int{bits}", isa, "int8", bits, n, k, True, False, count * n * k, run)
 
 
-def yardsticks(source: Any, target: Any) -> list[Job]:
+def ceilings(source: Any, target: Any) -> list[Case]:
     words = source[: source.size // 64 * 64].view(np.uint64)
     block = 4 * MIB
 
@@ -135,62 +135,62 @@ def yardsticks(source: Any, target: Any) -> list[Job]:
 
         return run
 
-    def job(name: str, reused: bool, run: Callable[[], None]) -> Job:
-        return Job(name, "", "", 0, 0, 0, reused, False, source.size, run)
+    def case(name: str, reused: bool, run: Callable[[], None]) -> Case:
+        return Case(name, "", "", 0, 0, 0, reused, False, source.size, run)
 
-    return [job("read", False, read), job("memcpy", False, copy(False)), job("memcpy", True, copy(True))]
+    return [case("read", False, read), case("memcpy", False, copy(False)), case("memcpy", True, copy(True))]
 
 
-def all_jobs(isas: list[str], size: int) -> list[Job]:
+def all_cases(isas: list[str], size: int) -> list[Case]:
     sources = {kind: make_source(kind, size) for kind in ITEM_BYTES if kind != "int8"}
     codes = make_codes(size)
     target = aligned(size)
-    jobs = yardsticks(sources["bf16"], target)
+    cases = ceilings(sources["bf16"], target)
     for isa in isas:
         for n, k in SHAPES:
             for bits in (8, 4):
                 for reused in (False, True):
-                    jobs.append(quantize_job(isa, "bf16", bits, n, k, sources["bf16"], target, reused))
+                    cases.append(quantize_case(isa, "bf16", bits, n, k, sources["bf16"], target, reused))
                 for kind in ("fp8_e4m3", "fp16", "f32"):
-                    jobs.append(quantize_job(isa, kind, bits, n, k, sources[kind], target, True))
-                jobs.append(quantize_job(isa, "bf16", bits, n, k, sources["bf16"], target, True, transposed=True))
-                jobs.append(codes_job(isa, bits, n, k, codes, target))
-    return jobs
+                    cases.append(quantize_case(isa, kind, bits, n, k, sources[kind], target, True))
+                cases.append(quantize_case(isa, "bf16", bits, n, k, sources["bf16"], target, True, transposed=True))
+                cases.append(codes_case(isa, bits, n, k, codes, target))
+    return cases
 
 
-def measure(jobs: list[Job], rounds: int) -> list[float]:
-    """Median GB of source per CPU second, by job."""
-    seen: list[list[float]] = [[] for _ in jobs]
+def measure(cases: list[Case], rounds: int) -> list[float]:
+    """Median GB of source per CPU second, by case."""
+    rates: list[list[float]] = [[] for _ in cases]
     for _ in range(rounds):
-        for job, figures in zip(jobs, seen, strict=True):
+        for case, figures in zip(cases, rates, strict=True):
             start = thread_time()
-            job.run()
-            figures.append(job.size / (thread_time() - start) / 1e9)
-    return [statistics.median(figures) for figures in seen]
+            case.run()
+            figures.append(case.size / (thread_time() - start) / 1e9)
+    return [statistics.median(figures) for figures in rates]
 
 
-def report(jobs: list[Job], rates: list[float]) -> list[dict[str, Any]]:
-    """One record per job: its rate, its ratio to memcpy of the same sort and to reading, and output bytes against BF16's."""
+def report(cases: list[Case], rates: list[float]) -> list[dict[str, Any]]:
+    """One record per case: its rate, ratios to memcpy and to reading, and its time per output byte against BF16's."""
     read, memcpy, memcpy_reused = rates[:3]
     plain = {
         (j.isa, j.bits, j.k): rate
-        for j, rate in zip(jobs, rates, strict=True)
+        for j, rate in zip(cases, rates, strict=True)
         if j.kind == "bf16" and j.reused and not j.transposed
     }
     records = []
-    for job, rate in zip(jobs, rates, strict=True):
+    for case, rate in zip(cases, rates, strict=True):
         record: dict[str, Any] = {
-            "what": job.name,
-            "into": "reused" if job.reused else "through",
+            "what": case.name,
+            "into": "reused" if case.reused else "through",
             "gb_per_cpu_second": rate,
         }
-        if job.isa:
-            record |= {"isa": job.isa, "n": job.n, "k": job.k}
-            record["of_memcpy"] = rate / (memcpy_reused if job.reused else memcpy)
+        if case.isa:
+            record |= {"isa": case.isa, "n": case.n, "k": case.k}
+            record["of_memcpy"] = rate / (memcpy_reused if case.reused else memcpy)
             record["of_read"] = rate / read
-            same = plain.get((job.isa, job.bits, job.k), 0.0)
+            same = plain.get((case.isa, case.bits, case.k), 0.0)
             # Time per output byte: bytes in per byte out differ by encoding.
-            record["time_of_bf16"] = same / rate * ITEM_BYTES[job.kind] / 2
+            record["time_of_bf16"] = same / rate * ITEM_BYTES[case.kind] / 2
         records.append(record)
     return records
 
@@ -213,8 +213,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--isa", nargs="*", choices=kernels.available_isas(), default=list(kernels.available_isas()))
     options = parser.parse_args()
-    jobs = all_jobs(options.isa, options.size_mib * MIB)
-    records = report(jobs, measure(jobs, options.rounds))
+    cases = all_cases(options.isa, options.size_mib * MIB)
+    records = report(cases, measure(cases, options.rounds))
     if options.json:
         json.dump({"rounds": options.rounds, "size_mib": options.size_mib, "results": records}, sys.stdout, indent=1)
         print()

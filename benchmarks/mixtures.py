@@ -1,4 +1,4 @@
-"""What a forward is measured with: layers of random experts on disk, hidden states, and which experts their tokens go to."""
+"""The inputs of forward.py: layers of random experts on disk, hidden states, and the routing of their tokens."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Shape:
     experts: int
 
     def expert_bytes(self, method: str) -> int:
-        """Bytes of one expert's weights and scales, as they lie in the file."""
+        """Bytes of one expert's weights and scales, as in the file."""
         return 3 * self.hidden * self.intermediate * BITS[method] // 8 + 4 * (2 * self.intermediate + self.hidden)
 
     @property
     def token_operations(self) -> int:
-        """Multiplications and additions that one token costs."""
+        """Multiplications and additions per token."""
         return 2 * 3 * self.hidden * self.intermediate * TOPK
 
 
 SHAPES = {
     "qwen3": Shape("Qwen3-30B-A3B", 2048, 768, 128),
     "deepseek": Shape("DeepSeek-V3", 7168, 2048, 16),
-    "small": Shape("a small mixture", 512, 256, 16),  # to try the script itself
+    "small": Shape("a small mixture", 512, 256, 16),  # to try the script
 }
 
 
@@ -61,27 +61,27 @@ class Batch:
 
 
 def make_batch(folder: Path, shape: Shape, tokens: int, routing: str) -> Batch:
-    """Write the inputs of one cell; fewer tokens have more variants, so that decoding does not meet the same experts again."""
+    """Write the inputs of one cell; fewer tokens have more variants, so that decoding does not reuse experts."""
     rng = np.random.default_rng(tokens)
     variants = max(2, min(16, 64 // tokens))
-    at = folder / f"inputs-{tokens}-{routing}"
-    at.mkdir(exist_ok=True)
+    inputs = folder / f"inputs-{tokens}-{routing}"
+    inputs.mkdir(exist_ok=True)
     hidden = rng.standard_normal((variants, tokens, shape.hidden), np.float32)
     ids = np.stack([_route(rng, shape.experts, tokens, routing) for _ in range(variants)])
     weights = rng.random((variants, tokens, TOPK), np.float32) + 0.1
-    np.save(at / "hidden.npy", (hidden.view(np.uint32) >> 16).astype(np.uint16))
-    np.save(at / "ids.npy", ids)
-    np.save(at / "weights.npy", weights / weights.sum(2, keepdims=True))
+    np.save(inputs / "hidden.npy", (hidden.view(np.uint32) >> 16).astype(np.uint16))
+    np.save(inputs / "ids.npy", ids)
+    np.save(inputs / "weights.npy", weights / weights.sum(2, keepdims=True))
     counts = [np.bincount(one.ravel(), minlength=shape.experts) for one in ids]
     distinct, busiest = np.mean([(c > 0).sum() for c in counts]), np.mean([c.max() for c in counts])
-    return Batch(at, tokens, routing, float(distinct), float(busiest))
+    return Batch(inputs, tokens, routing, float(distinct), float(busiest))
 
 
 def _route(rng: np.random.Generator, experts: int, tokens: int, routing: str) -> npt.NDArray[np.int64]:
-    """Distinct experts for every token: the TOPK first of a random order, in which popular ones tend to come first."""
-    likely = np.zeros(experts) if routing == "balanced" else -ZIPF * np.log(1.0 + rng.permutation(experts))
+    """Distinct experts for every token: the first TOPK of a random order that favours popular experts."""
+    log_odds = np.zeros(experts) if routing == "balanced" else -ZIPF * np.log(1.0 + rng.permutation(experts))
     order = np.argsort(
-        -(likely + rng.gumbel(size=(tokens, experts))), axis=1
+        -(log_odds + rng.gumbel(size=(tokens, experts))), axis=1
     )  # Gumbel's trick: drawing without replacement
     return np.ascontiguousarray(order[:, :TOPK], np.int64)
 
@@ -96,7 +96,7 @@ def write_source(folder: Path, shape: Shape) -> None:
 
 
 def merge_layers(loose: Path, out: Path, layers: int) -> None:
-    """As many layers as asked for of the one in `loose`, merged as `ktconvert merge` does: each has pages of its own."""
+    """Merge `layers` copies of the layer in `loose` with `ktconvert merge`, so that each has its own pages."""
     for layer in range(1, layers):
         shutil.copytree(loose / "_layer_0", loose / f"_layer_{layer}", copy_function=os.link)
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "merge", "-i", str(loose), "-o", str(out), "-q"]

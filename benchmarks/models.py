@@ -1,4 +1,4 @@
-"""Makes checkpoints to measure with: random weights in the shape of Qwen3-30B-A3B, and headers alone in that of DeepSeek-V3."""
+"""Creates checkpoints for benchmarks: random weights shaped like Qwen3-30B-A3B, headers only like DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 BITS = {"BF16": 16, "F8_E4M3": 8, "F32": 32}
 BLOCK = 128  # rows and columns that share one FP8 scale
-PIECE = 1 << 20  # values made at a time
+PIECE = 1 << 20  # values generated at a time
 SPREAD = 0.02  # standard deviation of the weights
 
 Fill = Callable[["Tensor"], Iterable[bytes]]
@@ -37,7 +37,10 @@ class Tensor:
 
 
 def qwen3(layers: int, experts: int, dtype: str = "BF16") -> tuple[list[Tensor], dict[str, Any]]:
-    """Tensors and config in the shape of Qwen3-30B-A3B (H 2048, I 768); the embedding is cut so that, as there, 5 to 7 % is not experts."""
+    """Tensors and config in the shape of Qwen3-30B-A3B (H 2048, I 768).
+
+    The embedding is cut so that, as there, 5 to 7 % is not experts.
+    """
     hidden, width, vocabulary, heads = 2048, 768, 512 * experts, 4096
     tensors = [Tensor("model.embed_tokens.weight", "BF16", (vocabulary, hidden))]
     for n in range(layers):
@@ -73,7 +76,7 @@ def qwen3(layers: int, experts: int, dtype: str = "BF16") -> tuple[list[Tensor],
 
 
 def deepseek(layers: int, experts: int) -> tuple[list[Tensor], dict[str, Any]]:
-    """Tensors and config in the shape of DeepSeek-V3 (H 7168, I 2048, FP8 in blocks): 3 dense layers first, one MTP layer last."""
+    """Tensors and config in the shape of DeepSeek-V3 (H 7168, I 2048, FP8): first 3 dense layers, last an MTP layer."""
     hidden, width, dense = 7168, 2048, 18432
     vocabulary = ("lm_head.weight", "model.embed_tokens.weight")
     tensors = [Tensor(name, "BF16", (129280, hidden)) for name in vocabulary]
@@ -124,7 +127,7 @@ def deepseek(layers: int, experts: int) -> tuple[list[Tensor], dict[str, Any]]:
 def write_model(
     folder: Path, tensors: Sequence[Tensor], config: dict[str, Any], shards: int, fill: Fill | None = None
 ) -> None:
-    """A sharded checkpoint with its index; without `fill` the weights are holes, which take no disk. Nothing if it is there already."""
+    """Write a sharded checkpoint with its index, unless it exists; without `fill` the weights are holes (no disk)."""
     recipe = json.dumps(config, indent=2) + "\n"
     done = folder / "config.json"  # written last
     if done.exists() and done.read_text() == recipe:
@@ -145,7 +148,7 @@ def write_model(
 
 
 def gaussian(seed: int = 0) -> Fill:
-    """Random normal weights, every value drawn for itself: no two matrices are alike. FP8 scales vary from block to block."""
+    """Random normal weights, all drawn independently: no two matrices are alike. FP8 scales differ between blocks."""
     rng = np.random.Generator(np.random.PCG64(seed))
     normal = NormalDist()
     quantiles = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], np.float32)
@@ -197,7 +200,7 @@ def _experts(base: str, experts: int, hidden: int, width: int, dtype: str) -> li
 
 
 def _cut(tensors: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
-    """About equal bytes in each, as released models are cut: layers go on in the next shard."""
+    """Shards of about equal size, split inside layers, as in released models."""
     groups: list[list[Tensor]] = [[] for _ in range(shards)]
     total, at = sum(t.nbytes for t in tensors), 0
     for tensor in tensors:

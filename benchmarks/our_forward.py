@@ -1,4 +1,4 @@
-"""A worker of forward.py: our runtime, and the yardsticks. KTCONVERT_ISA says which instruction set it uses.
+"""A worker of forward.py: our runtime, and the machine's ceilings. KTCONVERT_ISA chooses the instruction set.
 
 python our_forward.py SCRATCH THREADS
 """
@@ -21,7 +21,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 
 
 class Ours:
-    """The layers that are open, and the inputs of the cell at hand."""
+    """The loaded layers, and the inputs of the current cell."""
 
     def __init__(self, scratch: Path, threads: int) -> None:
         self.scratch = scratch
@@ -32,7 +32,7 @@ class Ours:
         self.ceilings: Ceilings | None = None
 
     def about(self) -> str:
-        """What this worker runs on."""
+        """The library and its instruction set."""
         return f"ktconvert with {kernels.isa()}"
 
     def quantize(self, source: str, method: str, out: str) -> None:
@@ -51,7 +51,7 @@ class Ours:
 
     def open(self, folder: str, layers: int, method: str, memory: str, **shape: int) -> None:
         """Load the layers that calls rotate over."""
-        given: dict[str, Any] = {"method": f"AMX{method.upper()}", "memory": memory, "pool": self.pool}
+        options: dict[str, Any] = {"method": f"AMX{method.upper()}", "memory": memory, "pool": self.pool}
         self.layers = [
             Experts.load(
                 folder,
@@ -59,19 +59,19 @@ class Ours:
                 num_experts=shape["experts"],
                 hidden=shape["hidden"],
                 intermediate=shape["intermediate"],
-                **given,
+                **options,
             )
             for layer in range(layers)
         ]
 
     def batch(self, folder: str) -> None:
-        """Take the inputs of a cell."""
+        """Load the inputs of a cell."""
         hidden, ids, weights = (np.load(Path(folder) / f"{name}.npy") for name in ("hidden", "ids", "weights"))
         self.inputs = hidden, ids, weights
         self.out = np.empty_like(hidden[0])
 
     def call(self, number: int) -> None:
-        """The layer changes from call to call, the variant when all layers had it."""
+        """One forward; calls rotate over the layers, and after each rotation take the next variant."""
         self._forward(self.layers[number % len(self.layers)], number // len(self.layers))
 
     def time(self, first: int, count: int, warm: bool) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Ours:
         return timed(self.call, first, count, warm)
 
     def answer(self, path: str, exact: bool) -> dict[str, Any]:
-        """Write what layer 0 gives for variant 0; the seconds of this one call."""
+        """Write layer 0's output for variant 0; returns the seconds of this call."""
         self.layers[0].exact = exact
         seconds = timed(self.call, 0, 1, False)
         self.layers[0].exact = False
@@ -87,19 +87,19 @@ class Ours:
         return seconds
 
     def read(self) -> dict[str, float]:
-        """Bytes a second, and a CPU second, that this machine reads."""
-        return self._yardsticks().read()
+        """Bytes that this machine reads per second and per CPU second."""
+        return self._ceilings().read()
 
     def operations(self) -> dict[str, float]:
-        """INT8 operations a second that this machine does."""
-        return self._yardsticks().operations()
+        """INT8 operations per second of this machine."""
+        return self._ceilings().operations()
 
     def _forward(self, experts: Experts, variant: int) -> None:
         hidden, ids, weights = self.inputs
         v = variant % len(hidden)
         experts.forward(hidden[v], ids[v], weights[v], out=self.out)
 
-    def _yardsticks(self) -> Ceilings:
+    def _ceilings(self) -> Ceilings:
         if self.ceilings is None:
             self.ceilings = Ceilings(self.scratch, self.pool.threads)
         return self.ceilings

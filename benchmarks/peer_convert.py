@@ -1,9 +1,10 @@
-"""Runs in a Python that has kt-kernel: the conversion as its script does it, through its API.
+"""Converts as kt-kernel's script does, through its API; runs in a Python that has kt-kernel.
 
     peer_convert.py MODEL OUT METHOD NUMA THREADS
 
-Per layer: experts are read and stacked, KTMoEWrapper quantizes them and writes loose .kt files (to /dev/shm, as the script does), these are
-read back and saved as one safetensors shard. Left out of the script: searching folders for every file, non-expert tensors, FP8 on a GPU.
+Per layer: experts are read and stacked, KTMoEWrapper quantizes them and writes loose .kt files (to /dev/shm, as the
+script does), which are read back and saved as one safetensors shard. Omitted: the script's directory searches,
+non-expert tensors, FP8 on a GPU.
 """
 
 import json
@@ -78,17 +79,17 @@ def quantize(config, index, files, scratch: Path, layer: int, method: str, numa:
 
 
 def merged(scratch: Path, layer: int) -> dict[str, torch.Tensor]:
-    """The layer's loose files under the names that the loader asks for."""
+    """The layer's loose files under the names that the loader expects."""
     tensors: dict[str, torch.Tensor] = {}
-    seen: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
     for path in sorted((scratch / f"_layer_{layer}").rglob("*.kt")):
         _, projection, expert, _, what, _ = path.name.split("_")
         kind, dtype = ("weight", np.int8) if what == "quant" else ("scale", np.float32)
         node = path.parent.name.removeprefix("_numa_")
         key = f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{node}.{kind}"
         tensors[key] = torch.from_numpy(np.fromfile(path, dtype))
-        seen[kind] += 1
-    assert seen["weight"] == seen["scale"] > 0, f"{scratch}: kt-kernel wrote {dict(seen)}"
+        counts[kind] += 1
+    assert counts["weight"] == counts["scale"] > 0, f"{scratch}: kt-kernel wrote {dict(counts)}"
     return tensors
 
 

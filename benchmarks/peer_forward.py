@@ -2,8 +2,8 @@
 
 python peer_forward.py THREADS
 
-Calls go to its C++ object at once (forward_task, submit, sync), without the copies that its wrapper makes first: in its favour.
-KT_KERNEL_CPU_VARIANT says which instruction set it uses.
+Calls its C++ object directly (forward_task, submit, sync), without the copies that its wrapper makes, in its favour.
+KT_KERNEL_CPU_VARIANT chooses its instruction set.
 """
 
 import os
@@ -28,18 +28,18 @@ for _name in ("zeros", "empty", "full"):  # a CPU-only torch cannot pin memory, 
 import kt_kernel  # noqa: E402
 from kt_kernel.utils import amx  # noqa: E402
 
-MOST_TOKENS = 1024  # a multiple of 32, or kt-kernel ends the process
+MOST_TOKENS = 1024  # must be a multiple of 32, or kt-kernel aborts
 TOPK = 8
 
 
 class Unsaved(amx.MOEConfig):
-    """Its wrapper asks for saving whatever the caller wants; this one does not hear it."""
+    """A configuration that never saves: kt-kernel's wrapper sets `save` regardless of its caller."""
 
     save = property(lambda self: False, lambda self, wanted: None)
 
 
 class Peer:
-    """The layers that are open, and the inputs of the cell at hand."""
+    """The loaded layers, and the inputs of the current cell."""
 
     def __init__(self, threads: int):
         self.threads = threads
@@ -54,7 +54,7 @@ class Peer:
         return f"kt-kernel {kt_kernel.__version__} with its {kt_kernel.__cpu_variant__} variant"
 
     def load_source(self, source, method, scratch):
-        """Seconds of load_weights_from_tensors, which always saves the loose files too, and of the same kept from saving."""
+        """Seconds of load_weights_from_tensors, which always saves the loose files too, and without the saving."""
         tensors = [
             torch.from_numpy(np.load(Path(source) / f"{name}.npy")).view(torch.bfloat16)
             for name in ("gate", "up", "down")
@@ -62,10 +62,10 @@ class Peer:
         experts, intermediate, hidden = tensors[0].shape
         order = torch.arange(experts, dtype=torch.int64)
         seconds = {}
-        config = amx.MOEConfig
-        for name, made in (("unsaved", Unsaved), ("saved", config)):
+        original = amx.MOEConfig
+        for name, config in (("unsaved", Unsaved), ("saved", original)):
             moe = self._wrapper(scratch, 0, method, experts, hidden, intermediate)
-            amx.MOEConfig = made
+            amx.MOEConfig = config
             begun, cpu = time.perf_counter(), time.process_time()
             moe.load_weights_from_tensors(*tensors, order)
             seconds |= {name: time.perf_counter() - begun, f"{name}_cpu": time.process_time() - cpu}

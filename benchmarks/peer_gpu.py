@@ -1,10 +1,11 @@
-"""llmcompressor's own ways to the same weights, each a whole process, as `ktconvert gpu` is.
+"""llmcompressor's entry points for the same weights, each run as a process of its own, as `ktconvert gpu` is.
 
     peer_gpu.py model_free_ptq MODEL OUT TYPE
     peer_gpu.py oneshot-RTN MODEL OUT TYPE
     peer_gpu.py oneshot-GPTQ MODEL OUT TYPE DATASET.jsonl SAMPLES LENGTH
 
-The ignore list is ours, so that all quantize the same linears. GPTQ as in kt-kernel's convert_gpu_weights.py, with rows that hold a text.
+The ignore list is ours, so that all quantize the same linears. GPTQ is set up as in kt-kernel's
+convert_gpu_weights.py, for rows with a text.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def model_free(model: str, out: str, scheme: str) -> None:
-    """Shard by shard, without a model's class; one worker per CPU."""
+    """Quantize shard by shard, without the model's class; one worker per CPU."""
     import os
 
     from llmcompressor import model_free_ptq
@@ -23,7 +24,7 @@ def model_free(model: str, out: str, scheme: str) -> None:
 
 
 def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
-    """The whole model in memory."""
+    """Quantize with the whole model in memory."""
     import torch
     import transformers
     from llmcompressor import oneshot as library
@@ -31,20 +32,20 @@ def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    asked = {"targets": "Linear", "scheme": scheme, "ignore": ignored(model)}
+    settings = {"targets": "Linear", "scheme": scheme, "ignore": ignored(model)}
     if method == "RTN":
-        library(model=loaded, recipe=QuantizationModifier(**asked), output_dir=out)
+        library(model=loaded, recipe=QuantizationModifier(**settings), output_dir=out)
         return
     from datasets import Dataset
 
     path, samples, length = data[0], int(data[1]), int(data[2])
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     rows = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()[:samples]]
-    told = tokenizer(rows, padding=False, max_length=length, truncation=True, add_special_tokens=False)
+    tokens = tokenizer(rows, padding=False, max_length=length, truncation=True, add_special_tokens=False)
     library(
         model=loaded,
-        dataset=Dataset.from_dict(dict(told)).shuffle(seed=42),
-        recipe=GPTQModifier(dampening_frac=0.1, **asked),
+        dataset=Dataset.from_dict(dict(tokens)).shuffle(seed=42),
+        recipe=GPTQModifier(dampening_frac=0.1, **settings),
         output_dir=out,
         max_seq_length=length,
         num_calibration_samples=samples,
@@ -52,7 +53,7 @@ def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
 
 
 def ignored(model: str) -> list[str]:
-    """What ktconvert names in quantization_config."""
+    """The ignore list that ktconvert writes to quantization_config."""
     from ktconvert.layouts.checkpoints.experts import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import ignore_list
@@ -61,8 +62,8 @@ def ignored(model: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    how, *arguments = sys.argv[1:]
-    if how == "model_free_ptq":
+    method, *arguments = sys.argv[1:]
+    if method == "model_free_ptq":
         model_free(*arguments)
     else:
-        oneshot(how.removeprefix("oneshot-"), *arguments)
+        oneshot(method.removeprefix("oneshot-"), *arguments)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long a plan takes: --dry-run and inspect on 160 shards with 101,000 tensors, made of headers and holes.
+"""How long a plan takes: --dry-run and inspect on 160 shards with 101,000 tensors, which consist of headers and holes.
 
 python benchmarks/plan.py [--rounds 3] [--dir DIR] [--json FILE]
 """
@@ -23,20 +23,22 @@ CLI = (sys.executable, "-m", "ktconvert.pipeline.cli")
 
 
 def commands(model: Path, scratch: Path) -> dict[str, list[str]]:
-    """What is measured, on one checkpoint."""
+    """The commands to measure, on one checkpoint."""
     dry_run = [*CLI, "cpu", "-i", str(model), "-o", str(scratch / "never-made"), "--dry-run"]
     return {"cpu --dry-run": dry_run, "inspect": [*CLI, "inspect", str(model)]}
 
 
 def main() -> None:
-    """Make the checkpoint, run each command, print seconds and bytes beside the target."""
+    """Create the checkpoint, run each command, print seconds and bytes with the target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="where to make the checkpoint; kept. Default: a temporary directory")
+    parser.add_argument(
+        "--dir", type=Path, help="the checkpoint is created and kept here; default: a temporary directory"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
-        scratch = given.dir or Path(temporary)
+        scratch = options.dir or Path(temporary)
         scratch.mkdir(parents=True, exist_ok=True)
         model = scratch / "headers-only"
         tensors, config = models.deepseek(LAYERS, EXPERTS)
@@ -52,7 +54,7 @@ def main() -> None:
         small = commands(EXAMPLE, scratch)
         for name, command in commands(model, scratch).items():
             bare = timing.run(small[name])  # what Python itself reads
-            runs = [timing.run(command) for _ in range(given.rounds)]
+            runs = [timing.run(command) for _ in range(options.rounds)]
             wall, cpu = statistics.median(r.wall for r in runs), statistics.median(r.cpu for r in runs)
             read = runs[-1].read - bare.read if runs[-1].read is not None and bare.read is not None else None
             met = "met" if wall < TARGET_SECONDS else "MISSED"
@@ -62,9 +64,9 @@ def main() -> None:
                 + (f"{read / 1e6:.1f} MB ({read / headers:.2f} of headers and index)" if read else "unknown")
             )
             figures[name] = {"wall": wall, "cpu": cpu, "read": read, "target_wall": TARGET_SECONDS}
-        if given.json:
+        if options.json:
             document = {"machine": timing.machine(), "headers": headers, "commands": figures}
-            given.json.write_text(json.dumps(document, indent=2) + "\n")
+            options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

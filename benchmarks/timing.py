@@ -1,4 +1,4 @@
-"""Runs one command and says what it cost: wall and CPU seconds, memory, bytes moved. Standard library only, so that it stays small."""
+"""Runs one command and measures wall and CPU seconds, memory and bytes moved. Standard library only, to stay small."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Run:
     wall       seconds, with the final sync() where one was asked for
     user       CPU seconds in the process
     system     CPU seconds in the kernel on its behalf
-    max_rss    bytes; pages of mapped files count. Never less than the peak of the process that called run(), as the kernel counts
-    anonymous  bytes, the most that was sampled; 0 where nothing was sampled
-    read       bytes asked for with read() (rchar); pages of mapped files do not count. None where the kernel does not say
-    dirtied    bytes of the page cache or disk written (write_bytes); pipes do not count. None where the kernel does not say
+    max_rss    bytes; pages of mapped files count. The kernel starts it at the peak of the process that called run()
+    anonymous  bytes, the largest sample; 0 where nothing was sampled
+    read       bytes asked for with read() (rchar); pages of mapped files do not count. None where not reported
+    dirtied    bytes of the page cache or disk written (write_bytes); pipes do not count. None where not reported
     output     what it printed, both streams
     """
 
@@ -54,17 +54,17 @@ def run(
     sample: bool = False,
     ok: Sequence[int] = (0,),
 ) -> Run:
-    """Run a command to its end; `sample` watches its anonymous memory, which costs it a little time.
+    """Run a command to its end; `sample` samples its anonymous memory, which slows it a little.
 
-    Raises RuntimeError with what it printed when it exits with anything but `ok`.
+    Raises RuntimeError with its output when it exits with a code that is not in `ok`.
     """
-    with os.fdopen(os.memfd_create("output"), "w+b") as log:  # no disk: what the command writes there is counted
+    with os.fdopen(os.memfd_create("output"), "w+b") as log:  # not on disk: those writes are counted
         streams = [(os.POSIX_SPAWN_DUP2, log.fileno(), 1), (os.POSIX_SPAWN_DUP2, log.fileno(), 2)]
         begun = time.perf_counter()
         pid = os.posix_spawnp(command[0], list(command), dict(os.environ | dict(env or {})), file_actions=streams)
         anonymous = _watch(pid) if sample else 0
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        moved = _moved(pid)  # of a process that has ended but was not yet waited for
+        moved = _moved(pid)  # the process has ended but was not yet waited for
         _, status, usage = os.wait4(pid, 0)
         if sync:
             os.sync()
@@ -87,14 +87,14 @@ def run(
 
 
 def _watch(pid: int) -> int:
-    most = 0
+    largest = 0
     rollup = Path(f"/proc/{pid}/smaps_rollup")
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        with contextlib.suppress(OSError):  # between its end and our noticing
+        with contextlib.suppress(OSError):  # the process may just have ended
             fields = dict(line.split(":", 1) for line in rollup.read_text().splitlines()[1:])
-            most = max(most, int(fields["Anonymous"].split()[0]) << 10)
+            largest = max(largest, int(fields["Anonymous"].split()[0]) << 10)
         time.sleep(SAMPLE_EVERY)
-    return most
+    return largest
 
 
 def _moved(pid: int) -> dict[str, int]:
@@ -115,14 +115,14 @@ def plain(run: Run) -> dict[str, Any]:
     return {key: value for key, value in asdict(run).items() if key != "output"} | {"cpu": run.cpu}
 
 
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call in a process of its own: a child's peak RSS begins with its parent's, so the one that measures must stay small."""
+def in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a separate process; the caller must stay small, since a child's peak RSS starts at its parent's."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def drop_caches(paths: Sequence[Path]) -> None:
-    """Let the kernel forget these files' pages, so that the next reader meets the disk."""
+    """Drop these files from the page cache, so that the next reader reads from disk."""
     os.sync()  # only clean pages can be dropped
     for path in paths:
         with path.open("rb") as file:
@@ -130,7 +130,7 @@ def drop_caches(paths: Sequence[Path]) -> None:
 
 
 def fill_caches(paths: Sequence[Path]) -> None:
-    """Read these files once, so that the next reader does not meet the disk."""
+    """Read these files once, so that the next reader finds them in the page cache."""
     buffer = bytearray(4 << 20)
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -139,7 +139,7 @@ def fill_caches(paths: Sequence[Path]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """Which machine the figures are of."""
+    """A description of this machine, to go with the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return {
@@ -153,5 +153,5 @@ def machine() -> dict[str, str]:
 
 def filesystem(path: Path) -> str:
     """The type of the file system that holds `path`, as df names it."""
-    told = subprocess.run(["df", "--output=fstype", str(path)], capture_output=True, text=True, check=False)
-    return told.stdout.split()[-1] if told.returncode == 0 else "unknown"
+    df = subprocess.run(["df", "--output=fstype", str(path)], capture_output=True, text=True, check=False)
+    return df.stdout.split()[-1] if df.returncode == 0 else "unknown"

@@ -1,7 +1,7 @@
-"""Worker processes that take turns: one works while every other is stopped. Standard library only: it also runs in kt-kernel's venv.
+"""Worker processes that take turns: one runs while the others are stopped. Standard library only, for any venv.
 
-A worker reads requests, one JSON object a line, and answers each with one line. Its standard output goes to its log, so that what a
-library prints cannot be taken for an answer.
+A worker reads requests, one JSON object a line, and answers each with one line. Its standard output goes to its log, so
+that the output of a library is not mistaken for an answer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-LONG = 0.25  # seconds; a call that lasts longer needs no untimed one before it
+LONG = 0.25  # seconds; a call that lasts longer needs no untimed call before it
 
 
 class Worker:
-    """One process that answers; stopped whenever it is not asked, so that no idle thread of it takes time from another's turn."""
+    """One worker process; stopped between requests, so that its idle threads take no time from another's turn."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -38,13 +38,13 @@ class Worker:
                 env=dict(os.environ | dict(env or {})),
             )
 
-    def ask(self, do: str, **given: Any) -> Any:
-        """Let it do one thing. RuntimeError with the end of its log when it cannot."""
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Send a request and return its answer. RuntimeError with the end of its log if it fails."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         process.send_signal(signal.SIGCONT)
         try:
-            print(json.dumps({"do": do} | given), file=process.stdin, flush=True)
+            print(json.dumps({"do": do} | arguments), file=process.stdin, flush=True)
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
@@ -57,7 +57,7 @@ class Worker:
         return answer["value"]
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -66,7 +66,7 @@ class Worker:
 
 
 def serve(verbs: Mapping[str, Callable[..., Any]]) -> None:
-    """The worker's side: answer requests until there are no more; `verbs` say what can be asked for."""
+    """The worker's side: answer requests until the input ends; `verbs` maps their names to functions."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a stopped process would outlive its parent
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -105,13 +105,13 @@ def timed(call: Callable[[int], None], first: int, count: int, warm: bool) -> di
 
 
 def _worker_seconds() -> float | None:
-    """CPU seconds of the threads that kt-kernel named numa_*: its workers, without the thread that spins for the caller."""
-    total, found = 0, False
+    """CPU seconds of kt-kernel's numa_* threads: its workers, without the thread that spins for the caller."""
+    total, has_workers = 0, False
     for task in Path("/proc/self/task").iterdir():
         try:
             if (task / "comm").read_text().startswith("numa_"):
                 total += int((task / "schedstat").read_text().split()[0])
-                found = True
+                has_workers = True
         except OSError:
             continue
-    return total / 1e9 if found else None
+    return total / 1e9 if has_workers else None
