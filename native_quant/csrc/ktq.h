@@ -84,7 +84,7 @@ int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uin
 /* --- the runtime: what was packed, multiplied ----------------------------------------------------------------------- */
 
 /* Threads that work together: for each of `groups` groups (NUMA nodes) threads[g] threads, each pinned to its CPU of `cpus`
-   (one after the other, group by group; -1: not pinned). The first thread of group 0 is whoever calls ktq_forward. A pool does one forward at
+   (one after the other, group by group; -1: not pinned). The first thread of group 0 is the caller of ktq_forward. A pool does one forward at
    a time; other callers wait. A child made by fork() starts threads of its own. */
 typedef struct ktq_pool ktq_pool;
 int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **pool);
@@ -142,7 +142,7 @@ int ktq_bind_memory(void *address, size_t length, int node);
 /* Instruction sets, worst first: 0 "scalar" .. ktq_isa_count() - 1 "amx". */
 int ktq_isa_count(void);
 const char *ktq_isa_name(int isa);
-int ktq_isa_available(int isa); /* this CPU and this kernel let us use it */
+int ktq_isa_available(int isa); /* supported by this CPU and operating system */
 int ktq_isa(void);              /* in use; the best available until ktq_set_isa */
 int ktq_set_isa(int isa);       /* -1: the best available. KTQ_EISA if it is not available */
 

@@ -51,7 +51,7 @@ typedef uint32_t bits_lanes __attribute__((vector_size(32)));
 typedef float float_lanes __attribute__((vector_size(32)));
 typedef double double_lanes __attribute__((vector_size(64)));
 
-/* Sums of one row, each in 8 lanes (column mod 8) that are added in order at the end: one order, whoever computes it. */
+/* Sums of one row, each in 8 lanes (column mod 8) that are added in order at the end: the same order in every kernel. */
 static void row_sums(int bits, int64_t k, const uint8_t *source, const uint8_t *weight, int64_t r, float scale, double *sums) {
     double_lanes xx = {0}, yy = {0}, xy = {0}, dd = {0};
     int8_t codes[TILE_COLUMNS_MAX];

@@ -7,7 +7,7 @@
  *                        upper byte        entry mmm of `subnormal`: bf16(mmm * 2^-9 * scale)
  *
  * vpshufb looks 16 bytes up at once: one table for the lower bytes of BF16, one for the upper. It takes the lower 4 bits of a
- * code as they are. NaN (0x7f, 0xff) would come out as 480: whoever finds one lets the scalar kernel do that piece again.
+ * code as they are. NaN (0x7f, 0xff) would come out as 480: a kernel that finds one has the scalar kernel redo that piece.
  */
 #ifndef KT_FP8_TABLE_H
 #define KT_FP8_TABLE_H

@@ -1,4 +1,4 @@
-/* AVX2: a column of 32 rows in 4 vectors (gptq_avx512.c says how). */
+/* AVX2: a column of 32 rows in 4 vectors (as in gptq_avx512.c). */
 #include <immintrin.h>
 
 #include "bf16.h"

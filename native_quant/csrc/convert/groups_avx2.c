@@ -1,4 +1,4 @@
-/* AVX2: 16 columns at a time, the even and the odd ones as float32 (groups_avx512.c says how). */
+/* AVX2: 16 columns at a time, the even and the odd ones as float32 (as in groups_avx512.c). */
 #include <immintrin.h>
 
 #include "groups_row.h"

@@ -11,7 +11,7 @@
    scalar kernel looks at each x. */
 #define SUBNORMALS_MATTER 0x1p-120f
 
-/* NUMERICS.md: INT8 multiplies by fl(1/127) (kt-kernel's compiler made that of a division), INT4 divides in float64. */
+/* NUMERICS.md: INT8 multiplies by fl(1/127) (into which kt-kernel's compiler turned the division), INT4 divides in float64. */
 static float scale_of(int bits, uint16_t amax_bits) {
     float amax = kt_from_bf16(amax_bits);
     float scale = bits == 8 ? amax * (1.0f / 127.0f) : (float)((double)amax / 112.0);

@@ -15,7 +15,7 @@ enum {
 
 enum { KT_QUANTIZE, KT_GATE_UP, KT_REQUANTIZE, KT_DOWN, KT_COMBINE };
 
-/* What a thread claims next. It waits only for tasks that were claimed before it, so the oldest one never waits for nobody. */
+/* What a thread claims next. It waits only for tasks that were claimed before it, so the oldest unfinished one never waits. */
 typedef struct {
     int kind, part;      /* part: counted among those of the group */
     int64_t bucket;      /* GATE_UP, REQUANTIZE, DOWN */

@@ -23,7 +23,7 @@ enum { ROWS = sizeof rows / sizeof rows[0] };
 static const int contains[KT_ISA_COUNT] = {KT_ISAS(KT_ISA_PARENT)};
 #undef KT_ISA_PARENT
 
-/* Whether whoever has `isa` has `other`. */
+/* Whether a CPU with `isa` also has `other`. */
 static int includes(int isa, int other) {
     while (isa > other) isa = contains[isa];
     return isa == other;

@@ -16,7 +16,7 @@ struct ktq_job {
     atomic_uint pending; /* 0: no; otherwise 1 + kt_pool_forks() where it was submitted */
 };
 
-/* Whether it waits or is computed. In a child of the process that submitted it nobody will. */
+/* Whether it is queued or running. In a forked child of the process that submitted it, it never runs. */
 static int is_pending(ktq_job *job) {
     unsigned since = atomic_load(&job->pending);
     if (since == 0 || since == 1 + kt_pool_forks()) return since != 0;
@@ -72,7 +72,7 @@ void ktq_job_submit(void *argument) {
         }
         pthread_mutex_unlock(&queue->lock);
     }
-    job->result = ktq_forward(job->pool, &job->moe, &job->call); /* no thread to be had: now */
+    job->result = ktq_forward(job->pool, &job->moe, &job->call); /* no thread can be started: compute it now */
 }
 
 void ktq_job_wait(void *argument) {

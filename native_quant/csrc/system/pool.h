@@ -21,7 +21,7 @@ int kt_pool_enter(ktq_pool *pool);
 void kt_pool_leave(ktq_pool *pool);
 
 /* Between enter and leave: work(job, ...) in every thread that is awake in time, the caller among them; returns when none is in it any
-   more. A thread may come late or not at all: whoever is there must be able to finish the job. */
+   more. A thread may join late or never: those present must be able to finish the job. */
 void kt_pool_run(ktq_pool *pool, kt_work_fn *work, void *job);
 
 /* Between enter and leave: a block of at least `size` bytes, on a boundary of 64, that is kept between jobs. If it has to move, its

@@ -59,7 +59,7 @@ static void on_sigbus(int number, siginfo_t *info, void *context) {
     const mapping *ours = is_fault ? mapping_at(info->si_addr) : NULL;
     if (ours) {
         if (atomic_flag_test_and_set(&told))
-            for (;;) pause(); /* another thread is telling it, and ends the process */
+            for (;;) pause(); /* another thread reports it and ends the process */
         say(opening);
         say(ours->name);
         say(closing);

@@ -1,4 +1,4 @@
-/* Floating-point state and waiting, as far as standard C can say it. */
+/* Floating-point state and waiting, as far as standard C supports them. */
 #ifndef KT_CPU_H
 #define KT_CPU_H
 

@@ -1,4 +1,4 @@
-/* What x86-64 is told besides instructions that compute: floating-point state, and that a thread waits. */
+/* Control instructions of x86-64: floating-point state, and the pause of a waiting thread. */
 #ifndef KT_CPU_H
 #define KT_CPU_H
 
