@@ -6,14 +6,14 @@
 #include <stdint.h>
 
 enum {
-    KT_STRIP_ROWS = 32, /* rows of a tile: what is transposed at a time */
-    KT_HALF_ROWS = 16,  /* rows of a half tile: what is quantized and packed at a time */
+    KT_STRIP_ROWS = 32, /* rows of a tile, which are transposed together */
+    KT_HALF_ROWS = 16,  /* rows of a half tile, which are quantized and packed together */
     KT_HALF_BYTES = 1024,
     KT_TILE_BYTES = 2048,
     KT_K_BLOCK = 3584, /* columns of a column block */
 };
 
-/* What depends on the bits of a code: n is a multiple of block_rows, k of tile_columns; code * unit * scale is the weight. */
+/* The constants for each number of bits: n is a multiple of block_rows, k of tile_columns; code * unit * scale is the weight. */
 typedef struct {
     int64_t block_rows, tile_columns;
     int unit;

@@ -1,5 +1,5 @@
-/* A block of columns of GPTQ: 32 rows at a time are turned, so that a column lies in a few vectors, worked on while they lie in L1
- * and L2, and turned back. Knows the order of rows; knows no instruction set. */
+/* A block of columns of GPTQ: 32 rows at a time are transposed, so that a column is a few vectors, processed while they are in L1
+ * and L2, and transposed back. Knows the order of rows, but no instruction set. */
 #include <string.h>
 
 #include "kernels.h"

@@ -1,5 +1,5 @@
-/* Linears in groups of columns with one BF16 scale each: what compressed-tensors calls pack-quantized. A row at a time is
- * measured, divided and packed while it lies in L1 or L2. Knows the order of rows; knows no instruction set. */
+/* Linears in groups of columns with one BF16 scale each: compressed-tensors' pack-quantized format. A row at a time is
+ * measured, divided and packed while it is in L1 or L2. Knows the order of rows, but no instruction set. */
 #include <stddef.h>
 
 #include "kernels.h"

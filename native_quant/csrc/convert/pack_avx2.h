@@ -1,4 +1,4 @@
-/* What both AVX2 packers share: 32 BF16 values to 32 INT8 codes, and the transpose of half a half tile, which is 8 rows of 8
+/* Shared by both AVX2 packers: 32 BF16 values to 32 INT8 codes, and the transpose of half a half tile, which is 8 rows of 8
  * quads here (pack_avx512.h has the drawing). vpacksswb works within 128-bit lanes, so a register of 32 codes holds its quads in
  * the order 0 1 4 5, 2 3 6 7; the transpose stores each where it belongs.
  */
@@ -45,7 +45,7 @@ KT_TARGET_AVX2 static inline void kt_store_quads(const __m256i *rows, int in_ord
     }
 }
 
-/* Asks for `columns` columns from `column` on of row r of the 16 rows that come next, into L2. */
+/* Prefetches `columns` columns from `column` on of row r of the 16 rows that come next, into L2. */
 KT_TARGET_AVX2 static inline void kt_fetch(const kt_ahead *ahead, int64_t r, int64_t column, int64_t columns) {
     const char *at = (const char *)ahead->first + r * ahead->row_stride + column * ahead->column_bits / 8;
     for (int64_t done = 0; done < columns * ahead->column_bits / 8; done += 64) _mm_prefetch(at + done, _MM_HINT_T1);

@@ -1,4 +1,4 @@
-/* What both AVX-512 packers share: 64 BF16 values to 64 INT8 codes, and the transpose of a half tile.
+/* Shared by both AVX-512 packers: 64 BF16 values to 64 INT8 codes, and the transpose of a half tile.
  *
  * A half tile is 16 rows of 16 quads (a quad: 4 bytes, of 4 consecutive columns). It is stored by quads:
  *
@@ -55,7 +55,7 @@ KT_TARGET_AVX512 static inline void kt_store_quads(const __m512i *rows, uint8_t 
         }
 }
 
-/* Asks for `columns` columns from `column` on of row r of the 16 rows that come next, into L2, so that memory is busy while
+/* Prefetches `columns` columns from `column` on of row r of the 16 rows that come next, into L2, so that memory is busy while
    we compute: a fifth faster. */
 KT_TARGET_AVX512 static inline void kt_fetch(const kt_ahead *ahead, int64_t r, int64_t column, int64_t columns) {
     const char *at = (const char *)ahead->first + r * ahead->row_stride + column * ahead->column_bits / 8;

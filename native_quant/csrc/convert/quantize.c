@@ -1,5 +1,5 @@
 /* The loop: 16 rows at a time are decoded (if they need it), measured, quantized and packed while they lie in L2.
- * Knows the order of the tiles and the formula of the scales; knows no instruction set. */
+ * Knows the order of the tiles and the formula of the scales, but no instruction set. */
 #include <stddef.h>
 
 #include "bf16.h"

@@ -69,7 +69,7 @@ KT_TARGET_AVX2 void kt_transpose_avx2(int item_bytes, const uint8_t *in, int64_t
     int64_t step = 32 / item_bytes, done = 0;
     int64_t rows_at_once = item_bytes == 4 ? 8 : 16;
     for (; rows == KT_STRIP_ROWS && done + step <= columns; done += step) {
-        /* The columns lie far apart, each on a page of its own: ask for those of the next step now. */
+        /* The columns are far apart, each on its own page: prefetch those of the next step. */
         if (done + 2 * step <= columns)
             for (int64_t c = step; c < 2 * step; c++) _mm_prefetch((const char *)in + (done + c) * column_stride, _MM_HINT_T0);
         for (int64_t r = 0; r < KT_STRIP_ROWS; r += rows_at_once) {

@@ -58,7 +58,7 @@ KT_TARGET_AVX512 void kt_transpose_avx512(int item_bytes, const uint8_t *in, int
     for (; rows == KT_STRIP_ROWS && done + step <= columns; done += step) {
         const uint8_t *from = in + done * column_stride;
         uint8_t *to = out + done * item_bytes;
-        /* The columns lie far apart, each on a page of its own: ask for those of the next step now. */
+        /* The columns are far apart, each on its own page: prefetch those of the next step. */
         if (done + 2 * step <= columns)
             for (int64_t c = step; c < 2 * step; c++) _mm_prefetch((const char *)from + c * column_stride, _MM_HINT_T0);
         if (item_bytes == 4)

@@ -1,7 +1,7 @@
-/* Dot products with AMX tiles: what both weight formats share.
+/* Dot products with AMX tiles: the code shared by both weight formats.
  *
  * A tile of activations is 16 tokens x 64 columns where they lie; a tile of weights is half a packed tile (16 rows x 64 columns as
- * quads), read where it lies (int8) or unpacked to scratch, once for all tokens (int4); a tile of sums is 16 x 16 int32. By tokens:
+ * quads), read in place (int8) or unpacked to scratch, once for all tokens (int4); a tile of sums is 16 x 16 int32. By tokens:
  *
  * - up to KT_LEFT_TO_VNNI: the AVX-512 VNNI kernel, which reads at 85 to 100 % of the memory's speed there (measured on Cascade
  *   Lake). Memory is the limit, and 16-row tiles would be half empty.

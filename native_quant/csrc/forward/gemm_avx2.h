@@ -1,4 +1,4 @@
-/* What the 256-bit kernels for dot products share. A register holds 8 rows x 4 columns of codes, 8 sums, or 4 activations 8 times. */
+/* The code shared by the 256-bit kernels for dot products. A register holds 8 rows x 4 columns of codes, 8 sums, or 4 activations 8 times. */
 #ifndef KT_GEMM_AVX2_H
 #define KT_GEMM_AVX2_H
 

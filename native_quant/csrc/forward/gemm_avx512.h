@@ -1,4 +1,4 @@
-/* What the dot products of AVX-512 and of AMX have in common: chunks, the columns of a strip that are multiplied at a time. */
+/* Shared by the dot products of AVX-512 and AMX: chunks, the columns of a strip that are multiplied at a time. */
 #ifndef KT_GEMM_AVX512_H
 #define KT_GEMM_AVX512_H
 

@@ -1,7 +1,7 @@
-/* What the dot products of AVX-512 have in common. A file that includes this has defined
+/* The code shared by the dot products of AVX-512. A file that includes this must define
  *
  *     TARGET, BITS           the attribute of its functions; 8 or 4
- *     OFFSET                 what multiply() multiplies is code + OFFSET, so the sums begin with -OFFSET * (sum of the activations)
+ *     OFFSET                 multiply() multiplies code + OFFSET, so the sums begin with -OFFSET * (sum of the activations)
  *     low_codes, high_codes  64 bytes of a tile -> 64 codes; INT4: of the columns 0..63 and of the columns 64..127
  *     multiply               adds to 16 sums the products of 16 rows * 4 codes with four activations
  *     load, rest, store      how sums come from memory, what is done with them every 4 quads, and how they get back there

@@ -22,10 +22,10 @@ enum {
 typedef void kt_few_fn(int64_t strips, const uint8_t *const *tiles, int64_t columns, const int8_t *a, int32_t *const *c);
 /* Tiles to codes, as `block` wants them. */
 typedef void kt_unpack_fn(const uint8_t *tiles, int64_t columns, uint8_t *codes);
-/* One token's activations to what `block` wants. */
+/* One token's activations in the form that `block` reads. */
 typedef void kt_copy_fn(const int8_t *a, int64_t columns, int8_t *out);
-/* Adds to c[token * 32 + row] the products of `columns` unpacked columns with activations KT_CHUNK_PITCH bytes apart. Meanwhile asks
-   for what will be unpacked next: `step` bytes from `ahead` on for each 8 columns of 16 rows. */
+/* Adds to c[token * 32 + row] the products of `columns` unpacked columns with activations KT_CHUNK_PITCH bytes apart. Meanwhile prefetches
+   what will be unpacked next: `step` bytes from `ahead` on for each 8 columns of 16 rows. */
 typedef void kt_block_fn(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c, const uint8_t *ahead, int64_t step);
 
 typedef struct {

@@ -145,7 +145,7 @@ static void *take(arena *arena, int64_t count, size_t size) {
 }
 #define TAKE(pointer, count) ((pointer) = take(arena, (count), sizeof *(pointer)))
 
-/* What is needed before the tokens are sorted. */
+/* The memory needed before the tokens are sorted. */
 static int64_t *lay_out_sorting(kt_pass *pass, arena *arena) {
     int64_t *place;
     TAKE(place, pass->moe->experts);
@@ -227,7 +227,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
     counted = (arena){0};
     kt_pass copy = *pass;
     lay_out(&copy, workers, &counted);
-    arena whole = {.base = kt_pool_block(pool, counted.used, first.used)}; /* begins with what was sorted */
+    arena whole = {.base = kt_pool_block(pool, counted.used, first.used)}; /* begins with the sorted tokens */
     if (!whole.base) return KTQ_ENOMEM;
     lay_out(pass, workers, &whole);
 

@@ -15,7 +15,7 @@ enum {
 
 enum { KT_QUANTIZE, KT_GATE_UP, KT_REQUANTIZE, KT_DOWN, KT_COMBINE };
 
-/* What a thread claims next. It waits only for tasks that were claimed before it, so the oldest unfinished one never waits. */
+/* The unit that a thread claims. It waits only for tasks that were claimed before it, so the oldest unfinished one never waits. */
 typedef struct {
     int kind, part;      /* part: counted among those of the group */
     int64_t bucket;      /* GATE_UP, REQUANTIZE, DOWN */
@@ -28,7 +28,7 @@ typedef struct {
     int64_t expert, first, m;
 } kt_bucket;
 
-/* What the threads of one group (NUMA node) work off: all tasks of the parts that belong to it. */
+/* The work of one group of threads (NUMA node): all tasks of its parts. */
 typedef struct {
     int64_t parts, *part;
     kt_task *task;
@@ -42,13 +42,13 @@ typedef struct {
     float *a_scale;
     int32_t *a_sums;
     float *h; /* [parts][rows][width]: silu(gate) * up */
-    /* [parts][2 * rows]: a bucket has room for 2 m rows: its m, then what the codes of the coarse ones leave. */
+    /* [parts][2 * rows]: a bucket has room for 2 m rows: its m, then the remainders of the coarse ones. */
     int8_t *hq;
     float *h_scale;
     int32_t *h_sums;
     int64_t *remainder_of;  /* [parts][2 * rows]: whose remainder it is, counted in the bucket */
     atomic_int *remainders; /* [parts][buckets] */
-    float *y; /* [2][parts][rows][panel columns]: what down gives; panels take turns */
+    float *y; /* [2][parts][rows][panel columns]: the output of down; panels alternate */
 } kt_group;
 
 typedef struct {

@@ -80,7 +80,7 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     done(&group->gate_up_left[task->part * pass->buckets + task->bucket]);
 }
 
-/* Rows of h as int8; in the default mode coarse ones get a second row for what is left of them. */
+/* Rows of h as int8; in the default mode coarse ones get a second row for the remainder. */
 static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     int64_t k = pass->moe->width, sums = column_blocks(k), cell = task->part * pass->buckets + task->bucket;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
@@ -105,7 +105,7 @@ static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task
     done(&group->requantize_left[cell]);
 }
 
-/* Adds what the remainders of rows give to 32 columns of y, whose rows are `pitch` apart. */
+/* Adds the products of the rows' remainders to 32 columns of y, whose rows are `pitch` apart. */
 static void add_remainders(const kt_pass *pass, kt_outputs job, const int64_t *remainder_of, float *y, int64_t pitch) {
     float sum[KT_STRIP_ROWS];
     job.out = sum;
@@ -133,7 +133,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         strip[i] = kt_strip_of(moe->bits, expert->down, moe->width, first + place[i]);
     }
     wait_for(&group->requantize_left[cell]);
-    if (task->panel >= 2) wait_for(&group->combine_left[task->panel - 2]); /* who read what lay here before */
+    if (task->panel >= 2) wait_for(&group->combine_left[task->panel - 2]); /* the readers of this half's previous panel */
     int64_t rows = bucket->m + atomic_load_explicit(&group->remainders[cell], memory_order_relaxed);
     float *y = group->y + ((task->panel % 2 * group->parts + task->part) * pass->rows + bucket->first) * pass->panel_columns;
     for (int64_t t = 0; t < rows; t += KT_TOKEN_BLOCK) {
@@ -159,7 +159,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     done(&group->down_left[task->panel]);
 }
 
-/* The parts of columns `column` .. of token t become the output; with `add` what it held goes into the first part's sum, as
+/* The parts of columns `column` .. of token t become the output; with `add` its previous value goes into the first part's sum, as
    in kt-kernel. */
 static void merge_parts(const kt_pass *pass, int64_t parts, float *const *sums, int64_t t, int64_t column, int64_t columns) {
     uint16_t *out = pass->call->out + (pass->first_token + t) * pass->moe->hidden + column;

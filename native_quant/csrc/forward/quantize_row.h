@@ -1,4 +1,4 @@
-/* What the vector kernels of quantize_row share: from the largest magnitude of a row to its scale. */
+/* Shared by the vector kernels of quantize_row: from the largest magnitude of a row to its scale. */
 #ifndef KT_QUANTIZE_ROW_H
 #define KT_QUANTIZE_ROW_H
 

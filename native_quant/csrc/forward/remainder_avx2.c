@@ -1,4 +1,4 @@
-/* What coarse int8 codes leave, AVX2. Mostly only the energy is asked: 32 columns at a time. */
+/* The remainder of coarse int8 codes, AVX2. Mostly only its energy is needed: 32 columns at a time. */
 #include <immintrin.h>
 
 #include "kernels.h"

@@ -1,4 +1,4 @@
-/* What coarse int8 codes leave, AVX-512. Mostly only the energy is asked: 64 columns at a time. */
+/* The remainder of coarse int8 codes, AVX-512. Mostly only its energy is needed: 64 columns at a time. */
 #include <immintrin.h>
 
 #include "kernels.h"
