@@ -69,14 +69,16 @@ def cli() -> Cli:
 
 @pytest.fixture(scope="session")
 def write_safetensors() -> Write:
-    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks come as unsigned bits."""
+    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks
+    come as unsigned bits."""
 
     return write_file
 
 
 @pytest.fixture(scope="session")
 def write_qwen(write_safetensors: Write) -> Write:
-    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}}, dtype="BF16")."""
+    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}},
+    dtype="BF16")."""
 
     def write(folder: Path, layers: dict[int, dict[str, npt.NDArray[Any]]], dtype: str = "BF16", **config: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Every row of the architecture table, on tiny checkpoints: recognised, each expert tensor used once, values right way round."""
+"""Every row of the architecture table, on tiny checkpoints: recognised, each expert tensor used
+once, values right way round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calibration data: the rows and ids that kt-kernel would take, in the order of the library, from files that users have."""
+"""Calibration data: the rows and ids that kt-kernel would take, in the order of the library, from
+files that users have."""
 
 from __future__ import annotations
 
@@ -199,7 +200,7 @@ def test_tokenizer_is_left_as_it_was() -> None:
 
 
 def broken(folder: Path) -> dict[str, tuple[Path, str]]:
-    """What is wrong -> the file and what is said of it."""
+    """Kind of damage -> the file, and words of its error message."""
     good = parquet(folder / "good.parquet", {"text": ["a"] * 20}).read_bytes()
     contents = {
         "bad line": ("bad.jsonl", b'{"text": "a"}\n{"text": b}\n', "line 2: Expecting value"),
@@ -277,7 +278,8 @@ print(json.dumps(batches))
 
 
 def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """Without a network: a downloaded snapshot is read, an error names the remedy; reading local files leaves no trace."""
+    """Without a network: a downloaded snapshot is read, an error names the remedy; reading local
+    files leaves no trace."""
     home = tmp_path / "home"
     snapshot(home / "hf", "org/chat")
     before = {path for path in home.rglob("*") if path.is_file()}

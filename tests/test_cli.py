@@ -1,4 +1,5 @@
-"""The command line as a user of kt-kernel's scripts meets it: their examples, their spellings, what is printed and where."""
+"""The command line as a user of kt-kernel's scripts meets it: their examples, their spellings, what
+is printed and where."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ import pytest
 
 from ktconvert.quantizers import reference
 
-# kt-kernel's scripts README, every example of convert_cpu_weights.py (0.7.2), and merge_cpu_weights.py as its --help describes it:
-# only the program's name and the paths differ. {bf16}, {fp16}, {fp8} are checkpoints, {out} the output, {loose} an earlier loose output.
+# kt-kernel's scripts README, every example of convert_cpu_weights.py (0.7.2), and merge_cpu_weights.py as its --help
+# describes it: only the program's name and the paths differ. {bf16}, {fp16}, {fp8} are checkpoints, {out} the output,
+# {loose} an earlier loose output.
 EXAMPLES = {
     "bf16 to int4": "cpu --input-path {bf16} --input-type bf16 --output {out} --quant-method int4",
     "fp16 to int8": "cpu --input-path {fp16} --input-type fp16 --output {out} --quant-method int8",

@@ -384,7 +384,8 @@ def test_what_marlin_cannot_compute_is_reported(build: Build) -> None:
 def test_a_whole_checkpoint_equals_model_free_ptq(
     form: compressed.Compressed, source: str, example: Path, tmp_path: Path, write_safetensors: Any
 ) -> None:
-    """The library's own streaming round to nearest, with our ignore list: same names, same bytes, nothing else packed."""
+    """The library's own streaming round to nearest, with our ignore list: same names, same bytes,
+    nothing else packed."""
     llmcompressor = pytest.importorskip(
         "llmcompressor", reason="llmcompressor is not installed (pip install 'ktconvert[gpu]')"
     )
@@ -392,11 +393,11 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
     from safetensors.torch import load_file, save_file
 
-    converter, given = None, tmp_path / "given"
-    shutil.copytree(example, given)
+    converter, input_path = None, tmp_path / "given"
+    shutil.copytree(example, input_path)
     if source == "fp8":
         converter = FP8BlockDequantizer(targets=[r"re:.*\.mlp\.experts\.\d+\..*"])
-        for path in given.glob("*.safetensors"):
+        for path in input_path.glob("*.safetensors"):
             tensors = load_file(path)
             for name in [name for name in tensors if ".experts." in name]:
                 scale = torch.rand(2, 2) * 0.01 + 1e-4
@@ -404,14 +405,14 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
                 tensors[name] = (tensors[name].float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
                 tensors[f"{name}_scale_inv"] = scale
             save_file(tensors, path)
-        (given / "model.safetensors.index.json").unlink(missing_ok=True)
-        config = json.loads((given / "config.json").read_text())
+        (input_path / "model.safetensors.index.json").unlink(missing_ok=True)
+        config = json.loads((input_path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        (given / "config.json").write_text(json.dumps(config))
-    model = recognise(open_checkpoint(given))
+        (input_path / "config.json").write_text(json.dumps(config))
+    model = recognise(open_checkpoint(input_path))
     patterns = ignore.ignore_list(model)
     llmcompressor.model_free_ptq(
-        str(given), str(tmp_path / "theirs"), form.name, ignore=patterns, device="cpu", converter=converter
+        str(input_path), str(tmp_path / "theirs"), form.name, ignore=patterns, device="cpu", converter=converter
     )
     theirs: dict[str, Any] = {}
     for path in (tmp_path / "theirs").glob("*.safetensors"):

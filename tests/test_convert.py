@@ -1,4 +1,5 @@
-"""`ktconvert cpu` on real files: the bytes that come out, whatever went in, on every instruction set and any number of threads."""
+"""`ktconvert cpu` on real files: the bytes that come out, whatever went in, on every instruction
+set and any number of threads."""
 
 from __future__ import annotations
 

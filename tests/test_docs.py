@@ -1,4 +1,5 @@
-"""The documentation says what the program does: every command, option, table row, link and example is checked against the real thing.
+"""The documentation says what the program does: every command, option, table row, link and example is checked against
+the real thing.
 
 `python tests/test_docs.py` prints the table of docs/architectures.md as it must be.
 """
@@ -312,7 +313,8 @@ def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: An
 
 
 def _short(style: Style) -> str:
-    """How a table cell shows a style: what its tensor names differ in, in braces; N is the expert, no N means 3-D tensors."""
+    """How a table cell shows a style: what its tensor names differ in, in braces; N is the expert,
+    no N means 3-D tensors."""
     names = [getattr(style, part) for part in style.parts]
     names = [re.sub(r"^\{prefix\}layers\.\{layer\}\.", "", name).removesuffix(".weight") for name in names]
     names = [name.replace("{expert}", "N") for name in names]

@@ -1,4 +1,5 @@
-"""What surrounds the dot products of a forward gives the same bits with every instruction set, whatever the numbers are."""
+"""What surrounds the dot products of a forward gives the same bits with every instruction set,
+whatever the numbers are."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from ktconvert.quantizers import reference
 # Each instruction set above scalar, which it is compared with.
 above_scalar = pytest.mark.parametrize("isa", kernels.ISAS[1:], indirect=True)
 
-# bits, hidden, intermediate size of a part, parts, tokens, experts per token. What they are chosen for: blocks of columns and
-# what is left over of them, one and several column blocks, one and several parts, more than one row block of tokens.
+# bits, hidden, intermediate size of a part, parts, tokens, experts per token. What they are chosen for: blocks of
+# columns and what is left over of them, one and several column blocks, one and several parts, more than one row block
+# of tokens.
 SHAPES = [
     (8, 64, 64, 1, 40, 2),
     (8, 320, 192, 2, 40, 3),

@@ -1,4 +1,5 @@
-"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model in INT8, INT4, W8A16, W4A16."""
+"""`ktconvert eval`: the numbers of known distributions, of a model against itself, and of the bundled model in INT8,
+INT4, W8A16, W4A16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files that we read, damaged in every way that a fuzzer finds: one sentence and a documented exit code, or success; no other exception.
+"""Files that we read, damaged in every way that a fuzzer finds: one sentence and a documented exit code, or success; no
+other exception.
 
 KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
 """
@@ -75,7 +76,8 @@ def fuzzed(examples: int) -> settings:
 
 
 def command(*arguments: object, words: str = "") -> int:
-    """Run a command in this process, as the real one; its exit code. A failure is one sentence, in which these words stand."""
+    """Run a command in this process, as the real one; its exit code. A failure is one sentence, in
+    which these words stand."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     before, sys.argv = sys.argv, ["ktconvert", *map(str, arguments)]
     code = 0
@@ -100,7 +102,7 @@ def command(*arguments: object, words: str = "") -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """A checkpoint, what comes of it, and a conversion that broke off in its second layer."""
+    """A checkpoint, its output, and a conversion that was interrupted in its second layer."""
 
     root: Path
     source: Path

@@ -1,4 +1,5 @@
-"""The dot products of every instruction set are those of the codes, exactly, for any number of tokens, rows and columns."""
+"""The dot products of every instruction set are those of the codes, exactly, for any number of
+tokens, rows and columns."""
 
 from __future__ import annotations
 

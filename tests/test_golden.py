@@ -1,4 +1,5 @@
-"""kt-kernel's own bytes, and ours for other encodings: from the NumPy definition and every instruction set this CPU has."""
+"""kt-kernel's own bytes, and ours for other encodings: from the NumPy definition and every
+instruction set this CPU has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ktconvert gpu` with GPTQ: tensor for tensor what llmcompressor's oneshot makes of the same samples once its masks are causal."""
+"""`ktconvert gpu` with GPTQ: tensor for tensor what llmcompressor's oneshot makes of the same
+samples once its masks are causal."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
 
-# Cases of which the library, with its masks repaired, makes the same; where experts are routed, of the experts that got a token.
+# Cases of which the library, with its masks repaired, makes the same; where experts are routed, of the experts that got
+# a token.
 EQUAL = [
     name
     for name, case in calibrated.CASES.items()
@@ -71,7 +73,8 @@ def assert_equal(name: str, actual: Any) -> None:
 
 
 def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
-    """One expert in memory at a time, as with a model that is much larger: the same bytes. In a process that was not forked."""
+    """One expert in memory at a time, as with a model that is much larger: the same bytes. In a
+    process that was not forked."""
     words = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
     program = "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.walk import environment; "
     program += "environment.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
@@ -140,7 +143,8 @@ def test_gptq_is_nearer_than_rounding(converted: Any) -> None:
 
 
 def test_codes_that_gptq_chose(converted: Any) -> None:
-    """--rounding float32: the library finds some 8-bit codes again as a neighbour; the scales and everything else is the same."""
+    """--rounding float32: the library finds some 8-bit codes again as a neighbour; the scales and
+    everything else is the same."""
     library, own = (packed(converted.ours(f"qwen3_moe {which}")) for which in ("W8A16", "float32"))
     assert library.keys() == own.keys()
     moved, count = 0, 0
@@ -210,7 +214,7 @@ def refused(server: Any, tmp_path: Path, words: list[str], code: int) -> str:
 
 
 def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_path: Path) -> None:
-    """With the layer's name; what was made before stays, so that another data set can be tried."""
+    """The message names the layer; finished units are kept, so that another data set can be tried."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,4 +1,5 @@
-"""What llmcompressor 0.14.0.1 gets wrong where one calls it as kt-kernel's script does, and proof that our output is right.
+"""What llmcompressor 0.14.0.1 gets wrong where one calls it as kt-kernel's script does, and proof that our output is
+right.
 
 One test for each; the library's side is its own oneshot, run on the same model and the same samples (rig/oneshot.py).
 """
@@ -39,7 +40,8 @@ def codes(bits: int, tensor: Any) -> Any:
 
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="with torchvision the library does not fail")
 def test_no_torchvision_is_needed(converted: Any) -> None:
-    """The library's way to load a mixture of experts linearized lists every module of transformers, image processors too."""
+    """The library's way to load a mixture of experts linearized lists every module of transformers,
+    image processors too."""
     assert "orchvision" in converted.report("qwen3_moe decoded")["error"]
     assert converted.ours("qwen3_moe decoded").joinpath("manifest.json").exists()
 
@@ -73,7 +75,8 @@ def test_calibration_is_causal(converted: Any) -> None:
 
 
 def test_experts_that_no_token_reached_are_not_zero(converted: Any) -> None:
-    """The library takes every column of a Hessian that saw nothing for dead and sets its weights to zero, without a warning."""
+    """The library takes every column of a Hessian that saw nothing for dead and sets its weights to
+    zero, without a warning."""
     ours, theirs = read_folder(converted.ours("qwen3_moe routed")), converted.oracle("qwen3_moe routed")
     rounded = read_folder(converted.rounded("qwen3_moe"))
     unseen = [
@@ -104,7 +107,8 @@ def test_fp8_is_read(converted: Any) -> None:
 
 
 def test_actorder_is_null(converted: Any) -> None:
-    """Codes are chosen in activation order, which leaves no trace in the format; "static" makes SGLang and vLLM load other scales."""
+    """Codes are chosen in activation order, which leaves no trace in the format; "static" makes SGLang and vLLM load
+    other scales."""
     assert weights_of(converted.theirs("qwen3_moe"))["actorder"] == "static"
     assert weights_of(converted.ours("qwen3_moe"))["actorder"] is None
 
@@ -118,7 +122,8 @@ def test_w8a16_is_in_groups_too(converted: Any) -> None:
 
 
 def test_float32_keeps_the_codes_that_were_chosen(converted: Any) -> None:
-    """The library stores what a division in BF16 makes of the weight that GPTQ chose: by ties, some 8-bit codes become their neighbours."""
+    """The library stores what a division in BF16 makes of the weight that GPTQ chose: by ties, some 8-bit codes become
+    their neighbours."""
     ours, theirs = read_folder(converted.ours("qwen3_moe float32")), converted.oracle("qwen3_moe W8A16")
     moved = 0
     for name in ours:
@@ -169,7 +174,8 @@ def test_dense_layers_beyond_the_ninth_are_left_alone(converted: Any) -> None:
 
 
 def test_norms_are_the_sources(converted: Any) -> None:
-    """Qwen3-Next multiplies by 1 + weight. The library calibrates with that sum rounded to BF16, and subtracts 1 again when it saves."""
+    """Qwen3-Next multiplies by 1 + weight. The library calibrates with that sum rounded to BF16,
+    and subtracts 1 again when it saves."""
     name = "qwen3_next trained"
     source, ours, theirs = read_folder(converted.model(name)), read_folder(converted.ours(name)), converted.oracle(name)
     norms = [n for n in source if n.endswith("layernorm.weight") or n == "model.norm.weight"]

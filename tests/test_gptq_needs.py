@@ -13,7 +13,8 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.walk import needs as gpu_needs
 from ktconvert.pipeline.walk.needs import CARDS, REMEDIES, Needs, Shape, advice, max_gpu_memory, needs, shape_of
 
-# 512 samples of 2048 tokens; `rest` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first layers.
+# 512 samples of 2048 tokens; `rest` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first
+# layers.
 DEEPSEEK = Shape(hidden=7168, width=2048, experts=256, heads=128, head=192, rest=1_167_000_000, dense=True, group=8)
 QWEN_30B = Shape(hidden=2048, width=768, experts=128, heads=32, rest=38_000_000, group=8)
 QWEN_235B = Shape(hidden=4096, width=1536, experts=128, heads=64, rest=143_000_000, group=8)
@@ -36,7 +37,8 @@ def test_numbers_worked_by_hand(name: str, layer: int, gate_up: int, down: int, 
     assert (estimate.layer, estimate.boundary, estimate.scores) == (layer, boundary, scores)
     assert estimate.hessians == gate_up + 8 * down
     assert needs(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
-    # What enters and leaves a layer, and its experts; in DeepSeek also what leaves the dense layers before the first of these.
+    # What enters and leaves a layer, and its experts; in DeepSeek also what leaves the dense layers before the first of
+    # these.
     assert estimate.disk == (5 if name == "DeepSeek-V3" else 4) * boundary
 
 

@@ -1,4 +1,5 @@
-"""GPTQ that is cut off: killed between layers and within, and resumed, it makes the bytes of a run that was never cut off."""
+"""GPTQ that is cut off: killed between layers and within, and resumed, it makes the bytes of a run
+that was never cut off."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Attempts:
         return output
 
     def run(self, output: Path, *words: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
-        """Killed before its n-th call that changes something; 0 lets it finish. Without words, the conversion from its beginning."""
+        """Killed before its n-th call that changes something; 0 lets it finish. Without words, the
+        conversion from its beginning."""
         log = output.parent.with_suffix(".log")
         log.unlink(missing_ok=True)
         env = {"KILLPOINT_ROOT": str(output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(log)}
@@ -134,7 +136,8 @@ def within(attempts: Attempts, unit: str) -> list[int]:
 
 
 def test_killed_between_layers_and_within(attempts: Attempts) -> None:
-    """Right before and after each layer's record, and at some moment of its making; finished layers are not made again."""
+    """Right before and after each layer's record, and at some moment of its making; finished layers
+    are not made again."""
     print(f"seed {conversion.SEED}")
     chance = random.Random(conversion.SEED)
     boundaries = [attempts.recorded_at(unit) + late for unit in UNITS for late in (0, 1)]

@@ -1,4 +1,5 @@
-"""The three steps of GPTQ: together they are llmcompressor's function; with one scale per row, GPTQ as its paper states it."""
+"""The three steps of GPTQ: together they are llmcompressor's function; with one scale per row, GPTQ
+as its paper states it."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ def test_a_hessian_that_has_no_factor_rounds_to_nearest() -> None:
 
 @pytest.mark.parametrize("dampening", [1e-5, 1e-6, 1e-7])
 def test_a_hessian_that_is_all_but_singular_rounds_to_nearest(dampening: float) -> None:
-    """Fewer tokens than columns and next to no dampening: its inverse may have no factor, for which the library ends in an error."""
+    """Fewer tokens than columns and next to no dampening: its inverse may have no factor, for which
+    the library ends in an error."""
     weight, scale = linear(3, 384, 128, 4)
     hessian = calibrated(384, dead=3, batches=(100,))
     try:
@@ -203,7 +205,8 @@ def oracle(weight: Any, hessian: Any, scale: Any, code_range: tuple[int, int], d
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("bits", "step", "code_range"), [(4, 16, (-7, 7)), (8, 1, (-127, 127))])
 def test_a_scale_for_each_row(bits: int, step: int, code_range: tuple[int, int], ordered: bool) -> None:
-    """The codes of AMXINT4 and AMXINT8: those of the oracle but for what lies within rounding of a tie, and nearer than rounding."""
+    """The codes of AMXINT4 and AMXINT8: those of the oracle but for what lies within rounding of a
+    tie, and nearer than rounding."""
     n, k, dead = 64, 320, 4
     generator = torch.Generator().manual_seed(bits)
     weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()

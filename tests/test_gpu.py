@@ -1,4 +1,5 @@
-"""`ktconvert gpu`: every packed tensor is the definition's, every other one the source's, and what cannot be loaded is refused."""
+"""`ktconvert gpu`: every packed tensor is the definition's, every other one the source's, and what
+cannot be loaded is refused."""
 
 from __future__ import annotations
 

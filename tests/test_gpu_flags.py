@@ -1,6 +1,8 @@
-"""kt-kernel's own command lines for convert_gpu_weights.py do here what they say: only the program's name and local paths are changed.
+"""kt-kernel's own command lines for convert_gpu_weights.py do here what they say: only the program's name and local
+paths are changed.
 
-Data sets are named as kt-kernel names them and come from a hub cache made here, with a few rows: fewer than asked for is fine.
+Data sets are named as kt-kernel names them and come from a hub cache made here, with a few rows: fewer than asked for
+is fine.
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ def test_rounding_to_nearest(name: str, tmp_path: Path, cli: Callable[..., Any],
 
 
 GPTQ = different([name for name, line in EXAMPLES.items() if not rounds(line)])
-# One process for all, since importing the libraries takes longer than the work; on one CPU, whose caller may be one of several.
+# One process for all, since importing the libraries takes longer than the work; on one CPU, whose caller may be one of
+# several.
 PROGRAM_OF_ALL = """
 import json, os, sys
 from ktconvert.pipeline.cli import main

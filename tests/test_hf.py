@@ -1,7 +1,8 @@
-"""Models of transformers whose experts come from a converted directory: the same words, and not one expert tensor loaded.
+"""Models of transformers whose experts come from a converted directory: the same words, and not one expert tensor
+loaded.
 
-Every family is a tiny model with random weights, saved by transformers, converted by the real command to INT8 and loaded through
-KTConvertConfig. `pytest -s` shows what the bounds below were taken from.
+Every family is a tiny model with random weights, saved by transformers, converted by the real command to INT8 and
+loaded through KTConvertConfig. `pytest -s` shows what the bounds below were taken from.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ CASES = [
     ("glm4_moe", False, 2),
     ("minimax_m2", False, 1),
 ]
-# Measured, the largest of all cases: a layer against its own INT8 weights 0.026 (what is left is the rounding of the activations),
-# against the original's weights 0.029; logits 0.028 (median), top-1 0.875. Another expert's weights give about 1.4.
+# Measured, the largest of all cases: a layer against its own INT8 weights 0.026 (what is left is the rounding of the
+# activations), against the original's weights 0.029; logits 0.028 (median), top-1 0.875. Another expert's weights give
+# about 1.4.
 LAYER_INT8, LAYER, LOGITS, TOP_1 = 0.035, 0.04, 0.045, 0.8
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, what it was converted into, and both loaded: by transformers as it is, and with our experts."""
+    """A checkpoint and its converted output, both loaded: by transformers alone, and with our experts."""
 
     model: Path
     weights: Path
@@ -118,7 +120,8 @@ def experts_of(model: Any) -> dict[str, Any]:
 
 
 def spoken(model: Any) -> dict[str, tuple[Any, ...]]:
-    """What goes into each experts module (hidden, ids, weights) and what comes out, when the model reads some tokens."""
+    """What goes into each experts module (hidden, ids, weights) and what comes out, when the model
+    reads some tokens."""
     seen: dict[str, tuple[Any, ...]] = {}
     hooks = [
         module.register_forward_hook(lambda _module, inputs, out, name=name: seen.__setitem__(name, (*inputs, out)))

@@ -1,4 +1,5 @@
-"""An output of `ktconvert cpu` in from_pretrained: refused without ktconvert, the whole model with it, and random experts never."""
+"""An output of `ktconvert cpu` in from_pretrained: refused without ktconvert, the whole model with
+it, and random experts never."""
 
 from __future__ import annotations
 

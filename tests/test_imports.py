@@ -20,7 +20,8 @@ BELOW = {
     "layouts": {"layouts", "quantizers", "native_quant"},
     "pipeline": {"pipeline", "layouts", "quantizers", "native_quant"},
 }
-# Of the rooms of the pipeline, what each must not know, inside functions neither; all others must not know the command line.
+# Of the rooms of the pipeline, what each must not know, inside functions neither; all others must not know the command
+# line.
 ABOVE = {
     "engine": {"plans", "stages", "walk", "verify", "models", "cli"},
     "stages": {"plans", "cli"},

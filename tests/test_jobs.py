@@ -1,4 +1,5 @@
-"""The runtime's background jobs: what they keep, what is refused, and what becomes of them when the process forks."""
+"""The runtime's background jobs: what they keep alive, what they refuse, and what happens to them
+when the process forks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from rig import shims
 
-# What goes wrong here ends the process or keeps it for ever, so it is a process of its own. A forward takes a tenth of a second.
+# What goes wrong here ends the process or keeps it for ever, so it is a process of its own. A forward takes a tenth of
+# a second.
 SLOW_LAYER = """
 import gc, os, threading, time
 import numpy as np
@@ -169,7 +171,8 @@ in_child(work)
 
 
 def test_ids_that_change_meanwhile_do_no_harm(tmp_path: Path) -> None:
-    """They are read once. The shim changes them while a forward sorts what it read: a second look would find more tokens."""
+    """They are read once. The shim changes them while a forward sorts what it read: a second look
+    would find more tokens."""
     changing = """
         #define _GNU_SOURCE
         #include <dlfcn.h>

@@ -1,5 +1,6 @@
-"""Pull the plug anywhere: killed before each call that changes a directory, once, twice, or at random; resumed, the output
-is byte for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never written to."""
+"""Pull the plug anywhere: killed before each call that changes a directory, once, twice, or at random; resumed, the
+output is byte for byte that of an uninterrupted run, nothing of ours is left beside it, and the source was never
+written to."""
 
 from __future__ import annotations
 
@@ -258,7 +259,8 @@ def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
 def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) -> None:
     """Killed right after the swap, on a file system that gives folders other inode numbers when it is mounted again.
 
-    What lies in the work folder is the old output then: files of the right names and sizes, and none of the right bytes.
+    What lies in the work folder is the old output then: files of the right names and sizes, and none of the right
+    bytes.
     """
     output = matrix.prepare("swapped")
     assert matrix.run(output, 0).returncode == 0
@@ -291,7 +293,8 @@ def test_killed_while_resuming_many_times(matrix: Matrix) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
 def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
-    """A larger conversion, its whole process group killed again and again after a random time, until it gets through."""
+    """A larger conversion, its whole process group killed again and again after a random time,
+    until it gets through."""
     source = conversion.checkpoint(tmp_path / "source", layers=4, experts=8, hidden=1024, width=1024)
     before = conversion.identity(source)
     command = ["cpu", "-i", str(source), *options, "-o"]

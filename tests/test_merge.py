@@ -1,4 +1,5 @@
-"""`ktconvert merge`: what kt-kernel's merge_cpu_weights.py gets wrong comes out right, and what is damaged is refused."""
+"""`ktconvert merge`: what kt-kernel's merge_cpu_weights.py gets wrong comes out right, and what is
+damaged is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The definition (quantizers/reference.py) does what NUMERICS.md promises, and the scalar C kernel is that definition."""
+"""The definition (quantizers/reference.py) does what NUMERICS.md promises, and the scalar C kernel
+is that definition."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_c_is_the_definition(bits: int, seed: int, exponent: int) -> None:
 @quick
 @given(bits_drawn, seeds, exponents)
 def test_error_is_at_most_half_a_step(bits: int, seed: int, exponent: int) -> None:
-    """INT8: half a scale. INT4: half a step of 16 scales and the half scale of the first rounding. And what float32 itself loses."""
+    """INT8: half a scale. INT4: half a step of 16 scales and the half scale of the first rounding.
+    And what float32 itself loses."""
     bf16 = rows(seed, bits, exponent)
     codes, scale = reference.quantize(bits, bf16)
     x, d = reference.bf16_to_f32(bf16).astype(np.float64), scale.astype(np.float64)[:, None]
@@ -144,7 +146,8 @@ def test_pack_puts_each_code_where_the_format_says(bits: int, seed: int) -> None
 
 
 def test_every_amax_gives_the_specified_scale() -> None:
-    """All positive BF16: INT8 multiplies by fl(1/127) and is not amax / 127; INT4 is also the float32 division by 112."""
+    """All positive BF16: INT8 multiplies by fl(1/127) and is not amax / 127; INT4 is also the
+    float32 division by 112."""
     amax = np.arange(0x7F80, dtype=np.uint16)
     x = reference.bf16_to_f32(amax)
     normal = np.float32(2.0**-126)
@@ -161,7 +164,8 @@ def test_every_amax_gives_the_specified_scale() -> None:
 
 
 def test_no_product_needs_saturation() -> None:
-    """The largest code of every possible row is 127 or 112 before the second rounding, so vector kernels need not saturate."""
+    """The largest code of every possible row is 127 or 112 before the second rounding, so vector
+    kernels need not saturate."""
     amax = np.arange(1, 0x7F80, dtype=np.uint16)[:, None]
     for bits, top in ((8, 127), (4, 112)):
         scale = reference.row_scales(bits, amax)

@@ -1,6 +1,8 @@
-"""What conversions gave before stays: the fingerprints of units, and every byte of every file, of each form and each way to write it.
+"""What conversions gave before stays: the fingerprints of units, and every byte of every file, of each form and each
+way to write it.
 
-A golden file of hashes (tests/golden/outputs.json). `KTCONVERT_WRITE_GOLDEN=1 pytest tests/test_outputs_golden.py` writes it anew.
+A golden file of hashes (tests/golden/outputs.json). `KTCONVERT_WRITE_GOLDEN=1 pytest tests/test_outputs_golden.py`
+writes it anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Codes that were chosen elsewhere, packed: every instruction set writes what the NumPy definition does, and nothing else."""
+"""Codes that were chosen elsewhere, packed: every instruction set writes what the NumPy definition
+does, and nothing else."""
 
 from __future__ import annotations
 

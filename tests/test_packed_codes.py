@@ -1,4 +1,5 @@
-"""Packed integers with a scale for each group of columns: every kernel equals the definition, however the linear is sliced."""
+"""Packed integers with a scale for each group of columns: every kernel equals the definition,
+however the linear is sliced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Packed integers of compressed-tensors as an input: the library's own values, whatever is made of them, and what is refused."""
+"""Packed integers of compressed-tensors as an input: the library's own values, whatever is made of
+them, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The real kt-kernel 0.7.2, where it is installed: it writes the bytes that we write, and computes with ours what it computes with its own.
+"""The real kt-kernel 0.7.2, where it is installed: it writes the bytes that we write, and computes with ours what it
+computes with its own.
 
 KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer` makes one in build/peer.
 """

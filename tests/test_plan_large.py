@@ -1,4 +1,5 @@
-"""A plan for 160 shards and 100,000 tensors, made of headers and holes: it holds, it reads the headers alone, and it writes nothing."""
+"""A plan for 160 shards and 100,000 tensors, made of headers and holes: it holds, it reads the headers alone, and it
+writes nothing."""
 
 from __future__ import annotations
 

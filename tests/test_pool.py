@@ -1,4 +1,5 @@
-"""The runtime's threads: shared by callers, left behind by fork(), joined at exit, asleep when there is nothing to do."""
+"""The runtime's threads: shared by callers, left behind by fork(), joined at exit, asleep when
+there is nothing to do."""
 
 from __future__ import annotations
 

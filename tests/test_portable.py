@@ -55,7 +55,8 @@ assert all(isa == "scalar" for _, isa in kernels.KERNELS) and kernels.KERNELS
 
 
 def test_another_architecture_converts_to_the_same_bytes(tmp_path: Path) -> None:
-    """The build for a processor without kernels of its own (csrc/arch/generic): no header of x86 is there to be included."""
+    """The build for a processor without kernels of its own (csrc/arch/generic): no header of x86 is
+    there to be included."""
     absent = tmp_path / "absent"
     absent.mkdir()
     for name in X86_HEADERS:

@@ -1,4 +1,5 @@
-"""Files and folders that appear on file systems which refuse what they could do without: direct writes, swaps of two names."""
+"""Files and folders that appear on file systems which refuse what they could do without: direct
+writes, swaps of two names."""
 
 from __future__ import annotations
 

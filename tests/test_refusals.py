@@ -1,5 +1,5 @@
 """Where a conversion cannot begin or go on: what lies at the output, a full disk, another process. What the user had is
-untouched, the reason is one sentence with its exit code, and what was begun can be resumed."""
+untouched, the reason is one sentence with its exit code, and the unfinished conversion can be resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(source: Path) -> Any:
-    """What comes of the source."""
+    """The expected output of the source."""
     output = source.with_name("whole")
     assert conversion.ktconvert("cpu", "-i", source, "-o", output, "-q").returncode == 0
     return conversion.tree(output)
@@ -37,7 +37,7 @@ def wanted(source: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A source of a few seconds, and what comes of it."""
+    """A source that takes a few seconds to convert, and the expected output."""
     result: tuple[Path, Any] = conversion.larger(tmp_path_factory.mktemp("larger"))
     return result
 

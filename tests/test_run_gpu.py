@@ -1,7 +1,8 @@
-"""Models that `ktconvert gpu` packed: as they are, and with hot experts from them beside cold ones from converted files.
+"""Models that `ktconvert gpu` packed: as they are, and with hot experts from them beside cold ones from converted
+files.
 
-Every family is a tiny model with random weights, packed and converted by the real commands. `pytest -s` shows what the bounds were
-taken from.
+Every family is a tiny model with random weights, packed and converted by the real commands. `pytest -s` shows what the
+bounds were taken from.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E40
 from ktconvert.native_quant.runtime.hot_weights import HotWeights  # noqa: E402
 
 CASES = [("qwen3_moe", "W4A16"), ("mixtral", "W8A16"), ("deepseek_v3", "W4A16")]
-# A layer against the same weights in float32: its output is rounded to BF16 (2^-9), and so are gate, up, what goes into down, and what
-# comes out of it, each an error of 0.002 to 0.004 that is independent of the others; the cold experts' sum is rounded once more.
-# Measured: 0.0051. Another expert's weights give about 1.4.
+# A layer against the same weights in float32: its output is rounded to BF16 (2^-9), and so are gate, up, what goes into
+# down, and what comes out of it, each an error of 0.002 to 0.004 that is independent of the others; the cold experts'
+# sum is rounded once more. Measured: 0.0051. Another expert's weights give about 1.4.
 LAYER = 0.008
 # What transformers' own experts add to that: silu in BF16, and a BF16 sum over experts. Measured: 0.0064.
 THEIRS = 0.012
@@ -122,7 +123,8 @@ def experts_of(model: Any) -> dict[int, Any]:
 
 
 def spoken(model: Any, tokens: int) -> dict[int, tuple[Any, ...]]:
-    """Layer -> what goes into its experts (hidden, ids, weights) and what comes out, when the model reads some tokens."""
+    """Layer -> what goes into its experts (hidden, ids, weights) and what comes out, when the model
+    reads some tokens."""
     seen: dict[int, tuple[Any, ...]] = {}
     hooks = [
         module.register_forward_hook(lambda _module, inputs, out, layer=layer: seen.__setitem__(layer, (*inputs, out)))
@@ -160,7 +162,8 @@ def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
 
 
 def one_by_one(case: Case, layer: int, mask: Any, hidden: Any, ids: Any, weights: Any) -> Any:
-    """For each token each of its experts alone: hot ones in float32 from the packed files, cold ones by Experts with one expert."""
+    """For each token each of its experts alone: hot ones in float32 from the packed files, cold
+    ones by Experts with one expert."""
     hot = {(expert, what): matrix for expert, what, matrix in packed_matrices(case, layer)}
     cold = Experts.load(case.cold, layer)
     out = torch.zeros(hidden.shape)
@@ -204,7 +207,8 @@ def test_each_token_and_expert_computed_alone_gives_the_same(case: Case, tokens:
         far = distance(out.reshape(-1, HIDDEN), wanted)
         print(f"{case.kind} layer {layer}, {tokens} tokens: {far:.4f}")
         assert far < LAYER
-        # Where the arithmetic is the same the bits are: the cold half is what the CPU runtime gives with the hot experts left out.
+        # Where the arithmetic is the same the bits are: the cold half is what the CPU runtime gives with the hot
+        # experts left out.
         module = experts_of(model)[layer]
         rows, weights32 = hidden.reshape(-1, HIDDEN), weights.float().contiguous()
         cold = module.experts.forward(bits(rows.contiguous()), ids.numpy(), weights32.numpy(), skip=mask[layer].numpy())
@@ -239,7 +243,7 @@ def test_no_expert_hot_is_the_converted_model(case: Case) -> None:
 
 @each_family
 def test_an_order_of_experts_and_a_batch_change_nothing(case: Case) -> None:
-    """A token by itself has what it has among others, as close as matrix products in torch are."""
+    """A token alone gives the same output as in a batch, within the accuracy of torch's matrix products."""
     module = list(experts_of(load(case.packed, case.cold, num_gpu_experts=5)).values())[-1]
     rng = torch.Generator().manual_seed(3)
     hidden = torch.randn(33, HIDDEN, generator=rng).to(torch.bfloat16)

@@ -1,4 +1,5 @@
-"""What the runtime loads is checked first: one sentence for each thing that can be wrong; every form of output gives the same numbers."""
+"""What the runtime loads is checked first: one sentence for each thing that can be wrong; every form of output gives
+the same numbers."""
 
 from __future__ import annotations
 

@@ -623,7 +623,8 @@ def test_downloading_without_huggingface_hub(cache: Path, monkeypatch: pytest.Mo
 
 
 def test_many_shards_are_opened_by_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """160 shards and about 100 000 tensors: what is read are the headers, once each, and nothing stays mapped or open."""
+    """160 shards and about 100 000 tensors: what is read are the headers, once each, and nothing
+    stays mapped or open."""
     shape, per, header_bytes = [256, 128], 625, 0
     weight_map = {}
     names = [

@@ -1,4 +1,5 @@
-"""However the command was started: signals ignored, standard streams closed, a reader that is gone or a disk that is full."""
+"""However the command was started: signals ignored, standard streams closed, a reader that is gone
+or a disk that is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A system that starts no more threads for a process (ulimit -u, ulimit -v, a container's limit): exit code 4, and nothing hangs."""
+"""A system that starts no more threads for a process (ulimit -u, ulimit -v, a container's limit):
+exit code 4, and nothing hangs."""
 
 from __future__ import annotations
 

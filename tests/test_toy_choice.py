@@ -1,4 +1,5 @@
-"""A made-up way to choose codes, whole in this file and put into the table as one row: converted, verified, cut off and resumed.
+"""A made-up way to choose codes, whole in this file and put into the table as one row: converted, verified, cut off and
+resumed.
 
 As a program this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
 """
@@ -61,7 +62,7 @@ def output(request: pytest.FixtureRequest, source: Path) -> Path:
 
 
 def test_its_codes_are_packed(source: Path, output: Path) -> None:
-    """What the output stands for is what the made-up rounding says, by the definition's arithmetic."""
+    """The output holds the codes of the made-up rounding, computed by the NumPy definition."""
     opened = open_output(output)
     measured = measure(opened)
     assert measured.form is FORMS[measured.method]

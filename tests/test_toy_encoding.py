@@ -1,6 +1,8 @@
-"""An encoding is one row: a made-up one, defined here alone, is converted, verified, killed and resumed by the real command.
+"""An encoding is one row: a made-up one, defined here alone, is converted, verified, killed and resumed by the real
+command.
 
-This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` is ktconvert with one more row in its table.
+This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` is ktconvert with one more row in its
+table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A made-up output format, whole in this file and put into the table as one row: converted, verified, cut off and resumed.
+"""A made-up output format, whole in this file and put into the table as one row: converted, verified, cut off and
+resumed.
 
 As a program this file is `ktconvert` with that row: python tests/test_toy_form.py cpu -i ... --quant-method toy8
 """

@@ -1,4 +1,5 @@
-"""`ktconvert verify`: a sound output passes, every kind of damage is reported by name, in our outputs and in kt-kernel's."""
+"""`ktconvert verify`: a sound output passes, every kind of damage is reported by name, in our
+outputs and in kt-kernel's."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def convert(source: Path, output: Path, *options: object) -> Path:
 
 
 def run(output: Path, *options: object) -> tuple[Result, dict[str, Any], str]:
-    """Verify in this process: the result, the JSON report ({} where it ended before one), and the sentence of a failure."""
+    """Verify in this process: the result, the JSON report ({} where it ended before one), and the
+    sentence of a failure."""
     done = CliRunner().invoke(verify, [str(output), "--json", *map(str, options)])
     report = json.loads(done.stdout) if done.stdout else {}
     if isinstance(done.exception, Exception) and not hasattr(done.exception, "exit_code"):

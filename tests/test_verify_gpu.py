@@ -1,4 +1,5 @@
-"""`ktconvert verify` of outputs for the GPU: what is right passes, and what loaders would take without a word is found."""
+"""`ktconvert verify` of outputs for the GPU: what is right passes, and what loaders would take
+without a word is found."""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ def next_expert(name: str) -> str:
 
 
 def nudged(packed: bytes) -> bytes:
-    """W8A16 codes, every fifth one step higher, as calibration might have it."""
+    """W8A16 codes, every fifth one step higher, as after some calibration."""
     codes = np.frombuffer(packed, np.uint8).copy()
     codes[::5] += codes[::5] < 255
     return codes.tobytes()

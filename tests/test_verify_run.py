@@ -1,4 +1,5 @@
-"""`ktconvert verify --run`: what is right computes, what is damaged is found by computing, and the reference is right itself."""
+"""`ktconvert verify --run`: what is right computes, what is damaged is found by computing, and the
+reference is right itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The walk and its contract: a consumer made up here runs in it, alone and beside GPTQ, and gets what transformers' own modules read."""
+"""The walk and its contract: a consumer defined here runs in it, alone and beside GPTQ, and receives what transformers'
+own modules read."""
 
 from __future__ import annotations
 
@@ -220,7 +221,8 @@ def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["AMXINT4", "AMXINT8"])
 def test_gptq_takes_a_form_with_one_scale_for_each_row(name: str, samples: list[Any], tmp_path: Path) -> None:
-    """Other codes than rounding to nearest, the same scales; what goes on is what is stored; nearer to the source on what was read."""
+    """Other codes than rounding to nearest, the same scales; what goes on is what is stored; nearer
+    to the source on what was read."""
     form = FORMS[name]
     ours, inputs = Gptq(form), Inputs()
     walked(samples, lambda model, layer: [inputs, ours.of_layer(model, layer)], tmp_path / "walk")

@@ -1,4 +1,5 @@
-"""KTMoEWrapper on a CPU: kt-kernel's signature, the bits of Experts, the meaning of deferred experts, and what is refused."""
+"""KTMoEWrapper on a CPU: kt-kernel's signature, the bits of Experts, the meaning of deferred
+experts, and what is refused."""
 
 from __future__ import annotations
 
@@ -326,7 +327,8 @@ def test_an_expert_is_immediate_for_all_tokens_of_a_batch() -> None:
 class Plain:
     """Deferred experts as one would write them down, for one NUMA part and kt-kernel's rounding, in NumPy.
 
-    Each expert's output y is BF16; a layer's sum is fma(y, weight, sum) over its experts in float32, what was left before comes last.
+    Each expert's output y is BF16; a layer's sum is fma(y, weight, sum) over its experts in float32, what was left
+    before comes last.
     """
 
     def __init__(self, path: Path, layers: int) -> None:

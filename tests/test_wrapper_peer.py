@@ -1,6 +1,8 @@
-"""The same program with kt_kernel 0.7.2 and with ktconvert.native_quant: the same bits in exact mode, deferred experts included.
+"""The same program with kt_kernel 0.7.2 and with ktconvert.native_quant: the same bits in exact mode, deferred experts
+included.
 
-The program is tests/rig/layers.py; only the module that it imports KTMoEWrapper from is another. Where the peer is found: test_peer.py.
+The program is tests/rig/layers.py; only the module that it imports KTMoEWrapper from is another. Where the peer is
+found: test_peer.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTS, HIDDEN, INTERMEDIATE = 8, 256, 256
-# Both layers of the bundled model: tokens, experts per token, what each layer defers, whether some experts are on a GPU.
+# Both layers of the bundled model: tokens, experts per token, what each layer defers, whether some experts are on a
+# GPU.
 RUNS = [
     (1, 2, [0, 0], False),
     (40, 2, [0, 0], False),

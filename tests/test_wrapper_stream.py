@@ -1,7 +1,7 @@
 """KTMoEWrapper on a CUDA stream: what is launched, in which buffers, and again when a graph is replayed.
 
-The tests marked by `gpu` need one. The others stand in for the stream: the same C functions, by the same addresses, are called by
-another thread in the order of their launch, and tensors on the CPU take the place of those on the GPU.
+The tests marked by `gpu` need one. The others stand in for the stream: the same C functions, by the same addresses, are
+called by another thread in the order of their launch, and tensors on the CPU take the place of those on the GPU.
 """
 
 from __future__ import annotations

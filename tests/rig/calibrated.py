@@ -155,7 +155,8 @@ def small(folder: Path) -> Path:
 
 
 def to_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Linears as FP8 in blocks of 128 x 128, the way DeepSeek and Qwen publish them; their sizes are multiples of it."""
+    """Linears as FP8 in blocks of 128 x 128, the way DeepSeek and Qwen publish them; their sizes
+    are multiples of it."""
     import torch
 
     converted: dict[str, Any] = {}
@@ -187,7 +188,8 @@ def from_fp8(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]]]:
-    """A data set of texts, as JSON lines in mixed order, and its samples in the order in which they are to be calibrated with."""
+    """A data set of texts, as JSON lines in mixed order, and its samples in the order in which they are to be
+    calibrated with."""
     from transformers import AutoTokenizer
 
     text, at, rows = HELDOUT.read_text(), 0, []
@@ -212,7 +214,8 @@ def arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, t
 
 
 class Converted(NamedTuple):
-    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of cases, and the output of both."""
+    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of
+    cases, and the output of both."""
 
     root: Path
     cases: Mapping[str, Case]

@@ -38,7 +38,8 @@ def bf16(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, np.dtype[np.u
 def checkpoint(
     folder: Path, *, layers: int = 3, experts: int = 2, hidden: int = HIDDEN, width: int = WIDTH, seed: int = 0
 ) -> Path:
-    """A BF16 Qwen3-MoE-shaped checkpoint: one shard per layer and one for the rest, config, tokenizer, a nested file."""
+    """A BF16 Qwen3-MoE-shaped checkpoint: one shard per layer and one for the rest, config,
+    tokenizer, a nested file."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     shards: list[dict[str, Any]] = []
@@ -67,7 +68,8 @@ def checkpoint(
 
 
 def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
-    """Change one bit of a file (of the last weight, its sign), its size kept; the time of change moves on, unless it is to be kept."""
+    """Change one bit of a file (of the last weight, its sign), its size kept; the time of change
+    moves on, unless it is to be kept."""
     before = path.stat()
     data = bytearray(path.read_bytes())
     data[at] ^= 0x80

@@ -1,4 +1,5 @@
-"""The real command line many times over, without the half second of starting Python: it is loaded once and forked for each run.
+"""The real command line many times over, without the half second of starting Python: it is loaded once and forked for
+each run.
 
 A run is a process of its own, killed for real; what it changes is counted by the shim of killpoint.py, which the server
 was started under. As a script this file is that server: an order per line on stdin, a return code per line on stdout.
@@ -31,7 +32,8 @@ MODULES = (
 class Forks:
     """A few servers, so that a few runs go on at once. Use as a context manager.
 
-    modules  what they load beside the command line. torch starts no threads before a child needs them, so that it can be among these.
+    modules  what they load beside the command line. torch starts no threads before a child needs them, so that it can
+    be among these.
     """
 
     def __init__(

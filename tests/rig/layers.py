@@ -1,8 +1,10 @@
-"""`layers.py MODULE JOB.json`: a program written for kt_kernel, to be run with MODULE kt_kernel or ktconvert.native_quant.
+"""`layers.py MODULE JOB.json`: a program written for kt_kernel, to be run with MODULE kt_kernel or
+ktconvert.native_quant.
 
-Each run goes through a model's MoE layers twice, as an inference loop does: a layer's output goes into the next. The job names weights,
-shapes, method and T, a run its inputs and how many experts of a token each layer may defer; all outputs go to a safetensors file.
-kt-kernel's buffers know sizes by the number of tokens alone, so runs must differ in it.
+Each run goes through a model's MoE layers twice, as an inference loop does: a layer's output goes into the next. The
+job names weights, shapes, method and T, a run its inputs and how many experts of a token each layer may defer; all
+outputs go to a safetensors file. kt-kernel's buffers know sizes by the number of tokens alone, so runs must differ in
+it.
 """
 
 import importlib

@@ -1,6 +1,8 @@
-"""Damages valid files, each in its own way: bytes anywhere, and values, keys and structure of JSON, safetensors headers and TOML.
+"""Damages valid files, each in its own way: bytes anywhere, and values, keys and structure of JSON, safetensors headers
+and TOML.
 
-Every function takes a generator of random numbers and the whole file, and returns a damaged one; the same seed, the same file.
+Every function takes a generator of random numbers and the whole file, and returns a damaged one; the same seed, the
+same file.
 """
 
 from __future__ import annotations
@@ -194,6 +196,7 @@ def of_toml(random: Random, file: bytes) -> bytes:
 
 
 def damaged(kind: Callable[[Random, bytes], bytes], file: bytes, seed: int) -> bytes:
-    """A file of this kind (of_json, of_lines ...) with one to three damages; one in four has them anywhere in its bytes."""
+    """A file of this kind (of_json, of_lines ...) with one to three damages; one in four has them
+    anywhere in its bytes."""
     random = Random(seed)
     return of_bytes(random, file) if random.random() < 0.25 else kind(random, file)

@@ -1,7 +1,9 @@
-"""llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it, in a process of its own: the oracle of `ktconvert gpu`.
+"""llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it, in a process of its own: the oracle
+of `ktconvert gpu`.
 
-Two things are corrected first: each sample comes in the order in which it is passed (the library shuffles), and decoder layers get a
-causal mask (the library gives some families none). As a script this file is that process: `oneshot.py JOBS.json`.
+Two things are corrected first: each sample comes in the order in which it is passed (the library shuffles), and decoder
+layers get a causal mask (the library gives some families none). As a script this file is that process: `oneshot.py
+JOBS.json`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Job(NamedTuple):
 def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
     """Do the jobs in one process, since it takes long to start, and report on each:
 
-    {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]}, "error": ...}.
+    {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]},
+    "error": ...}.
     """
     words = [
         job._asdict()

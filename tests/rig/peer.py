@@ -1,7 +1,9 @@
-"""Runs inside a venv that has kt-kernel: `peer.py JOB.json` lets the real KTMoEWrapper write and load expert weights on a CPU.
+"""Runs inside a venv that has kt-kernel: `peer.py JOB.json` lets the real KTMoEWrapper write and load expert weights on
+a CPU.
 
-Each job is {"do": "write" | "forward", ...}; results go to files that the job names. kt-kernel 0.7.2 asks for pinned memory and a CUDA
-stream, which a CPU has not: the first is dropped here, the second it leaves alone when KT_FORCE_SYNC_SUBMIT is set.
+Each job is {"do": "write" | "forward", ...}; results go to files that the job names. kt-kernel 0.7.2 asks for pinned
+memory and a CUDA stream, which a CPU has not: the first is dropped here, the second it leaves alone when
+KT_FORCE_SYNC_SUBMIT is set.
 """
 
 import json

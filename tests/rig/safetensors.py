@@ -1,6 +1,8 @@
-"""Safetensors files read, written and edited by their specification alone: neither the library nor our own parser is asked.
+"""Safetensors files read, written and edited by their specification alone: neither the library nor our own parser is
+asked.
 
-A file is 8 bytes that say how long its header is, the header (JSON: each tensor's dtype, shape and bytes), and the data.
+A file is 8 bytes that say how long its header is, the header (JSON: each tensor's dtype, shape and bytes), and the
+data.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def differing(ours: Tensors, theirs: Tensors) -> list[str]:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor | tuple[str, Bits]], metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """Write tensors, or (dtype, array of its bits), one after the other, with a header whose size is a multiple of 8."""
+    """Write tensors, or (dtype, array of its bits), one after the other, with a header whose size
+    is a multiple of 8."""
     table: Header = {} if metadata is None else {METADATA: dict(metadata)}
     parts, offset = [], 0
     for name, tensor in tensors.items():
