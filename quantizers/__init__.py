@@ -1,4 +1,4 @@
-"""How numbers become fewer bits and come back: arrays in, arrays out. The CLI, the tests and the docs check read these tables."""
+"""Quantization and its inverse: arrays in, arrays out. The CLI, the tests and the docs check read these tables."""
 
 from __future__ import annotations
 

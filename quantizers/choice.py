@@ -1,4 +1,4 @@
-"""Ways to choose codes: QUANTIZERS is their table. Packing codes is the form's; here only numbers are looked at (NUMERICS.md)."""
+"""Ways to choose codes: QUANTIZERS is their table. They choose numbers (NUMERICS.md); forms pack them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Choose = Callable[[U16, Grid], tuple[I8, npt.NDArray[Any]]]
 
 @dataclass(frozen=True)
 class Choice:
-    """One way.
+    """One way to choose codes.
 
-    version  raised whenever it gives other codes or scales; part of every unit's fingerprint, unless the way is the default
+    version  raised whenever codes or scales change; part of every unit's fingerprint, except for the default
     choose   the function; None: the form's own kernel, which scales by the largest value, rounds and packs in one pass
     """
 

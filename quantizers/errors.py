@@ -1,4 +1,4 @@
-"""How far quantized numbers lie from their source."""
+"""Errors of quantized numbers against their source."""
 
 from __future__ import annotations
 

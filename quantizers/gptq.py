@@ -45,7 +45,7 @@ class Hessian:
         return cls(torch.zeros((width, width), dtype=torch.float32, device=device))
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Count a batch of inputs [T, k] in; T may be 0, which counts as a batch too, as in llmcompressor."""
+        """Add a batch of inputs [T, k]; T may be 0, which counts as a batch too, as in llmcompressor."""
         import torch
 
         self.batches += 1
@@ -61,7 +61,7 @@ class Hessian:
 
 @dataclass(frozen=True)
 class Factor:
-    """What compensation needs of a Hessian.
+    """The factor of a Hessian, for compensation.
 
     order      int64 [k], the columns in the order in which they are quantized
     upper      float32 [k, k], in that order: the upper Cholesky factor of the inverse of the dampened Hessian
@@ -112,9 +112,9 @@ def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True)
 
 @dataclass(frozen=True)
 class Compensated:
-    """What became of a linear [n, k].
+    """A quantized linear [n, k].
 
-    values  float32 [n, k], what the chosen codes stand for: code * scale, rounded to the dtype of the scales
+    values  float32 [n, k], the values of the chosen codes: code * scale, rounded to the dtype of the scales
     loss    the sum of squared corrections, over all rows
     """
 
@@ -123,7 +123,7 @@ class Compensated:
 
 
 def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> Compensated:
-    """Quantize a linear [n, k] to codes of this range, column after column, each error made good in the columns that are left.
+    """Quantize a linear [n, k] to codes of this range, column after column, with each error compensated in the remaining columns.
 
     scale  BF16 or float32 [n, g], of g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0, codes are 0.
     Raises NotFinite for a loss that is not finite.
@@ -143,7 +143,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
         _compensate_block(work, inverse, scale.index_select(1, group_of[block]), value, error, code_range)
         columns[:, block] = value
         losses += error.square().sum(1) / 2
-        # A batch of one: a plain product may take another way through the library of matrix products, to other bits.
+        # A batch of one: the matrix library may take another path for a plain product, which gives other bits.
         columns[:, left] -= torch.bmm(error[None], factor.upper[None, block, left])[0]
     loss = float(losses.sum())
     if not math.isfinite(loss):
@@ -154,7 +154,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
 def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
     """The codes, int8 [n, k], of values [n, k] with these scales [n, g]; the division is rounded to their common dtype.
 
-    With both in float32, the codes that GPTQ chose. With both in BF16, as compressed-tensors finds them again, one 8-bit code in 400
+    With both in float32, the codes that GPTQ chose. With both in BF16, as compressed-tensors derives them, one 8-bit code in 400
     is a neighbour of the one chosen.
     """
     import torch

@@ -1,4 +1,4 @@
-"""What numbers become: the grid of codes and scales."""
+"""The grid of codes and scales."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Grid:
     low..high  the codes
     group      columns of a row that share a scale; None: all of them
     scales     safetensors dtype of the scales: "F32", or "BF16"
-    version    of the rounding to nearest by the largest value: whoever changes a byte that comes out raises it, since it is
-               part of every unit's fingerprint
+    version    of the rounding to nearest by the largest value; to be raised with any change of its bytes, since it is part of
+               every unit's fingerprint
     """
 
     name: str

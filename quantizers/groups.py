@@ -1,4 +1,4 @@
-"""Codes in groups of columns, for the GPU: the definition in NumPy, and what the C kernels must equal bit for bit.
+"""Codes in groups of columns, for the GPU: the definition in NumPy, which the C kernels must equal bit for bit.
 
 Equations: NUMERICS.md, section 6. BF16 values are their bits (uint16), as in reference.py.
 """

@@ -1,4 +1,4 @@
-"""The definition, in NumPy: slow, obvious, and what every C kernel must equal bit for bit. Equations: NUMERICS.md.
+"""The definition in NumPy: slow and obvious. Every C kernel must equal it bit for bit. Equations: NUMERICS.md.
 
 BF16 values are their bits (uint16), FP16 values theirs (uint16), FP8 values theirs (uint8): NumPy has no such types.
 """
@@ -46,7 +46,7 @@ def fp8_e4m3_magnitude(bits: U8) -> F32:
 def decode(matrix: Matrix) -> U16:
     """BF16 bits [n, k] of a linear in any kind of values that the kernels read."""
     values, kind = matrix.values, matrix.kind.name
-    with np.errstate(all="ignore"):  # overflow and NaN are results here, found by amax
+    with np.errstate(all="ignore"):  # overflow and NaN are results here; amax detects them
         if kind == "bf16":
             return np.array(values, np.uint16)
         if kind == "fp16":
@@ -137,7 +137,7 @@ def unpack(bits: int, weight: U8, n: int, k: int) -> I8:
 
 
 def quantize_pack(bits: int, bf16: U16) -> tuple[U8, F32]:
-    """What the C kernel gives: packed weight and scales of BF16 values [n, k]."""
+    """The result of the C kernel: packed weight and scales of BF16 values [n, k]."""
     codes, scale = quantize(bits, bf16)
     return pack(bits, codes), scale
 

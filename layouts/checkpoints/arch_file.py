@@ -78,15 +78,15 @@ def _style(path: str, table: Any) -> Style:
         raise InputError(f"{path}: stored.style must be one of {', '.join(STYLES)}")
     flags = [f.name for f in fields(kind) if f.name not in kind.parts]
     _only(path, table, ["style", *kind.parts, *flags], "stored.")
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in kind.parts:
-        made[part] = _template(path, part, table.get(part), with_expert=kind is Separate)
+        values[part] = _template(path, part, table.get(part), with_expert=kind is Separate)
     for flag in flags:
         if flag in table:
             if not isinstance(table[flag], bool):
                 raise InputError(f"{path}: stored.{flag} must be true or false")
-            made[flag] = table[flag]
-    return kind(**made)
+            values[flag] = table[flag]
+    return kind(**values)
 
 
 def _template(path: str, part: str, value: Any, with_expert: bool) -> str:

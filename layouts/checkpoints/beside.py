@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its routed experts, and how the quantized part of it becomes BF16."""
+"""The tensors of a checkpoint outside its routed experts, and how the quantized ones become BF16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 class Beside:
     """Everything but routed experts, by the names of a BF16 release, in the order of the checkpoint.
 
-    tensors  those to be copied as they are, and the weights that become BF16.
+    tensors  those that are copied unchanged, and the weights that become BF16.
     dropped  scales and other tensors of such weights.
     """
 
@@ -25,12 +25,12 @@ class Beside:
 
 
 def beside(source: TensorSource, taken: Collection[str], quantization: Quantization) -> Beside:
-    """Sorts all tensors but `taken`: quantized weights are to be decoded, what they no longer need is dropped, the rest stays.
+    """Sorts all tensors but `taken`: quantized weights are decoded, their scales dropped, all others copied.
 
     Raises UnsupportedError for a tensor that is quantized in a way that cannot be read, InputError for a weight without scales.
     """
     names = [name for name in source.tensors if name not in taken]
-    found: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
+    decoded: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
     dropped: set[str] = set()
     for name in names:
         info = source.tensors[name]
@@ -39,7 +39,7 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
         except (InputError, UnsupportedError) as error:
             raise type(error)(f"{source.shards[info.shard].path}: {error}") from None
         if weight is not None:
-            found[name] = weight
+            decoded[name] = weight
             dropped |= {t.name for t in weight[1].tensors.values()} | _aside(source, weight[0])
     for name in names:
         if name not in dropped and (what := foreign.beside_experts(source.tensors[name])) is not None:
@@ -47,15 +47,15 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
                 f"{source.shards[source.tensors[name].shard].path}: tensor {name!r} is {what}, and stands outside the routed "
                 "experts; that is not an input yet: use the model's BF16 or FP8 (E4M3) release."
             )
-    kept = [name for name in names if name not in dropped or name in found]
+    kept = [name for name in names if name not in dropped or name in decoded]
     tensors: dict[str, TensorInfo | Weight] = dict(
-        found[name] if name in found else (name, source.tensors[name]) for name in kept
+        decoded[name] if name in decoded else (name, source.tensors[name]) for name in kept
     )
-    return Beside(tensors, tuple(sorted(dropped - found.keys())))
+    return Beside(tensors, tuple(sorted(dropped - decoded.keys())))
 
 
 def _weight(source: TensorSource, info: TensorInfo, quantization: Quantization) -> tuple[str, Weight] | None:
-    """The quantized weight whose values this tensor holds, with what it is called in BF16; None for any other tensor."""
+    """The quantized weight whose values this tensor holds, with its name in BF16; None for any other tensor."""
     if not any(row.quantized and info.dtype in row.dtypes for row in encodings.ENCODINGS):
         return None
     for template, candidates in encodings.beside_weight(info.name, source.tensors):
@@ -76,6 +76,6 @@ def _weight(source: TensorSource, info: TensorInfo, quantization: Quantization) 
 
 
 def _aside(source: TensorSource, template: str) -> set[str]:
-    """The tensors beside a weight that nothing needs."""
+    """The tensors beside a weight that are not needed."""
     names = {encodings.spelled(pattern, template) for pattern in foreign.ASIDE}
     return {name for name in names if name in source.tensors}

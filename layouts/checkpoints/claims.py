@@ -1,4 +1,4 @@
-"""What config.json says of a model's experts, and whether it is true of those that are here: layers, counts and sizes."""
+"""What config.json says about a model's experts, compared with those present: layers, counts and sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def num_layers(config: Config) -> tuple[str, int] | None:
 
 
 def moe_layers(config: Config) -> list[int] | None:
-    """The layers that have experts by the config; None where it does not say how many there are, or which."""
+    """The layers with experts according to the config; None if it does not say how many layers there are, or which have experts."""
     limit = num_layers(config)
     if limit is None or all(cfg.find(config, (key,)) is None for key in DENSE):
         return None
@@ -69,7 +69,7 @@ def moe_layers(config: Config) -> list[int] | None:
 
 
 def layer_problems(config: Config, layers: Iterable[int]) -> Iterator[str]:
-    """A sentence for each of these layers with experts that the config has no experts in."""
+    """A sentence for each of these layers for which the config has no experts."""
     limit = num_layers(config)
     for layer in layers:
         if limit is not None and layer >= limit[1]:
@@ -89,7 +89,7 @@ def size_problems(config: Config, shapes: Mapping[int, Shape]) -> Iterator[str]:
 
 
 def sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:
-    """By what a layer's sizes are called: the config key and its value, None where the config says nothing."""
+    """Name of a size -> the config key and its value, None if the config does not record it."""
     row = family(config)
     return {
         "experts": cfg.number(config, row.experts if row else NUM_EXPERTS, layer),
@@ -101,7 +101,7 @@ def sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:
 def _dense_by(config: Config, layer: int) -> str | None:
     """The config key that says that this layer is dense."""
     for key, is_dense in DENSE.items():
-        found = cfg.find(config, (key,))
-        if found is not None and is_dense(found[1], layer):
+        recorded = cfg.find(config, (key,))
+        if recorded is not None and is_dense(recorded[1], layer):
             return key
     return None

@@ -1,4 +1,4 @@
-"""The companions of a checkpoint: what lies beside its weights and goes with them, tokenizer, chat template and the like."""
+"""The companions of a checkpoint: the files that belong to its weights, such as tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ INDEX_NAME = re.compile(r"\.index(\.[^.]+)?\.json\Z")
 def companion_files(root: Path, *, nested: bool = True) -> list[str]:
     """Every file of a directory that is neither weights nor an index of them, as sorted paths relative to it; no dot files.
 
-    Links to folders are not entered. Without `nested` only what lies directly beside a config.json.
+    Links to folders are not entered. Without `nested` only files directly beside a config.json.
     Raises InputError for a folder that cannot be listed.
     """
     if not nested and not (root / "config.json").is_file():
         return []
-    found: list[str] = []
+    companions: list[str] = []
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = sorted(d for d in folders if _is_entered(d)) if nested else []
         base = Path(folder)
-        found += [(base / f).relative_to(root).as_posix() for f in files if _is_companion(base / f)]
-    return sorted(found)
+        companions += [(base / f).relative_to(root).as_posix() for f in files if _is_companion(base / f)]
+    return sorted(companions)
 
 
 def require_copyable(root: Path, name: str) -> None:
@@ -59,7 +59,7 @@ def require_copyable(root: Path, name: str) -> None:
 
 
 def _is_hub_blob(path: Path) -> bool:
-    """Whether it lies where the Hugging Face cache keeps files: models--ORG--NAME/blobs, beside snapshots of links to it."""
+    """Whether it is a blob of the Hugging Face cache: in models--ORG--NAME/blobs, beside the snapshots that link to it."""
     model = path.parent.parent
     return path.parent.name == "blobs" and model.name.startswith("models--") and (model / "snapshots").is_dir()
 

@@ -1,4 +1,4 @@
-"""Looks a number up in config.json, wherever a family keeps it."""
+"""Looks up values in config.json, at the places where families keep them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def find(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | Non
 
 def number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tuple[str, int] | None:
     """The first of these keys that is a whole number; of a list per layer, the layer's own."""
-    found = find(config, keys)
-    if found is None:
+    entry = find(config, keys)
+    if entry is None:
         return None
-    key, value = found
+    key, value = entry
     if isinstance(value, list):
         value = value[layer] if layer < len(value) else None
         key = f"{key}[{layer}]"
@@ -43,18 +43,18 @@ def number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tup
 
 
 def families(config: dict[str, Any]) -> list[str]:
-    """What the model calls itself: model_type and architectures, the outermost first."""
+    """The model's names of its family: model_type and architectures, the outermost first."""
     names: list[str] = []
     for scope in reversed(list(scopes(config))):
         kinds = scope.get("architectures")
-        said = [scope.get("model_type"), *(kinds if isinstance(kinds, list) else [])]
-        names += [name for name in said if isinstance(name, str)]
+        texts = [scope.get("model_type"), *(kinds if isinstance(kinds, list) else [])]
+        names += [name for name in texts if isinstance(name, str)]
     return names
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a config says of how weights are quantized, wherever it says it; empty where it says nothing.
+    """How weights are quantized, according to a config; empty if it does not say.
 
     method       quant_method, such as "compressed-tensors".
     blocks       the sizes (rows, columns) of blocks that share an FP8 scale.
@@ -70,7 +70,7 @@ class Quantization:
 
 
 def quantization(config: dict[str, Any]) -> Quantization:
-    """What a config says of quantization; values that are of no use are passed over."""
+    """How a config says that weights are quantized; unusable values are ignored."""
     method, weights, sizes = "", [], []
     for scope in scopes(config):
         for key in ("quantization_config", "compression_config"):

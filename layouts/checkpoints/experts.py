@@ -1,4 +1,4 @@
-"""Gate, up and down of one expert, whatever way the checkpoint stores them.
+"""Gate, up and down of one expert, independent of how the checkpoint stores them.
 
 The tensors decide; the config is compared with them, and where the two disagree the checkpoint is refused.
 """
@@ -35,16 +35,16 @@ class Expert:
 
 @dataclass(frozen=True)
 class MoeModel:
-    """A checkpoint whose experts were found.
+    """A checkpoint whose experts were recognised.
 
-    layers       numbers of the layers to convert, as the checkpoint numbers them.
+    layers       numbers of the layers to convert, as in the checkpoint; moe_layers describes each of them.
     mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors names the expert tensors of these
                  and of blocks called mtp.
     dtypes       the names of the encodings that expert weights are stored in, sorted.
-    activation   key of ACTIVATIONS, or what the config calls it.
+    activation   key of ACTIVATIONS, or the config's name of it.
     weights_on   "output" or "input".
     notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output.
-    quantization what config.json says of it.
+    quantization what config.json says about quantization.
     refusal      why no output can hold these experts; None if one can.
     """
 
@@ -61,7 +61,7 @@ class MoeModel:
     common_notes: tuple[str, ...] = ()
     quantization: Quantization = field(default_factory=Quantization)
     refusal: str | None = None
-    found: dict[int, MoeLayer] = field(default_factory=dict, repr=False)
+    moe_layers: dict[int, MoeLayer] = field(default_factory=dict, repr=False)
 
     @property
     def plain(self) -> bool:
@@ -70,23 +70,23 @@ class MoeModel:
 
     def shape(self, layer: int) -> tuple[int, int, int]:
         """(E, H, I): experts, hidden size, expert width."""
-        moe = self.found[layer]
+        moe = self.moe_layers[layer]
         return moe.num_experts, moe.hidden, moe.width
 
     def reading(self, layer: int) -> tuple[object, ...]:
-        """How this layer's tensors are understood, as far as the config had a say: style, orientation, FP8 blocks, and encodings that
-        the dtype of the values does not tell."""
-        moe = self.found[layer]
+        """How this layer's tensors are read, as far as it depends on the config: style, orientation, FP8 blocks, and encodings that
+        do not follow from the dtype of the values."""
+        moe = self.moe_layers[layer]
         encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}
         return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings)
 
     def expert(self, layer: int, expert: int) -> Expert:
-        """Gate, up and down of one expert; of the weights nothing is read yet, the scales are."""
+        """Gate, up and down of one expert; the scales are read, the weights are not."""
         return Expert(*(self.linear(layer, expert, projection) for projection in PROJECTIONS))
 
     def linear(self, layer: int, expert: int, projection: str) -> Matrix:
         """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I)."""
-        moe = self.found[layer]
+        moe = self.moe_layers[layer]
         stored = self._matrix(moe, part_of(moe.style, projection), expert)
         if not isinstance(moe.style, Fused) or projection == "down":
             return stored
@@ -96,26 +96,26 @@ class MoeModel:
         return stored.rows(second * moe.width, (second + 1) * moe.width)
 
     def weight(self, layer: int, expert: int, projection: str) -> Weight:
-        """The weight, whole, in which this linear is stored."""
-        moe = self.found[layer]
+        """The whole stored weight that contains this linear."""
+        moe = self.moe_layers[layer]
         part = part_of(moe.style, projection)
         return moe.weights[part, expert if isinstance(moe.style, Separate) else -1]
 
     def weight_name(self, layer: int, expert: int, projection: str) -> str:
-        """What that weight is called where it is not quantized."""
-        moe = self.found[layer]
+        """The name of that weight in an unquantized checkpoint."""
+        moe = self.moe_layers[layer]
         part = part_of(moe.style, projection)
         return name_of(moe.style, moe.prefix, part, layer, expert)
 
     def reading_bytes(self, layer: int, backward: bool = False) -> int:
         """Memory that reading one of a layer's linears may take, beside the maps; backward: its transpose, too."""
-        moe = self.found[layer]
+        moe = self.moe_layers[layer]
         firsts = (weight for (_, expert), weight in moe.weights.items() if expert < 1)
         return max(weight.reading_bytes(backward or moe.input_major) for weight in firsts)
 
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
         """The tensors that hold one expert's weights; of a tensor that holds all experts only this one's part."""
-        moe = self.found[layer]
+        moe = self.moe_layers[layer]
         out: list[TensorInfo] = []
         for part in moe.style.parts:
             if (weight := moe.weights.get((part, expert))) is not None:
@@ -126,13 +126,13 @@ class MoeModel:
 
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
         """Every tensor of a layer's expert weights, each whole, in the order of their names."""
-        weights = self.found[layer].weights.values()
+        weights = self.moe_layers[layer].weights.values()
         return tuple(sorted((info for w in weights for info in w.tensors.values()), key=lambda t: t.name))
 
     def expert_tensor_names(self) -> set[str]:
-        """Every routed-expert tensor of the converted layers, with what else hangs on them; not MTP."""
+        """Every routed-expert tensor of the converted layers, with their unused scales, without those of MTP."""
         names: set[str] = set()
-        for moe in self.found.values():
+        for moe in self.moe_layers.values():
             names.update(info.name for weight in moe.weights.values() for info in weight.tensors.values())
             names.update(moe.aside)
         return names
@@ -144,9 +144,9 @@ class MoeModel:
 
 
 def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
-    """Finds the experts of a checkpoint, by headers alone.
+    """Recognises the experts of a checkpoint from headers alone.
 
-    to_read: a model that no output can hold is found too, where it can be read, and says so as `refusal`.
+    to_read: also accept a model that no output can hold, if it can be read; `refusal` then holds the reason.
     Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or whose
     tensors and config disagree; both name the file and the tensor.
     """
@@ -181,7 +181,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     quantization = cfg.quantization(source.config)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
-    found = {n: measure(source.config, arch, layer, prefix, n, quantization, most) for n, layer in stored.items()}
+    moe_layers = {n: measure(source.config, arch, layer, prefix, n, quantization, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
     if seen.others:
         notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
@@ -203,7 +203,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         layers=tuple(layers),
         mtp_layers=tuple(mtp),
         mtp_tensors=mtp_names,
-        dtypes=tuple(sorted({w.encoding.name for m in found.values() for w in m.weights.values()})),
+        dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
         has_shared_experts=seen.shared,
         activation=activation,
         weights_on=weights_on,
@@ -211,16 +211,16 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         common_notes=tuple(notes),
         quantization=quantization,
         refusal=refusal,
-        found=found,
+        moe_layers=moe_layers,
     )
 
 
 def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
-    """The first row that the config names; a row that names no family is for any checkpoint."""
+    """The first row that the config names; a row that names no family applies to any checkpoint and comes first."""
     names = cfg.families(source.config)
-    anyones = (arch for arch in archs if not arch.matches)
+    unconditional = (arch for arch in archs if not arch.matches)
     named = (arch for name in names for arch in archs if name in arch.matches)
-    return next(anyones, None) or next(named, None)
+    return next(unconditional, None) or next(named, None)
 
 
 def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]) -> tuple[Arch, Scan]:
@@ -276,12 +276,12 @@ def part_of(style: Style, projection: str) -> str:
 
 
 def _activation(source: TensorSource, arch: Arch) -> str:
-    """What the config says, where it says anything, else what the row says."""
+    """The activation by the config, else by the row."""
     limit = cfg.find(source.config, ("swiglu_limit", "swiglu_limits"))
     if limit is not None and arch.activation in ("silu", "swiglu_limit"):
         clamps = any(limit[1]) if isinstance(limit[1], list) else bool(limit[1])
         return "swiglu_limit" if clamps else "silu"
-    said = cfg.find(source.config, ("hidden_act", "hidden_activation"))
-    if arch.activation != "silu" or said is None or not isinstance(said[1], str):
+    recorded = cfg.find(source.config, ("hidden_act", "hidden_activation"))
+    if arch.activation != "silu" or recorded is None or not isinstance(recorded[1], str):
         return arch.activation
-    return "silu" if said[1].lower() in PLAIN_ACTIVATIONS else said[1]
+    return "silu" if recorded[1].lower() in PLAIN_ACTIVATIONS else recorded[1]

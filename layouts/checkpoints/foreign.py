@@ -1,4 +1,4 @@
-"""Ways of storing a weight that are recognised and are no input: by the names of their tensors, and by dtypes that no row reads."""
+"""Encodings that are recognised but not supported, by the names of their tensors and by dtypes that no row reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASIDE = (
     "{s}_activation_scale",
 )
 BIASES = ("{s}.bias", "{s}_bias")
-# Names as in the table of encodings, and what they belong to. A name that a row of the table reads is no longer looked up here.
+# Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take precedence.
 FOREIGN = {
     "{t}_blocks": "MXFP4",
     "{t}_scales": "MXFP4",
@@ -30,7 +30,7 @@ FOREIGN = {
 # Values that no row reads: by their own dtype, else by that of the scale beside them.
 BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}
 BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
-# Beside the experts: what a name ends in, and weights of these dtypes.
+# Outside the experts: suffixes of names, and dtypes of weights.
 SUFFIXES = {
     ".weight_packed": "packed by compressed-tensors",
     ".weight_zero_point": "packed by compressed-tensors",
@@ -43,13 +43,13 @@ DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F8_E5M2": "FP8 E5M2", 
 
 
 def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
-    """What the values of an expert's weight are, where no row reads them."""
+    """The format of an expert's weight that no row reads."""
     what = BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
     return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
 
 
 def beside_experts(info: TensorInfo) -> str | None:
-    """What a tensor beside the experts is, if no loader of an output in BF16 would understand it."""
+    """The format of a tensor outside the experts, if no loader of a BF16 output would understand it; else None."""
     by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
     if by_name is None and (info.name.endswith(".weight") or len(info.shape) == 3):
         return DTYPES.get(info.dtype)

@@ -40,11 +40,11 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         raise InputError(
             f"{text}: no such file or directory; give a checkpoint's directory, or a hub id such as org/name"
         )
-    found = snapshot(text, revision)
-    if found is not None and complete(found):
-        return found
+    cached = snapshot(text, revision)
+    if cached is not None and complete(cached):
+        return cached
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
-        what = "is incomplete in" if found else "is not in"
+        what = "is incomplete in" if cached else "is not in"
         raise InputError(
             f"{text}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; unset it or run "
             f"`{_command(text, revision)}` where there is a network"
@@ -72,21 +72,21 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
         commit = (model / "refs" / revision).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         commit = revision
-    found = model / "snapshots" / commit
-    return found if COMMIT.fullmatch(commit) and found.is_dir() else None
+    folder = model / "snapshots" / commit
+    return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
 
 
-def complete(found: Path) -> bool:
+def complete(folder: Path) -> bool:
     """Whether a snapshot has its config and every weight file that its index names (or one, without an index)."""
-    if not (found / "config.json").exists() and not (found / "params.json").exists():
+    if not (folder / "config.json").exists() and not (folder / "params.json").exists():
         return False
-    for index in found.glob("*.safetensors.index.json"):
+    for index in folder.glob("*.safetensors.index.json"):
         try:
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
-            return all((found / shard).exists() for shard in shards)
+            return all((folder / shard).exists() for shard in shards)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-    return any(p.exists() for p in found.glob("*.safetensors"))
+    return any(p.exists() for p in folder.glob("*.safetensors"))
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -34,19 +34,19 @@ class Layer:
 
     @property
     def names(self) -> list[str]:
-        """Every tensor of the layer's experts, with what stands aside."""
+        """Every tensor of the layer's experts, with the unused ones beside them."""
         return [*(info.name for tensors in self.tensors.values() for info in tensors.values()), *self.aside]
 
 
 @dataclass
 class Scan:
-    """What the templates found.
+    """The result of a scan.
 
     layers   expert tensors by prefix and layer number.
     mtp      expert tensors of multi-token-prediction blocks that have names of their own.
-    foreign  a tensor of each format that is no input, by what the format is called and layer.
+    foreign  a tensor of each format that is no input, by the format's name and layer.
     biases   a bias of each layer that has some.
-    strays   names that stand among experts but match nothing.
+    strays   names among the experts that match no template.
     others   names that look like routed experts of another part of the model.
     routers  (prefix, layer) that have a router.
     present  (prefix, layer) that have any tensor.
@@ -68,7 +68,7 @@ class _Rule:
     style: Style
     prefix: str
     part: str
-    role: str  # of the table of encodings, BIAS or ASIDE; what the format is called if it is foreign
+    role: str  # of the table of encodings, BIAS or ASIDE; the format's name if it is foreign
     foreign: bool
     name: str  # to be formatted with layer and expert
     layer: int  # which of the name's numbers is the layer, which the expert (-1: none)
@@ -117,13 +117,13 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, name: str, info: Tens
     if rule.role == BIAS:
         out.biases.setdefault(layer, name)
         return
-    found = out.layers.setdefault((rule.prefix, layer), Layer(rule.style))
-    if found.style != rule.style:
+    stored = out.layers.setdefault((rule.prefix, layer), Layer(rule.style))
+    if stored.style != rule.style:
         raise InputError(f"tensor {name!r}: layer {layer} is stored in two ways; remove the one that does not belong")
     if rule.role == ASIDE:
-        found.aside.append(name)
+        stored.aside.append(name)
         return
-    tensors = found.tensors.setdefault((rule.part, expert), {})
+    tensors = stored.tensors.setdefault((rule.part, expert), {})
     if rule.role in tensors:
         raise InputError(
             f"tensors {tensors[rule.role].name!r} and {name!r} both claim to be the {rule.role} of one weight"

@@ -1,4 +1,4 @@
-"""What a checkpoint must not have, and must not lack, before anything of it is converted."""
+"""Checks before a conversion: for formats that are not supported, stray tensors and missing layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ktconvert.layouts.checkpoints.match import Scan, name_of
 from ktconvert.layouts.errors import InputError, UnsupportedError
 
 
-def refuse_formats(found: Iterable[tuple[str, str]]) -> None:
+def refuse_formats(tensors: Iterable[tuple[str, str]]) -> None:
     """Tensors (format, name) whose names already say that they are no input. Raises UnsupportedError."""
-    for what, name in found:
+    for what, name in tensors:
         raise no_input(name, what)
 
 

@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.match import Layer, name_of
 from ktconvert.layouts.checkpoints.refusals import no_input
 from ktconvert.layouts.errors import InputError
 
-Said = tuple[str, int] | None  # a config key and its value
+Recorded = tuple[str, int] | None  # a config key and its value, if the config has it
 Weights = Mapping[tuple[str, int], Weight]  # by part of the style and expert, -1 where one holds all experts
 
 
@@ -49,7 +49,7 @@ def measure(
     quantization: Quantization,
     most: int,
 ) -> MoeLayer:
-    """Layer n's shape; `most` is the number of experts where the config names none.
+    """Layer n's shape; `most` is the number of experts if the config does not record it.
 
     Raises InputError where a tensor is missing, too many or misshapen, or the config disagrees; UnsupportedError for a weight that
     no row of the table of encodings reads.
@@ -70,11 +70,11 @@ def measure(
         first = weights[style.parts[0], -1]
         count = first.shape[0] if first.shape else 0
         h, i, turned = _fused(weights) if isinstance(style, Fused) else _stacked(weights, style, hidden, width)
-    for said, value, what in ((experts, count, "experts"), (hidden, h, "hidden size"), (width, i, "expert width")):
-        if said is not None and said[1] != value:
+    for recorded, value, what in ((experts, count, "experts"), (hidden, h, "hidden size"), (width, i, "expert width")):
+        if recorded is not None and recorded[1] != value:
             raise InputError(
                 f"tensor {first.name!r} of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be "
-                f"{value}, config.json says {said[0]} = {said[1]}; they are not of one model"
+                f"{value}, config.json says {recorded[0]} = {recorded[1]}; they are not of one model"
             )
     _check_fit(weights, turned)
     return MoeLayer(style, prefix, weights, tuple(stored.aside), count, h, i, turned)
@@ -107,13 +107,13 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
     return InputError(f"tensor {info.name!r} is a scale whose weight {values!r} is missing; download it again")
 
 
-def _count(weights: Weights, style: Separate, prefix: str, n: int, said: Said, most: int) -> int:
-    """How many experts: as many as the config says, else as many as any layer has; each with all its parts."""
+def _count(weights: Weights, style: Separate, prefix: str, n: int, recorded: Recorded, most: int) -> int:
+    """The number of experts by the config, else the most that any layer has. InputError unless each has all its parts."""
     last = max((expert for _, expert in weights), default=0)
-    count = max(1, said[1] if said is not None else most)
-    if last >= count and said is not None:
+    count = max(1, recorded[1] if recorded is not None else most)
+    if last >= count and recorded is not None:
         name = next(weight.name for (_, expert), weight in weights.items() if expert == last)
-        raise InputError(f"tensor {name!r} is one expert too many: config.json says {said[0]} = {said[1]}")
+        raise InputError(f"tensor {name!r} is one expert too many: config.json says {recorded[0]} = {recorded[1]}")
     for part in style.parts:
         for expert in range(count):
             if (part, expert) not in weights:
@@ -150,8 +150,8 @@ def _fused(weights: Weights) -> tuple[int, int, bool]:
     )
 
 
-def _stacked(weights: Weights, style: Stacked, hidden: Said, width: Said) -> tuple[int, int, bool]:
-    """Here both ways round fit any shapes: the config decides, and where I = H the row of the table."""
+def _stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded) -> tuple[int, int, bool]:
+    """Both orientations fit any shapes here: the config decides, and if I = H the row of the table."""
     gate, up, down = (weights[p, -1] for p in style.parts)
     if len(gate.shape) != 3 or 0 in gate.shape:
         raise _misshapen(gate, "three-dimensional, [E, I, H]")
@@ -159,8 +159,8 @@ def _stacked(weights: Weights, style: Stacked, hidden: Said, width: Said) -> tup
     for info, want in ((up, (e, a, b)), (down, (e, b, a))):
         if info.shape != want:
             raise _misshapen(info, f"{list(want)}, since {gate.name!r} is {list(gate.shape)}")
-    as_rows = all(said is None or said[1] == value for said, value in ((width, a), (hidden, b)))
-    as_columns = all(said is None or said[1] == value for said, value in ((hidden, a), (width, b)))
+    as_rows = all(recorded is None or recorded[1] == value for recorded, value in ((width, a), (hidden, b)))
+    as_columns = all(recorded is None or recorded[1] == value for recorded, value in ((hidden, a), (width, b)))
     output_major = style.output_major if as_rows == as_columns else as_rows
     return (b, a, False) if output_major else (a, b, True)
 

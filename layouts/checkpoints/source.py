@@ -22,7 +22,7 @@ from ktconvert.layouts.files.mapped import MappedFiles
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
 READ_AHEAD_PIECE = 128 << 10
 
-# How a tensor's bits are seen; what numpy has no type for comes as unsigned bits of the same width.
+# NumPy types of tensors; dtypes that NumPy lacks are unsigned integers of the same width.
 VIEWS: dict[str, type[np.generic]] = {
     "BF16": np.uint16,
     "F16": np.uint16,
@@ -60,7 +60,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file; size, header hash and (in a Hugging Face cache) blob name say what it is, wherever it lies."""
+    """One weight file; size, header hash and (in a Hugging Face cache) blob name identify it, independent of its path."""
 
     path: Path
     name: str
@@ -71,9 +71,9 @@ class Shard:
 
 
 class TensorSource:
-    """An opened checkpoint: headers are known, weights are mapped one file at a time when first asked for.
+    """An opened checkpoint: headers are read, each weight file is mapped at its first use.
 
-    root     the directory; companions are looked for here.
+    root     the directory, which also holds the companions.
     config   config.json as parsed (params.json where only that exists); {} where there is none.
     shards   the weight files, in the order of their names.
     tensors  every tensor by name.
@@ -112,7 +112,7 @@ class TensorSource:
         return np.ndarray(info.shape, kind, buffer=self._map(info.shard), offset=info.start)
 
     def release(self, info: TensorInfo) -> None:
-        """Gives the tensor's pages back to the system; a later look brings them back from the file."""
+        """Returns the tensor's pages to the system; a later access reads them again from the file."""
         self._advise(info.shard, info.start, info.nbytes, mmap.MADV_DONTNEED)
 
     def prefetch(self, info: TensorInfo) -> None:
@@ -124,12 +124,12 @@ class TensorSource:
     def companions(self) -> list[str]:
         """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
 
-        For a lone .safetensors file only what lies directly beside it, and only where config.json does.
+        For a lone .safetensors file only files directly beside it, and only if config.json is among them.
         """
         return companion_files(self.root, nested=not self._alone)
 
     def changed(self) -> list[str]:
-        """The names of the shards whose size or time of change is not what it was when opened."""
+        """The names of the shards whose size or time of change differs from that at opening."""
         out: list[str] = []
         for shard in self.shards:
             try:
@@ -205,7 +205,7 @@ def _container_of(path: Path) -> Container:
 
 
 def _select(root: Path) -> tuple[Container, Selection]:
-    """The checkpoint that a directory holds, by the first container that has one there."""
+    """The checkpoint in a directory, by the first container that recognises one."""
     try:
         files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     except OSError as e:

@@ -23,7 +23,7 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
     Experts that are stored together get the names that their family uses for single ones, in any block (transformers looks
     for w1, w3, w2 of Mixtral in all of them), else gate_proj, up_proj, down_proj.
     """
-    moe = model.found[layer]
+    moe = model.moe_layers[layer]
     if isinstance(moe.style, Separate):
         return model.weight_name(layer, expert, projection).removesuffix(".weight")
     container = _container(getattr(moe.style, part_of(moe.style, projection)))

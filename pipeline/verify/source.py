@@ -39,7 +39,7 @@ class Comparison:
 
 def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
     """How many bytes of the source compare_source will read."""
-    return sum(t.nbytes for n in measure.shapes if n in model.found for t in model.layer_tensors(n))
+    return sum(t.nbytes for n in measure.shapes if n in model.moe_layers for t in model.layer_tensors(n))
 
 
 def compare_source(
@@ -63,7 +63,7 @@ def compare_source(
     form, choice = form.configured(facts), QUANTIZERS[scale]
     compared = Comparison(output, model, [] if METHODS[method] else None)
     problems, notes = _same_shapes(output, measure, model)
-    layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.found and (h, i) == model.shape(n)[1:]]
+    layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     layers = [n for n in layers if form.illegal_reason(*measure.shapes[n][1:], measure.numa) is None]
 
     def one(layer: int, expert: int) -> ExpertComparison:
@@ -86,7 +86,7 @@ def compare_source(
 def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[list[str], list[str]]:
     problems: list[str] = []
     for layer, shape in measure.shapes.items():
-        if layer not in model.found:
+        if layer not in model.moe_layers:
             problems.append(f"layer {layer} is here, but has no experts in {model.source.root}")
         elif shape != model.shape(layer):
             e, h, i = model.shape(layer)

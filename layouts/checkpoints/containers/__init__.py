@@ -1,6 +1,6 @@
 """The table of containers: every kind of weight file that a checkpoint may consist of.
 
-To add one, write its file beside these and name it here. It knows nothing of experts, nor of how weights are encoded.
+To add one, write its file beside these and name it here. A container knows nothing of experts or of encodings.
 """
 
 from __future__ import annotations

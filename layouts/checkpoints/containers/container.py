@@ -1,4 +1,4 @@
-"""What a container of weights gives: the tensors of a file, and the files of a directory that make up a checkpoint."""
+"""The contract of a container of weights: the tensors of a file, and the files of a directory that make up a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file of weights holds.
+    """The header of a file of weights.
 
-    entries   its tensors, in the order in which they lie.
-    size, sha256   what the file is, wherever it lies: its bytes, and a hash of names, dtypes, shapes and places.
-    config    what it says of the model, as a config.json would; {} where it says nothing.
+    entries   its tensors, in file order.
+    size, sha256   the file's identity, independent of its path: its bytes, and a hash of names, dtypes, shapes and offsets.
+    config    the model's configuration, as in a config.json; {} if the file has none.
     """
 
     entries: tuple[Entry, ...]
@@ -46,7 +46,7 @@ class Selection:
     """The files of a directory that make up a checkpoint.
 
     names    in their order.
-    index    tensor name -> file, where an index says so; None without one.
+    index    tensor name -> file, from an index; None without one.
     ignored  files of the same container that do not belong to it.
     """
 
@@ -59,8 +59,8 @@ class Selection:
 class Container:
     """A kind of weight file: a row of CONTAINERS.
 
-    read_header  of a file, every length checked against it; of the weights nothing is read. InputError.
-    select       (directory, its files) -> the checkpoint that they are; None if none of them is of this kind. InputError.
+    read_header  reads a file's header and checks every length against the file, without reading weights. InputError.
+    select       (directory, its files) -> the checkpoint that they make up; None if no file is of this kind. InputError.
     """
 
     suffix: str

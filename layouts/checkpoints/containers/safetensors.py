@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, believing nothing it says that the file itself does not bear out."""
+"""Reads the header of a safetensors file and checks all of it against the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import InputError
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
 MAX_RANK = 64
-MAX_NAME = 1000  # no real one comes near, and messages quote names whole
+MAX_NAME = 1000  # real names are much shorter, and messages quote names in full
 LFS_MAGIC = b"version https://git-lfs"
 REMEDY = "download that file again"
 LFS_REMEDY = "run `git lfs pull` in its directory, or `hf download`"
@@ -32,7 +32,7 @@ DTYPE_BITS = {
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks one file's header; of the weights nothing is read.
+    """Reads and checks one file's header, without reading weights.
 
     Raises InputError when the file is missing, cut short or a Git LFS pointer, or when its header breaks the format.
     """
@@ -128,14 +128,14 @@ def _bytes(bits: int) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 raise ValueError(f"{key[:200]!r} appears twice")
             seen.add(key)
-    return made
+    return tree
 
 
 def _no_constant(name: str) -> Any:

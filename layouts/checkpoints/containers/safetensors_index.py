@@ -71,8 +71,8 @@ def _complete(root: Path, names: list[str]) -> None:
     """Without an index, files called …-00002-of-00005 still say how many there must be."""
     sets: dict[tuple[str, str], set[int]] = {}
     for name in names:
-        if found := PART.fullmatch(name):
-            sets.setdefault((found[1], found[3]), set()).add(int(found[2]))
+        if match := PART.fullmatch(name):
+            sets.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if len(sets) > 1:
         totals = ", ".join(f"{stem}-*-of-{total}" for stem, total in sorted(sets))
         raise InputError(f"{root}: holds the shards of several checkpoints ({totals}); keep one set")

@@ -1,7 +1,7 @@
 """The table of encodings: every way in which a checkpoint may store a linear's weight. A row is data and a few functions.
 
-To add one, write its file beside these and name its rows here. Nothing else knows what a weight's tensors are called, what they hold
-or how they become numbers.
+To add one, write its file beside these and name its rows here. Nothing else knows the names of a weight's tensors, their contents
+or how they are decoded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def roles() -> dict[str, str]:
 
 
 def spelled(pattern: str, template: str) -> str:
-    """The pattern for the weight that is called `template` in BF16."""
+    """The pattern filled in for the weight with the name `template` in BF16."""
     return pattern.replace("{t}", template).replace("{s}", template.removesuffix(".weight"))
 
 
@@ -46,12 +46,12 @@ def of_tensors(tensors: Tensors, quantization: Quantization) -> Encoding | None:
 
 
 def quantized(names: Iterable[str]) -> list[str]:
-    """The titles of those of these rows that a BF16 release would be better than."""
+    """The titles of those of these rows that are quantized, so that a BF16 release would be the better source."""
     return [row.title for row in ENCODINGS if row.quantized and row.name in names]
 
 
 def weight(row: Encoding, template: str, tensors: Tensors, quantization: Quantization) -> Weight:
-    """The weight that the tensors make up by a row that holds them. InputError where one is missing or does not belong."""
+    """The weight that the tensors make up by a row that holds them. InputError where one is missing or one too many."""
     values = tensors[row.values]
     for role, info in tensors.items():
         if role not in row.tensors:
@@ -66,8 +66,8 @@ def weight(row: Encoding, template: str, tensors: Tensors, quantization: Quantiz
 
 
 def beside_weight(name: str, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, dict[str, list[TensorInfo]]]]:
-    """For each row that a tensor of this name may hold the values of: what the weight would be called in BF16, and the tensors that
-    stand beside it, by role."""
+    """For each row whose values this tensor may hold: the weight's name in BF16, and the tensors stored beside it, by
+    role."""
     seen: set[str] = set()
     for row in ENCODINGS:
         for pattern in row.tensors[row.values]:
@@ -75,15 +75,15 @@ def beside_weight(name: str, tensors: Mapping[str, TensorInfo]) -> Iterable[tupl
             if template is None or template in seen:
                 continue
             seen.add(template)
-            found: dict[str, list[TensorInfo]] = {}
+            stored: dict[str, list[TensorInfo]] = {}
             for other, role in roles().items():
-                if (info := tensors.get(spelled(other, template))) is not None and info not in found.get(role, []):
-                    found.setdefault(role, []).append(info)
-            yield template, found
+                if (info := tensors.get(spelled(other, template))) is not None and info not in stored.get(role, []):
+                    stored.setdefault(role, []).append(info)
+            yield template, stored
 
 
 def _template(name: str, pattern: str) -> str | None:
-    """What a weight is called in BF16 whose tensor of this pattern has this name; None if none would be called so."""
+    """The BF16 name of the weight whose tensor of this pattern has this name; None if the pattern does not fit."""
     suffix = pattern.removeprefix("{t}").removeprefix("{s}")
     if not name.endswith(suffix):
         return None

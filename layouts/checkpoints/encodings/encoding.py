@@ -1,4 +1,4 @@
-"""What a row of the table of encodings says, and a weight that is stored in one."""
+"""The contract of a row of the table of encodings, and a weight that is stored in one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def shape_of_values(tensors: Tensors, quantization: Quantization) -> tuple[int, 
 
 
 def always(tensors: Tensors, quantization: Quantization) -> bool:
-    """Nothing besides names and the dtype of the values has to be asked."""
+    """Names and the dtype of the values suffice."""
     return True
 
 
 def nothing_to_fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> Any:
-    """There is one tensor, or any others will do."""
+    """There is one tensor, or nothing to compare."""
     return ()
 
 
@@ -39,22 +39,22 @@ class Encoding:
     """How a linear's weight is stored.
 
     A weight is a linear [n, k], or a stack of E of them: then each of its tensors has E as its first axis. Functions get the tensors by
-    role and what config.json says; those that get `input_major` are told that what is stored is [k, n].
+    role and the quantization of config.json; `input_major` means that the weight is stored as [k, n].
 
-    name         in facts and messages: the dtype of the values as the container spells it, if that says it all.
-    title        what people call it.
-    tensors      role -> the names that its tensor may have: {t} is what the weight is called in BF16 ("....gate_proj.weight"), {s} that
+    name         in facts and messages: the dtype of the values as the container spells it, if that determines the encoding.
+    title        its usual name, for messages.
+    tensors      role -> the names that its tensor may have: {t} is the weight's name in BF16 ("....gate_proj.weight"), {s} that
                  without ".weight". The first role holds the values. A name has the same role in all rows.
     dtypes       of the values.
     kind         of the values: its decoder.
     matrix       (source, tensors, quantization, input_major) -> one linear as stored. InputError where a tensor's content is wrong.
     shape        (tensors, quantization) -> logical shape, [n, k] or [E, n, k]. InputError, UnsupportedError.
-    fit          checks the tensors against each other: InputError, UnsupportedError; gives what of the reading neither names, dtypes nor
-                 shapes say (FP8: the rows and columns of a block), for fingerprints.
-    claims       whether tensors with these roles and dtypes are of this row, where rows share them.
+    fit          checks the tensors against each other: InputError, UnsupportedError; returns for fingerprints what does not follow from
+                 names, dtypes and shapes (FP8: the rows and columns of a block).
+    claims       whether tensors are of this row, where rows share roles and dtypes.
     optional     roles whose tensors may be missing.
-    quantized    a GPU output has such a weight in BF16, wherever it stands.
-    input_types  what --input-type calls it.
+    quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16.
+    input_types  its names in --input-type.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Weight:
 
     @property
     def values(self) -> TensorInfo:
-        """The tensor that holds the values; what messages name."""
+        """The tensor that holds the values; messages name it."""
         return self.tensors[self.encoding.values]
 
     @property
     def name(self) -> str:
-        """Its name, as messages say it."""
+        """Its name in messages."""
         return self.values.name
 
     def one(self, expert: int) -> Tensors:
@@ -107,7 +107,7 @@ class Weight:
         return {role: one_of(info, expert) for role, info in self.tensors.items()}
 
     def fit(self, input_major: bool = False) -> Any:
-        """What Encoding.fit gives. Raises InputError or UnsupportedError where the tensors do not fit each other."""
+        """The result of Encoding.fit. Raises InputError or UnsupportedError where the tensors do not fit each other."""
         return self.encoding.fit(self.tensors, self.quantization, input_major)
 
     def reading_bytes(self, turned: bool) -> int:

@@ -20,7 +20,7 @@ METHOD, FORMAT = "compressed-tensors", "pack-quantized"  # what config.json call
 
 def _row(bits: int, kind: Kind) -> Encoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """The width of the codes is in no header; where the config does not say it, 4, and weight_shape must bear it out."""
+        """No header holds the width of the codes: it is the config's, else 4, and weight_shape must confirm it."""
         if quantization.method not in ("", METHOD) or quantization.asymmetric or len(quantization.bits) > 1:
             return False
         return bits == (quantization.bits[0] if quantization.bits else 4)
@@ -84,12 +84,12 @@ def _group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
 
 
 def _check_shape(source: TensorSource, tensors: Tensors, n: int, k: int) -> None:
-    """What weight_shape says must be what the codes are."""
+    """Raises InputError unless weight_shape is the shape of the codes."""
     about = tensors["shape"]
-    said = np.array(source.view(about)).tolist()
-    if said != [n, k]:
+    recorded = np.array(source.view(about)).tolist()
+    if recorded != [n, k]:
         raise InputError(
-            f"{source.shards[about.shard].path}: tensor {about.name!r} says {said}, its codes are for {[n, k]}; "
+            f"{source.shards[about.shard].path}: tensor {about.name!r} says {recorded}, its codes are for {[n, k]}; "
             "download it again"
         )
 

@@ -1,4 +1,4 @@
-"""Weights that are numbers as they stand: BF16, FP16, float32."""
+"""Weights stored as plain numbers: BF16, FP16, float32."""
 
 from __future__ import annotations
 
