@@ -382,8 +382,8 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path, cli: Any, write_qwe
 @pytest.mark.parametrize(
     ("name", "dtype", "shape", "code", "words"),
     [
-        ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", (H, H), 5, "has no scale"),
-        ("model.layers.0.self_attn.q_proj.weight_packed", "I32", (H, 32), 3, "packed by compressed-tensors"),
+        ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", (H, H), 5, "weight_scale_inv is missing"),
+        ("model.layers.0.self_attn.q_proj.weight_packed", "I32", (H, 32), 5, "weight_scale is missing"),
         ("model.layers.0.self_attn.q_proj.qweight", "I32", (32, H), 3, "GPTQ or AWQ"),
     ],
 )
