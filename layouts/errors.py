@@ -40,6 +40,6 @@ class VerificationError(KtconvertError):
 
 
 class OutputError(KtconvertError):
-    """The output is in use, not ours, or was made with other options."""
+    """The output is in use, is not ours, or was begun with other options."""
 
     exit_code = 7

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """Symmetric integers: a code stands for step * code * scale.
+    """Symmetric integers: the value of a code is step * code * scale.
 
     low..high  the codes
     group      columns of a row that share a scale; None: all of them

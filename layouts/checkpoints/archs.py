@@ -20,7 +20,7 @@ PREFIXES = (
     "thinker.model.",
 )
 
-# Config keys, the first one found counts; a dot goes into a nested object.
+# Config keys: the first that exists counts; a dot goes into a nested object.
 NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts")
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")

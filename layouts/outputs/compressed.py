@@ -201,7 +201,7 @@ class Compressed:
         return self.typed(stored, n, k)[2]
 
     def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
-        """The numbers that packed codes and BF16 scales stand for: float32 [n, k], exact, or some rows of them."""
+        """The dequantized numbers of packed codes and BF16 scales: float32 [n, k], exact, or some of their rows."""
         packed, _, scale = self.typed(stored, n, k)
         return groups.dequantize_groups(self.grid.bits, packed[rows], scale[rows])
 

@@ -168,7 +168,7 @@ class Form(Protocol):
         """The scales of a part [n, k] as `pack` takes them, [n, groups]; a view."""
 
     def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
-        """The numbers that a part [n, k] stands for, or some rows of it: float32 [rows, k]."""
+        """The dequantized numbers of a part [n, k], or of some of its rows: float32 [rows, k]."""
 
     def error_sums(self, matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
         """Sums of x*x, y*y, x*y and (x-y)^2 over a part, x the source in BF16 and y what is stored; float64 [4]."""

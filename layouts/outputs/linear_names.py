@@ -90,7 +90,7 @@ class LinearNames:
     suffixes   of the tensors of one linear
     templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () where there is none, so that nothing
                can be recognised
-    model      the source, while an output is made
+    model      the source, while an output is written
     """
 
     suffixes: tuple[str, ...]

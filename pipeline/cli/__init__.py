@@ -22,12 +22,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
     "resume": ("resume", "Finish a conversion that was cut off."),
     "verify": ("verify", "Check an output, alone or against its source or another output."),
-    "inspect": ("inspect", "Say what a checkpoint or an output is, and what can be made of it."),
+    "inspect": ("inspect", "Describe a checkpoint or an output, and list what it can be converted to."),
     "bench": ("bench", "Measure how fast this machine computes an output's experts, next to how fast it reads memory."),
     "run": ("run", "Let a model write, its experts computed from converted weights."),
     "serve": ("serve", "Serve a model to OpenAI clients, its experts computed from converted weights."),
     "eval": ("eval", "Measure what converted experts cost: perplexity, divergence, error per layer."),
-    "doctor": ("doctor", "Say what this machine has, and the kt-kernel flags that fit it."),
+    "doctor": ("doctor", "Describe this machine, and print the kt-kernel flags that fit it."),
 }
 
 LONGEST = 1000  # characters of a message
@@ -183,7 +183,7 @@ def _take_signals() -> None:
 
 
 def _fail(message: str, code: int, text: str | None = None) -> None:
-    """End with an exit code, a text for people (by default the message in one line), and with --json an event."""
+    """End with an exit code, a text on stderr (by default the message in one line), and with --json an event."""
     message = _one_line(message)
     if "--json" in sys.argv:
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))

@@ -32,7 +32,7 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic only since c
     name = "counts"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Each at least 1, in the order given, once."""
+        """Each at least 1, in the user's order, without duplicates."""
         try:
             counts = tuple(dict.fromkeys(int(text) for text in str(value).split(",")))
         except ValueError:

@@ -229,7 +229,7 @@ def warnings(facts: Facts) -> list[str]:
 
 
 def rows(facts: Facts) -> list[tuple[str, str]]:
-    """The facts as (label, text) for people."""
+    """The facts as (label, text), for the table."""
     disk = facts.disk
     saved = [name for name, bits in XCR0 if facts.xcr0 is not None and facts.xcr0 & bits == bits]
     amx = "permitted" if "amx" in facts.isas else "not permitted" if "amx_tile" in facts.features else "not in this CPU"

@@ -13,8 +13,8 @@ from ktconvert.pipeline.cli import options
 
 EPILOG = """\b
 Examples:
-  ktconvert inspect /models/Qwen3-30B-A3B          what can be made of it, and the line that makes it
-  ktconvert inspect /models/Qwen3-30B-A3B-INT8     what it was made into, and whether it is complete
+  ktconvert inspect /models/Qwen3-30B-A3B          the outputs that it can be converted to, and the commands
+  ktconvert inspect /models/Qwen3-30B-A3B-INT8     its format and sizes, and whether it is complete
 """
 
 
@@ -24,7 +24,7 @@ Examples:
 @options.arch_file
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(path: str, **params: Any) -> None:
-    """Say what a checkpoint, an output or an unfinished conversion is, and what can be made of it.
+    """Describe a checkpoint, an output or an unfinished conversion, and list what it can be converted to.
 
     PATH is a directory, a .safetensors file, or a hub id (org/name). Headers only are read.
     """

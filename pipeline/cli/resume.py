@@ -30,7 +30,7 @@ Examples:
 @options.max_memory
 @options.reporting
 def resume(output: Path, **params: Any) -> None:
-    """Finish a conversion that was cut off. Nothing else needs to be said again: the plan lies beside the output."""
+    """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output."""
     from ktconvert.pipeline.engine.execute import execute, tidy
     from ktconvert.pipeline.engine.existing import saved_plan
     from ktconvert.pipeline.engine.workdir import locate

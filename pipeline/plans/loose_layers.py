@@ -78,7 +78,7 @@ def require_whole(
     """Raise InputError where a layer is missing or is not of the same conversion and model as the others.
 
     recorded  the facts of the manifest beside the layers, if there is one
-    config    the config.json of --original-path, if it was given
+    config    the config.json of --original-path, None without that option
     chosen    whether the user named the layers: then others may be missing, and the config does not decide which have experts
     """
     for name, what in (("numa", "NUMA parts"), ("backward", "backward matrices"), ("hidden", "hidden size")):
