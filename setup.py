@@ -1,4 +1,6 @@
-"""The package mapping (folders at the top level, imported as ktconvert.*) and the C extension; all else is in pyproject.toml."""
+"""The package mapping (folders at the top level, imported as ktconvert.*) and the C extension; all else is in
+pyproject.toml.
+"""
 
 from setuptools import find_packages, setup
 

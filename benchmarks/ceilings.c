@@ -1,5 +1,6 @@
-/* What this machine can do at most: bytes read in a second, and integer operations in a second. Built by ceilings.py with the
- * compiler that is there; every function works for one thread and returns something that depends on all of its work. */
+/* What this machine can do at most: bytes read in a second, and integer operations in a second. Built by ceilings.py
+ * with the compiler that is there; every function works for one thread and returns something that depends on all of its
+ * work. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -46,10 +47,15 @@ int amx_permit(void)
     return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */);
 }
 
-/* 2x2 tiles, four panels of A with four of B: 1 MiB of operands, read from L2 again for every pair. Returns the operations done. */
+/* 2x2 tiles, four panels of A with four of B: 1 MiB of operands, read from L2 again for every pair. Returns the
+ * operations done. */
 uint64_t amx_int8(const uint8_t *operands, uint64_t rounds)
 {
-    struct { uint8_t palette, start, reserved[14]; uint16_t columns[16]; uint8_t rows[16]; } config __attribute__((aligned(64)));
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t columns[16];
+        uint8_t rows[16];
+    } config __attribute__((aligned(64)));
     memset(&config, 0, sizeof config);
     config.palette = 1;
     for (int t = 0; t < 8; t++)
@@ -57,7 +63,8 @@ uint64_t amx_int8(const uint8_t *operands, uint64_t rounds)
     __asm__ volatile("ldtilecfg %0" : : "m"(config)); /* gcc 12's intrinsic names only 8 of the 64 bytes */
     for (uint64_t r = 0; r < rounds; r++)
         for (int i = 0; i < PANELS * PANELS; i++) {
-            const uint8_t *a = operands + (size_t)(i % PANELS) * PANEL, *b = operands + (size_t)(PANELS + i / PANELS) * PANEL;
+            const uint8_t *a = operands + (size_t)(i % PANELS) * PANEL,
+                          *b = operands + (size_t)(PANELS + i / PANELS) * PANEL;
             __asm__ volatile("tilezero %%tmm4\n\ttilezero %%tmm5\n\ttilezero %%tmm6\n\ttilezero %%tmm7" : : : "memory");
             for (int k = 0; k < K_TILES; k++, a += 2048, b += 2048)
                 __asm__ volatile("tileloadd (%0,%2,1), %%tmm0\n\t"

@@ -197,7 +197,8 @@ def report(cases: list[Case], rates: list[float]) -> list[dict[str, Any]]:
 
 def show(records: list[dict[str, Any]]) -> None:
     print(
-        f"{'what':26} {'isa':7} {'k':>5} {'into':8} {'GB/cpu-s':>9} {'x memcpy':>9} {'x read':>7} {'time/byte v bf16':>17}"
+        f"{'what':26} {'isa':7} {'k':>5} {'into':8} {'GB/cpu-s':>9} {'x memcpy':>9} {'x read':>7} "
+        f"{'time/byte v bf16':>17}"
     )
     for r in records:
         line = f"{r['what']:26} {r.get('isa', ''):7} {r.get('k', ''):>5} {r['into']:8} {r['gb_per_cpu_second']:9.2f}"

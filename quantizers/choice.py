@@ -11,7 +11,8 @@ import numpy.typing as npt
 from ktconvert.quantizers.grid import Grid
 from ktconvert.quantizers.reference import I8, U16
 
-# BF16 bits [n, k], all finite, and the grid -> codes int8 [n, k] within its range, and scales [n, k / group] (float32, or BF16 bits).
+# BF16 bits [n, k], all finite, and the grid -> codes int8 [n, k] within its range, and scales [n, k / group] (float32,
+# or BF16 bits).
 Choose = Callable[[U16, Grid], tuple[I8, npt.NDArray[Any]]]
 
 

@@ -1,11 +1,12 @@
-"""GPTQ as plain functions over torch tensors: the Hessian, its factor with the order of columns, and the compensation of errors.
+"""GPTQ as plain functions over torch tensors: the Hessian, its factor with the order of columns, and the compensation
+of errors.
 
-GPTQ (Frantar et al., 2022, arXiv 2210.17323) rounds a linear column by column and corrects the columns that are left, by the inverse of
-H = 2 X X^T over the inputs X of calibration. Rows are independent of each other: linears that read the same inputs share one H and one
-factor, and are quantized as one tall matrix, to the same bits. Columns are taken in order of falling diag(H) ("static" activation
-order), which leaves the stored format as it is. The three steps together are llmcompressor's quantize_weight bit for bit; codes, range
-and scales are the caller's, so that any symmetric format with one scale per group of columns, or per row, can be compensated for.
-"""
+GPTQ (Frantar et al., 2022, arXiv 2210.17323) rounds a linear column by column and corrects the columns that are left,
+by the inverse of H = 2 X X^T over the inputs X of calibration. Rows are independent of each other: linears that read
+the same inputs share one H and one factor, and are quantized as one tall matrix, to the same bits. Columns are taken in
+order of falling diag(H) ("static" activation order), which leaves the stored format as it is. The three steps together
+are llmcompressor's quantize_weight bit for bit; codes, range and scales are the caller's, so that any symmetric format
+with one scale per group of columns, or per row, can be compensated for."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True)
     torch.linalg.cholesky_ex(h, check_errors=False, out=(h, info))
     if not info.item():
         torch.cholesky_inverse(h, out=h)
-        # Of a Hessian that is all but singular, the inverse may have no factor either, where the library ends in an error.
+        # Of a Hessian that is all but singular, the inverse may have no factor either, where the library ends in an
+        # error.
         torch.linalg.cholesky_ex(h, upper=True, check_errors=False, out=(h, info))
     fell_back = bool(info.item())
     if fell_back:
@@ -123,9 +125,11 @@ class Compensated:
 
 
 def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> Compensated:
-    """Quantize a linear [n, k] to codes of this range, column after column, with each error compensated in the remaining columns.
+    """Quantize a linear [n, k] to codes of this range, column after column, with each error compensated in the
+    remaining columns.
 
-    scale  BF16 or float32 [n, g], of g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0, codes are 0.
+    scale  BF16 or float32 [n, g], of g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0,
+           codes are 0.
     Raises NotFinite for a loss that is not finite.
     """
     import torch
@@ -154,8 +158,8 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
 def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
     """The codes, int8 [n, k], of values [n, k] with these scales [n, g]; the division is rounded to their common dtype.
 
-    With both in float32, the codes that GPTQ chose. With both in BF16, as compressed-tensors derives them, one 8-bit code in 400
-    is a neighbour of the one chosen.
+    With both in float32, the codes that GPTQ chose. With both in BF16, as compressed-tensors derives them, one 8-bit
+    code in 400 is a neighbour of the one chosen.
     """
     import torch
 
@@ -166,7 +170,9 @@ def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> t
 
 
 def _usable(scale: torch.Tensor, k: int) -> torch.Tensor:
-    """The scales without zeros: a group with the scale 0 holds nothing but zeros and subnormal values, of which 1 makes the code 0."""
+    """The scales without zeros: a group with the scale 0 holds nothing but zeros and subnormal values, of which 1 makes
+    the code 0.
+    """
     import torch
 
     if not scale.shape[1] or k % scale.shape[1]:
@@ -186,7 +192,9 @@ def _compensate_block(
     error: torch.Tensor,
     code_range: CodeRange,
 ) -> None:
-    """The columns of one block (NUMERICS.md, section 7): by our kernel on a CPU, elsewhere by the library's where it knows the range."""
+    """The columns of one block (NUMERICS.md, section 7): by our kernel on a CPU, elsewhere by the library's where it
+    knows the range.
+    """
     import torch
 
     if str(scale.dtype) not in KINDS:

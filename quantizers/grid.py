@@ -12,7 +12,8 @@ class Grid:
     low..high  the codes
     group      columns of a row that share a scale; None: all of them
     scales     safetensors dtype of the scales: "F32", or "BF16"
-    version    of the rounding to nearest by the largest value; to be raised with any change of its bytes, since it is part of
+    version    of the rounding to nearest by the largest value; to be raised with any change of its bytes, since it is
+               part of
                every unit's fingerprint
     """
 

@@ -204,7 +204,8 @@ def test_every_environment_variable_is_documented() -> None:
         assert f"`{name}`" in text, name
 
 
-# ---- where to add what ------------------------------------------------------------------------------------------------
+# ---- where to add what
+# ------------------------------------------------------------------------------------------------
 
 SUBJECTS = (
     "a model family",

@@ -276,7 +276,8 @@ def test_the_error_of_a_layer(original: float, difference: float, relative: floa
     assert evaluate.LayerError(3, difference, original).relative == relative
 
 
-# ---- what cannot be evaluated ------------------------------------------------------------------------------------------
+# ---- what cannot be evaluated
+# ------------------------------------------------------------------------------------------
 
 
 def test_texts_that_do_not_do(conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def packed(path: Path) -> dict[str, Any]:
     return tensors
 
 
-# ---- the library's own result ------------------------------------------------------------------------------------------
+# ---- the library's own result
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -98,7 +99,8 @@ def test_the_engine_of_the_library(converted: Any) -> None:
     assert "mask, which is not causal for some models" in converted.output_of(name)
 
 
-# ---- what loaders get --------------------------------------------------------------------------------------------------
+# ---- what loaders get
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", calibrated.VERIFIED)
@@ -163,7 +165,8 @@ def codes(bits: int, tensor: Any) -> Any:
     return groups.unpack_words(bits, tensor.bits).astype(np.int64)
 
 
-# ---- routed tokens only ------------------------------------------------------------------------------------------------
+# ---- routed tokens only
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "floor"), [("qwen3_moe routed", 1), ("qwen3_moe floor", 4)])
@@ -196,7 +199,8 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
     assert nearest == {(layer, e) for layer, listed in reported.items() for e in listed}
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------------
+# ---- what is refused
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

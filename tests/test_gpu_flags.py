@@ -34,7 +34,8 @@ EXAMPLES = {
     "gptq": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ --quant_type W4A16",
     "rtn": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method RTN --quant_type W4A16",
     "calibration": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ "
-    "--quant_type W4A16 --num_calibration_samples 512 --max_sequence_length 2048 --dataset HuggingFaceH4/ultrachat_200k "
+    "--quant_type W4A16 --num_calibration_samples 512 --max_sequence_length 2048 --dataset "
+    "HuggingFaceH4/ultrachat_200k "
     "--dataset_split train_sft",
     "memory": f"{PROGRAM} --model_id /path/to/model --output_dir /path/to/output --quant_method GPTQ --quant_type W4A16 "
     '--max_gpu_memory "40GiB"',

@@ -189,7 +189,8 @@ def test_the_model_says_what_the_original_says(case: Case) -> None:
         hook.remove()
     far, same = distance(got, want).median(), (got.argmax(-1) == want.argmax(-1)).float().mean()
     print(
-        f"{case.model.parent.name}: logits {far:.4f}, top-1 {same:.3f}, without experts {distance(silent, want).median():.3f}"
+        f"{case.model.parent.name}: logits {far:.4f}, top-1 {same:.3f}, without experts "
+        f"{distance(silent, want).median():.3f}"
     )
     assert far < LOGITS
     assert same >= TOP_1

@@ -24,7 +24,8 @@ from rig import killpoint
 from rig.conversion import KTCONVERT, tree
 from rig.safetensors import edit_file, read_folder, write_file
 
-# ---- the row: int8 codes, and one F16 scale for each row ---------------------------------------------------------------
+# ---- the row: int8 codes, and one F16 scale for each row
+# ---------------------------------------------------------------
 
 
 def decoded(linear: of.Matrix) -> Any:
@@ -55,7 +56,8 @@ if __name__ == "__main__":
 
     sys.exit(main())
 
-# ---- its proof ---------------------------------------------------------------------------------------------------------
+# ---- its proof
+# ---------------------------------------------------------------------------------------------------------
 
 E, H, I = 2, 256, 384  # noqa: E741
 COMMAND = (sys.executable, __file__)

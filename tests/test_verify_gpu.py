@@ -373,7 +373,8 @@ def test_an_ignore_list_that_hits_experts(pattern: str, words: str, copy: Callab
     assert words in problem
 
 
-# ---- what cannot be loaded is reported ------------------------------------------------------------------------------------
+# ---- what cannot be loaded is reported
+# ------------------------------------------------------------------------------------
 
 
 @loads

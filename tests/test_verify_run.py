@@ -165,7 +165,8 @@ def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: An
     assert "without --run" in cli("verify", output, "--run", code=3).stderr
 
 
-# ---- the smoke test itself --------------------------------------------------------------------------------------------
+# ---- the smoke test itself
+# --------------------------------------------------------------------------------------------
 
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:

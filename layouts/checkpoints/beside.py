@@ -27,8 +27,8 @@ class Beside:
 def beside(source: TensorSource, taken: Collection[str], quantization: Quantization) -> Beside:
     """Sorts all tensors but `taken`: quantized weights are decoded, their scales dropped, all others copied.
 
-    Raises UnsupportedError for a tensor that is quantized in a way that cannot be read, InputError for a weight without scales.
-    """
+    Raises UnsupportedError for a tensor that is quantized in a way that cannot be read, InputError for a weight without
+    scales."""
     names = [name for name in source.tensors if name not in taken]
     decoded: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
     dropped: set[str] = set()
@@ -44,7 +44,8 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
     for name in names:
         if name not in dropped and (what := foreign.beside_experts(source.tensors[name])) is not None:
             raise UnsupportedError(
-                f"{source.shards[source.tensors[name].shard].path}: tensor {name!r} is {what}, and stands outside the routed "
+                f"{source.shards[source.tensors[name].shard].path}: tensor {name!r} is {what}, and stands outside the "
+                "routed "
                 "experts; that is not an input yet: use the model's BF16 or FP8 (E4M3) release."
             )
     kept = [name for name in names if name not in dropped or name in decoded]

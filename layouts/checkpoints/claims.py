@@ -61,7 +61,9 @@ def num_layers(config: Config) -> tuple[str, int] | None:
 
 
 def moe_layers(config: Config) -> list[int] | None:
-    """The layers with experts according to the config; None if it does not say how many layers there are, or which have experts."""
+    """The layers with experts according to the config; None if it does not say how many layers there are, or which have
+    experts.
+    """
     limit = num_layers(config)
     if limit is None or all(cfg.find(config, (key,)) is None for key in DENSE):
         return None

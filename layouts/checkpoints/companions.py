@@ -20,7 +20,8 @@ INDEX_NAME = re.compile(r"\.index(\.[^.]+)?\.json\Z")
 
 
 def companion_files(root: Path, *, nested: bool = True) -> list[str]:
-    """Every file of a directory that is neither weights nor an index of them, as sorted paths relative to it; no dot files.
+    """Every file of a directory that is neither weights nor an index of them, as sorted paths relative to it; no dot
+    files.
 
     Links to folders are not entered. Without `nested` only files directly beside a config.json.
     Raises InputError for a folder that cannot be listed.
@@ -38,8 +39,8 @@ def companion_files(root: Path, *, nested: bool = True) -> list[str]:
 def require_copyable(root: Path, name: str) -> None:
     """Raise InputError where a companion cannot be read, or is a link out of its checkpoint.
 
-    A link is followed to a file of the same checkpoint, and to a blob of the Hugging Face cache, where downloaded files are links.
-    """
+    A link is followed to a file of the same checkpoint, and to a blob of the Hugging Face cache, where downloaded files
+    are links."""
     path = root / name
     try:
         real = path.resolve(strict=True)
@@ -59,7 +60,9 @@ def require_copyable(root: Path, name: str) -> None:
 
 
 def _is_hub_blob(path: Path) -> bool:
-    """Whether it is a blob of the Hugging Face cache: in models--ORG--NAME/blobs, beside the snapshots that link to it."""
+    """Whether it is a blob of the Hugging Face cache: in models--ORG--NAME/blobs, beside the
+    snapshots that link to it.
+    """
     model = path.parent.parent
     return path.parent.name == "blobs" and model.name.startswith("models--") and (model / "snapshots").is_dir()
 

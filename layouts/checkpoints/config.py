@@ -58,7 +58,8 @@ class Quantization:
 
     method       quant_method, such as "compressed-tensors".
     blocks       the sizes (rows, columns) of blocks that share an FP8 scale.
-    bits, groups widths of integer codes, and columns that share one of their scales, of compressed-tensors' config groups;
+    bits, groups widths of integer codes, and columns that share one of their scales, of compressed-tensors' config
+    groups;
     asymmetric   whether any of these has zero points.
     """
 

@@ -74,7 +74,8 @@ class MoeModel:
         return moe.num_experts, moe.hidden, moe.width
 
     def reading(self, layer: int) -> tuple[object, ...]:
-        """How this layer's tensors are read, as far as it depends on the config: style, orientation, FP8 blocks, and encodings that
+        """How this layer's tensors are read, as far as it depends on the config: style, orientation, FP8 blocks, and
+        encodings that
         do not follow from the dtype of the values."""
         moe = self.moe_layers[layer]
         encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}

@@ -13,7 +13,8 @@ ASIDE = (
     "{s}_activation_scale",
 )
 BIASES = ("{s}.bias", "{s}_bias")
-# Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take precedence.
+# Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take
+# precedence.
 FOREIGN = {
     "{t}_blocks": "MXFP4",
     "{t}_scales": "MXFP4",

@@ -51,8 +51,8 @@ def measure(
 ) -> MoeLayer:
     """Layer n's shape; `most` is the number of experts if the config does not record it.
 
-    Raises InputError where a tensor is missing, too many or misshapen, or the config disagrees; UnsupportedError for a weight that
-    no row of the table of encodings reads.
+    Raises InputError where a tensor is missing, too many or misshapen, or the config disagrees; UnsupportedError for a
+    weight that no row of the table of encodings reads.
     """
     style = stored.style
     weights = _weights(stored, prefix, n, quantization)
@@ -108,7 +108,9 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
 
 
 def _count(weights: Weights, style: Separate, prefix: str, n: int, recorded: Recorded, most: int) -> int:
-    """The number of experts by the config, else the most that any layer has. InputError unless each has all its parts."""
+    """The number of experts by the config, else the most that any layer has. InputError unless
+    each has all its parts.
+    """
     last = max((expert for _, expert in weights), default=0)
     count = max(1, recorded[1] if recorded is not None else most)
     if last >= count and recorded is not None:

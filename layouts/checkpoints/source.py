@@ -60,7 +60,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file; size, header hash and (in a Hugging Face cache) blob name identify it, independent of its path."""
+    """One weight file; size, header hash and (in a Hugging Face cache) blob name identify it,
+    independent of its path.
+    """
 
     path: Path
     name: str
@@ -239,7 +241,9 @@ def _no_weights(root: Path, files: list[str]) -> Exception:
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """config.json of a directory, or params.json; {} where there is neither. Raises InputError where it is no JSON object."""
+    """config.json of a directory, or params.json; {} where there is neither. Raises InputError where it is no JSON
+    object.
+    """
     for name in ("config.json", "params.json"):
         if (root / name).exists():
             return _parsed(root / name)
@@ -247,7 +251,9 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """config.json as parsed. Raises InputError where it cannot be read, is no JSON object, or could not be written again."""
+    """config.json as parsed. Raises InputError where it cannot be read, is no JSON object, or could not be written
+    again.
+    """
     try:
         # Infinity and NaN are let through: configurations of released models hold them.
         tree = documents.parse(path.read_bytes())

@@ -20,7 +20,9 @@ def parse(data: bytes) -> Any:
 
 
 def require_plain(value: Any, levels: int = 64) -> None:
-    """Raise ValueError for a value that is nested too deeply to be walked, or holds text that UTF-8 cannot hold (lone surrogates)."""
+    """Raise ValueError for a value that is nested too deeply to be walked, or holds text that UTF-8 cannot hold (lone
+    surrogates).
+    """
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, dict | list):
@@ -33,9 +35,10 @@ def require_plain(value: Any, levels: int = 64) -> None:
 def mismatch(value: Any, form: Any, name: str = "it") -> str | None:
     """What is wrong with a value, as a few words; None where it has the form that it must have.
 
-    form  a type (True is no int); a range of whole numbers; a tuple of forms, of which one must fit; a list of one form, which each
-          element must have, or of several, one for each; a dict of the forms of members ("key?" may be missing; others may be
-          there); else the value itself
+    form  a type (True is no int); a range of whole numbers; a tuple of forms, of which one must fit; a list of one
+          form, which each
+          element must have, or of several, one for each; a dict of the forms of members ("key?" may be missing; others
+          may be there); else the value itself
     """
     match form:
         case type():

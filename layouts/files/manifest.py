@@ -50,7 +50,9 @@ def encode(
     source: list[dict[str, Any]],
     files: list[dict[str, Any]],
 ) -> bytes:
-    """The manifest. files: {"name", "size", "sha256", "tensors"?}. No time stamps, no paths: same input and options, same bytes."""
+    """The manifest. files: {"name", "size", "sha256", "tensors"?}. No time stamps, no paths: same input and options,
+    same bytes.
+    """
     document = {
         "format": {"name": "ktconvert-manifest", "version": FORMAT},
         "tool": {"name": "ktconvert", "version": tool_version},
@@ -64,7 +66,9 @@ def encode(
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """An output's manifest, or None where there is none. Raises VerificationError for one that is damaged or too new."""
+    """An output's manifest, or None where there is none. Raises VerificationError for one that
+    is damaged or too new.
+    """
     path = folder / NAME
     if not path.is_file():
         return None

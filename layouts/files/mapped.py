@@ -27,8 +27,8 @@ class MappedFiles:
     def map(self, path: Path, size: int) -> mmap.mmap:
         """The file's bytes.
 
-        Raises InputError if it cannot be mapped or no longer has `size` bytes, ResourceError where a limit of this process is reached.
-        """
+        Raises InputError if it cannot be mapped or no longer has `size` bytes, ResourceError where a limit of this
+        process is reached."""
         with self._lock:
             mapped = self._maps.get(path)
             if mapped is None:

@@ -1,4 +1,6 @@
-"""The only code that makes a file appear: written aside, synced, renamed, its folder synced. All of it is seen or nothing."""
+"""The only code that makes a file appear: written aside, synced, renamed, its folder synced. All of it is seen or
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,9 @@ def aligned_buffer(nbytes: int) -> Bytes:
 class DirectFile:
     """A new file of known size, written past the page cache where the file system allows it.
 
-    Space is reserved before the first byte. `append` hashes in file order; `write_at` may be called from any thread for whole pages
-    that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk, quota or limit is full.
-    """
+    Space is reserved before the first byte. `append` hashes in file order; `write_at` may be called from any thread for
+    whole pages that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk,
+    quota or limit is full."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
@@ -86,7 +88,9 @@ class DirectFile:
                     self._direct = self._set_direct(False)
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Begin or give up direct writes; whether writes are direct now. Not by open(): some systems refuse it but leave the file."""
+        """Begin or give up direct writes; whether writes are direct now. Not by open(): some systems refuse it but
+        leave the file.
+        """
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -156,7 +160,9 @@ def readable_mode() -> int:
 
 
 def write_file(path: Path, data: bytes) -> str:
-    """Write a whole small file, synced; not yet visible under a final name if `path` lies in a work directory. Returns its sha256."""
+    """Write a whole small file, synced; not yet visible under a final name if `path` lies in a work directory. Returns
+    its sha256.
+    """
     with explained(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, readable_mode())
         try:
@@ -220,7 +226,9 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make a folder and everything below it durable, with one call for the whole file system: its thousands of files are small."""
+    """Make a folder and everything below it durable, with one call for the whole file system: its thousands of files
+    are small.
+    """
     with explained(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -248,7 +256,9 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def place(source: Path, target: Path) -> None:
-    """Let a stored file (or folder of files) appear under a second name: hard links, or a rename where there are none."""
+    """Let a stored file (or folder of files) appear under a second name: hard links, or a
+    rename where there are none.
+    """
     if source.is_dir():
         target.mkdir(exist_ok=True)
         for child in sorted(source.iterdir()):
@@ -268,7 +278,9 @@ def place(source: Path, target: Path) -> None:
 
 
 def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ()) -> None:
-    """Remove every file below a folder but those of these names, and folders left empty; entries to spare are not entered."""
+    """Remove every file below a folder but those of these names, and folders left empty; entries to spare are not
+    entered.
+    """
     for path in sorted(folder.rglob("*"), reverse=True):
         name = path.relative_to(folder)
         if name.parts[0] in spare:
@@ -281,7 +293,8 @@ def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ())
 
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
-    """Swap two names: in one step, or by way of `aside` where the file system cannot (network shares, FAT), replacing what lies there.
+    """Swap two names: in one step, or by way of `aside` where the file system cannot (network shares, FAT), replacing
+    what lies there.
 
     Cut off in the second way, `old` may be missing: it is in `aside` then.
     """

@@ -18,8 +18,8 @@ Rows = npt.NDArray[np.uint16]
 class RowFile:
     """`count` rows of `width` BF16 values (as their bits), row after row and nothing else. Use as a context manager.
 
-    A new file has its space reserved at once, and is durable after sync(). Raises ResourceError when the disk is full, InputError for
-    an existing file of another size.
+    A new file has its space reserved at once, and is durable after sync(). Raises ResourceError when the disk is full,
+    InputError for an existing file of another size.
     """
 
     def __init__(self, path: Path, count: int, width: int, *, new: bool) -> None:

@@ -203,7 +203,8 @@ AMXINT4 = Amx(
     ),
 )
 AMXINT8 = Amx("AMXINT8", version=1, grid=ROW_GRIDS["int8"], file_prefix="INT8", multiple=64)
-# The prefix of loose files -> kt-kernel's name of the method. Only the library that wrote MOE_* files knows what their bytes mean.
+# The prefix of loose files -> kt-kernel's name of the method. Only the library that wrote MOE_* files knows what their
+# bytes mean.
 METHODS = {form.file_prefix: form.name for form in (AMXINT4, AMXINT8)} | {
     name: name for name in ("MOE_INT4", "MOE_INT8")
 }

@@ -1,4 +1,6 @@
-"""config.json and the model card of experts in kt-kernel's formats, from facts alone, so that merged outputs have them, too."""
+"""config.json and the model card of experts in kt-kernel's formats, from facts alone, so that merged outputs have them,
+too.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Card
 
 QUANT_METHOD = "kt_amx"
-# transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load a weight file of
-# this name, for any model, and prints the name.
+# transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load
+# a weight file of this name, for any model, and prints the name.
 NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
 
 
 def config_entries(facts: Mapping[str, Any], tool_version: str) -> dict[str, Any]:
-    """What config.json says of these experts; transformers loads them where QUANT_METHOD is registered and NO_FILE taken out."""
+    """What config.json says of these experts; transformers loads them where QUANT_METHOD is registered and NO_FILE
+    taken out.
+    """
     quantization = {
         "quant_method": QUANT_METHOD,
         "method": facts["method"],
@@ -45,7 +49,8 @@ def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_e
         about=(
             f"Routed experts of {len(layers)} layers ({ranges(layers)}), quantized to {method} in {numa} NUMA "
             f"part{'s' if numa != 1 else ''},",
-            f"in the format that kt-kernel 0.7 loads{' (loose .kt folders)' if loose else ''}. The folder holds {what}.",
+            f"in the format that kt-kernel 0.7 loads{' (loose .kt folders)' if loose else ''}. The folder holds "
+            f"{what}.",
         ),
         rows=(
             ("method", f"{method} ({facts['bits']} bits, one scale per output row and part)"),

@@ -1,4 +1,6 @@
-"""config.json and README.md of an output: a description of its weights for loaders and readers. The form supplies what depends on it."""
+"""config.json and README.md of an output: a description of its weights for loaders and readers. The form supplies what
+depends on it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.js
 def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whole: bool) -> bytes:
     """The source's config with the entries of these experts' form, quantization_config among them.
 
-    whole: for a whole model the source's own quantization entries are removed, at any depth; else they are kept beside ours.
-    """
+    whole: for a whole model the source's own quantization entries are removed, at any depth; else they are kept beside
+    ours."""
     config = _plain(original) if whole else dict(original)
     before = config.pop("quantization_config", None)
     if before is not None:
@@ -99,7 +101,9 @@ def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to nearest."""
+    """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to
+    nearest.
+    """
     calibration = facts.get("calibration")
     if calibration is None:
         return []

@@ -87,7 +87,9 @@ class Compressed:
         return [ranks for ranks in (1, 2, 4, 8, 16) if intermediate % (ranks * self.group) == 0]
 
     def check_loading(self, model: MoeModel, ranks_asked: Iterable[int] = (1,)) -> tuple[str, ...]:
-        """Notes on how the output can be loaded. Raises UnsupportedError where groups do not fit, alone or at one of these TP sizes."""
+        """Notes on how the output can be loaded. Raises UnsupportedError where groups do not fit, alone or at one of
+        these TP sizes.
+        """
         group = self.group
         multiple = max(64, group)
         notes: dict[str, None] = {}
@@ -98,7 +100,8 @@ class Compressed:
                     raise UnsupportedError(reason)
                 if hidden % 128 or width // ranks % multiple:
                     notes[
-                        f"Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert "
+                        "Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an "
+                        "expert "
                         f"width per rank in multiples of {multiple}: {hidden} and {width // ranks} take a slower one."
                     ] = None
             fits = ", ".join(map(str, self._ranks(width)))
@@ -224,7 +227,9 @@ class Compressed:
         return 0x88 if self.grid.bits == 4 else 0x80
 
     def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
-        """Scales are finite and positive, the shape is that of the codes, and no linear is all zeros unless its source was."""
+        """Scales are finite and positive, the shape is that of the codes, and no linear is all zeros unless its source
+        was.
+        """
         coded, about, scaled = (output.tensors[place, suffix] for suffix in SUFFIXES)
         if about.nbytes != 16 or len(scaled.shape) != 2:
             return
@@ -255,7 +260,9 @@ class Compressed:
         return {"quantization_config": compressed_card.quantization_config(self.grid, ignore)}
 
     def check_config(self, output: Output, numa: int) -> Iterator[str]:
-        """quantization_config is as the format requires, and its ignore list separates experts from all other modules."""
+        """quantization_config is as the format requires, and its ignore list separates experts
+        from all other modules.
+        """
         return ignore.check_config(output, lambda ignored: compressed_card.quantization_config(self.grid, ignored))
 
     def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:

@@ -1,4 +1,6 @@
-"""What an output is: the contract that every row of `FORMS` satisfies. Nothing else knows a form's bytes, names or sizes."""
+"""What an output is: the contract that every row of `FORMS` satisfies. Nothing else knows a form's bytes, names or
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Card:
 
 
 class Form(Protocol):
-    """One of the formats of experts. A part is a matrix [n, k]; its bytes are flat uint8 arrays, one for each of `tensors`, in order."""
+    """One of the formats of experts. A part is a matrix [n, k]; its bytes are flat uint8 arrays, one for each of
+    `tensors`, in order.
+    """
 
     @property
     def name(self) -> str:
@@ -92,7 +96,9 @@ class Form(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether the output is a whole model, which loaders of checkpoints open; else experts for kt-kernel, in NUMA parts."""
+        """Whether the output is a whole model, which loaders of checkpoints open; else experts for kt-kernel, in NUMA
+        parts.
+        """
 
     @property
     def grid(self) -> Grid:
@@ -131,10 +137,14 @@ class Form(Protocol):
         """Why it cannot hold experts of these sizes in this many parts; None if it can."""
 
     def check_loading(self, model: MoeModel, ranks_asked: Iterable[int]) -> tuple[str, ...]:
-        """Notes on how an output of this model can be loaded, also in tensor-parallel ranks. Raises UnsupportedError where it cannot."""
+        """Notes on how an output of this model can be loaded, also in tensor-parallel ranks. Raises UnsupportedError
+        where it cannot.
+        """
 
     def tensors(self, n: int, k: int) -> tuple[Tensor, ...]:
-        """What a part [n, k] becomes, in file order: a shard holds all first tensors, then all second ones, and so on."""
+        """What a part [n, k] becomes, in file order: a shard holds all first tensors, then all
+        second ones, and so on.
+        """
 
     def sizes(self, projection: str, suffix: str, shape: tuple[int, ...], nbytes: int) -> dict[str, int]:
         """The sizes of its part that a stored tensor shows: "hidden", "width", both or none."""
@@ -162,7 +172,9 @@ class Form(Protocol):
         """Quantize a part by its largest values and pack it, in one pass. Raises kernels.NonFinite for NaN and Inf."""
 
     def pack(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
-        """Pack codes [n, k] and scales [n, groups] (float32, or BF16 bits as uint16: grid.scales) that were chosen elsewhere."""
+        """Pack codes [n, k] and scales [n, groups] (float32, or BF16 bits as uint16: grid.scales) that were chosen
+        elsewhere.
+        """
 
     def scales(self, stored: Sequence[Bytes], n: int, k: int) -> npt.NDArray[Any]:
         """The scales of a part [n, k] as `pack` takes them, [n, groups]; a view."""
@@ -188,7 +200,9 @@ class Form(Protocol):
         """What the manifest says of the format, beside its name and version."""
 
     def config_entries(self, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
-        """What config.json holds besides the source's, quantization_config above all. ignore: patterns of modules that stay as they are."""
+        """What config.json holds besides the source's, quantization_config above all. ignore: patterns of modules that
+        stay as they are.
+        """
 
     def check_config(self, output: Output, numa: int) -> Iterator[str]:
         """The defects of config.json beside these experts."""

@@ -1,8 +1,9 @@
-"""The ignore list of quantization_config: the modules that a loader must not take for quantized, which are all but the routed experts.
+"""The ignore list of quantization_config: the modules that a loader must not take for quantized, which are all but the
+routed experts.
 
-A loader makes every Linear of the model a quantized one unless a pattern names it, and fails on a tensor that then is not
-there. A pattern is a module's name, a class's, or "re:" and a regular expression that matches from the name's beginning.
-"""
+A loader makes every Linear of the model a quantized one unless a pattern names it, and fails on a tensor that then is
+not there. A pattern is a module's name, a class's, or "re:" and a regular expression that matches from the name's
+beginning."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ CLASSES = ("Linear", "Module")  # what a quantized module is, besides its name
 
 
 def is_match(name: str, pattern: str) -> bool:
-    """Whether a pattern names this Linear, as compressed-tensors understands patterns. UsageError: no regular expression."""
+    """Whether a pattern names this Linear, as compressed-tensors understands patterns. UsageError: no regular
+    expression.
+    """
     if not pattern.startswith("re:"):
         return pattern == name or pattern in CLASSES
     return _compiled(pattern).match(name) is not None
@@ -78,7 +81,8 @@ def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
         for pattern in patterns:
             if is_match(name, pattern):
                 raise UsageError(
-                    f"--ignore-patterns: {pattern!r} would leave out the routed expert {name}, and loaders need all of them; "
+                    f"--ignore-patterns: {pattern!r} would leave out the routed expert {name}, and loaders need all of "
+                    "them; "
                     "remove it or make it narrower"
                 )
     missed = [n for n in other_linears(model) if not any(is_match(n, pattern) for pattern in patterns)]
@@ -105,7 +109,8 @@ def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str, Any]]) -> Iterator[str]:
-    """The defects of config.json and its ignore list, which must separate the experts of an output from all other modules.
+    """The defects of config.json and its ignore list, which must separate the experts of an output from all other
+    modules.
 
     config_for(ignore list) gives the quantization_config that must be there.
     """

@@ -20,8 +20,8 @@ TEMPLATES = "linear_names"  # the manifest's fact that holds one template for ea
 def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
     """An expert's linear's name in the output, without ".weight": the source's own, where each linear has one.
 
-    Experts that are stored together get the names that their family uses for single ones, in any block (transformers looks
-    for w1, w3, w2 of Mixtral in all of them), else gate_proj, up_proj, down_proj.
+    Experts that are stored together get the names that their family uses for single ones, in any block (transformers
+    looks for w1, w3, w2 of Mixtral in all of them), else gate_proj, up_proj, down_proj.
     """
     moe = model.moe_layers[layer]
     if isinstance(moe.style, Separate):
@@ -57,7 +57,9 @@ def linears(
 
 
 def name_template(model: MoeModel, projection: str) -> str:
-    """The linears' name with {layer} and {expert} in place of the numbers: the first such number is the layer's, the last the expert's."""
+    """The linears' name with {layer} and {expert} in place of the numbers: the first such number is the layer's, the
+    last the expert's.
+    """
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
     name = linear_name(model, layer, expert, projection)
@@ -88,7 +90,8 @@ class LinearNames:
     """The tensors of linears under the linears' own names.
 
     suffixes   of the tensors of one linear
-    templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () where there is none, so that nothing
+    templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () where there is
+               none, so that nothing
                can be recognised
     model      the source, while an output is written
     """

@@ -1,4 +1,6 @@
-"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header (FORMAT.md, section "Loose")."""
+"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header
+(FORMAT.md, section "Loose").
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,8 @@ def files_in(layer_dir: Path) -> list[tuple[int, re.Match[str], Path]]:
             size = path.stat().st_size
             if size != int(match["nbytes"]):
                 raise InputError(
-                    f"{path}: holds {size} bytes where its name says {match['nbytes']}; convert layer {layer_dir.name} again."
+                    f"{path}: holds {size} bytes where its name says {match['nbytes']}; convert layer {layer_dir.name} "
+                    "again."
                 )
             files.append((int(node[1]), match, path))
     return files

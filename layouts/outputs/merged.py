@@ -42,7 +42,9 @@ class KtNames:
 
 
 def rename_non_expert(name: str) -> str:
-    """kt-kernel's name of a tensor that is no routed expert: `language_model.` goes, `model.layers.` becomes `blk.`, `model.` goes."""
+    """kt-kernel's name of a tensor that is no routed expert: `language_model.` goes, `model.layers.` becomes `blk.`,
+    `model.` goes.
+    """
     name = name.replace("language_model.", "")
     if name.startswith("model."):
         name = name.replace("model.layers.", "blk.").replace("model.", "")

@@ -57,14 +57,15 @@ def is_whole_model(path: Path) -> bool:
 def open_output(root: Path) -> Output:
     """Open an output, finished or damaged; its defects are recorded in the result, not raised.
 
-    Raises UnsupportedError for a directory that holds no experts in one of our forms, VerificationError for a manifest that cannot be read.
-    """
+    Raises UnsupportedError for a directory that holds no experts in one of our forms, VerificationError for a manifest
+    that cannot be read."""
     if not root.is_dir() or not is_output(root):
         quantized = _json(root, "config.json", {}).get("quantization_config")
         if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
             manifest.read(root)  # raises where it is damaged
             raise UnsupportedError(
-                f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that file back or "
+                f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that file "
+                "back or "
                 "convert again, else give the directory of an output."
             )
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")

@@ -1,4 +1,6 @@
-"""An output on disk (merged, loose or a whole model; ours or kt-kernel's): which bytes are which part of which expert."""
+"""An output on disk (merged, loose or a whole model; ours or kt-kernel's): which bytes are
+which part of which expert.
+"""
 
 from __future__ import annotations
 

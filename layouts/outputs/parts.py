@@ -1,7 +1,8 @@
-"""The parts that one expert is cut into, in the order in which they lie in a shard: pure arithmetic (FORMAT.md, section "The split").
+"""The parts that one expert is cut into, in the order in which they lie in a shard: pure arithmetic (FORMAT.md, section
+"The split").
 
-H is the hidden size, I the intermediate size of an expert, T the number of parts. Every part is quantized and packed on its own, so T is
-baked into the bytes of down_proj's scales. A form without NUMA parts has T = 1.
+H is the hidden size, I the intermediate size of an expert, T the number of parts. Every part is quantized and packed on
+its own, so T is baked into the bytes of down_proj's scales. A form without NUMA parts has T = 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One packed matrix [n, k]: one projection of one expert on one NUMA node; backward: its transpose, for fine-tuning."""
+    """One packed matrix [n, k]: one projection of one expert on one NUMA node; backward: its transpose, for
+    fine-tuning.
+    """
 
     layer: int
     expert: int

@@ -1,4 +1,5 @@
-/* Where the codes of a packed weight lie (FORMAT.md, Tiles): row blocks, column blocks, strips of 32 rows, tiles, halves. */
+/* Where the codes of a packed weight lie (FORMAT.md, Tiles): row blocks, column blocks, strips of 32 rows, tiles,
+ * halves. */
 #ifndef KT_GEOMETRY_H
 #define KT_GEOMETRY_H
 
@@ -13,7 +14,8 @@ enum {
     KT_K_BLOCK = 3584, /* columns of a column block */
 };
 
-/* The constants for each number of bits: n is a multiple of block_rows, k of tile_columns; code * unit * scale is the weight. */
+/* The constants for each number of bits: n is a multiple of block_rows, k of tile_columns; code * unit * scale is the
+ * weight. */
 typedef struct {
     int64_t block_rows, tile_columns;
     int unit;
@@ -45,7 +47,8 @@ typedef struct {
     int64_t row;
 } kt_strip;
 
-/* Where the byte of row r, column j lies in a half tile, whose bytes are 16 rows of 64; INT4: of columns j and j + 64. */
+/* Where the byte of row r, column j lies in a half tile, whose bytes are 16 rows of 64; INT4: of columns j and j + 64.
+ */
 static inline int64_t kt_byte_in_half(int64_t r, int64_t j) {
     return j / 4 * 64 + r * 4 + j % 4;
 }
@@ -56,13 +59,15 @@ static inline kt_strip kt_strip_of(int bits, const void *weight, int64_t k, int6
     return (kt_strip){(const uint8_t *)weight + row / block_rows * block_rows * k * bits / 8, row % block_rows};
 }
 
-/* The tiles of a strip's columns first .. end of the column block, one after the other. first: a multiple of KT_K_BLOCK. */
+/* The tiles of a strip's columns first .. end of the column block, one after the other. first: a multiple of
+ * KT_K_BLOCK. */
 static inline const uint8_t *kt_strip_tiles(int bits, const kt_strip *strip, int64_t k, int64_t first) {
     int64_t block_rows = kt_geometry_of(bits)->block_rows, columns = k - first < KT_K_BLOCK ? k - first : KT_K_BLOCK;
     return strip->block + (first * block_rows + strip->row * columns) * bits / 8;
 }
 
-/* Where the half tiles of rows row .. row + 15 begin, of the column block that begins at `first`; KT_TILE_BYTES apart. */
+/* Where the half tiles of rows row .. row + 15 begin, of the column block that begins at `first`; KT_TILE_BYTES apart.
+ */
 static inline uint8_t *kt_half_tiles(int bits, uint8_t *weight, int64_t k, int64_t row, int64_t first) {
     kt_strip strip = kt_strip_of(bits, weight, k, row / KT_STRIP_ROWS);
     int64_t tiles = kt_strip_tiles(bits, &strip, k, first) - weight;

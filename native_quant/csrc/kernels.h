@@ -13,8 +13,8 @@
 enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };
 #undef KT_ISA_NUMBER
 
-/* arch/: a bit per instruction set (1 << KT_ISA_scalar ...) that this CPU and this kernel allow. Call once: it may have to ask the
-   kernel for permission. */
+/* arch/: a bit per instruction set (1 << KT_ISA_scalar ...) that this CPU and this kernel allow. Call once: it may have
+   to ask the kernel for permission. */
 unsigned kt_cpu_isas(void);
 
 enum {
@@ -33,22 +33,27 @@ typedef struct {
 } kt_ahead;
 
 /* Quantizes 16 rows of `columns` BF16 values and writes their half of each tile: tile t at tiles + t * KT_TILE_BYTES.
-   rows, row_stride (bytes): any alignment. columns: whole tiles, at most KT_K_BLOCK. reciprocal: 1/scale, or 0, of each row.
-   Vector kernels multiply subnormal x as they are: quantize.c gives rows for which that matters to the scalar kernel. */
-typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
-                        const kt_ahead *ahead);
+   rows, row_stride (bytes): any alignment. columns: whole tiles, at most KT_K_BLOCK. reciprocal: 1/scale, or 0, of each
+   row. Vector kernels multiply subnormal x as they are: quantize.c gives rows for which that matters to the scalar
+   kernel. */
+typedef void kt_pack_fn(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal,
+                        uint8_t *tiles, const kt_ahead *ahead);
 
-/* Writes the half tiles of 16 rows of `columns` codes, as kt_pack_fn does. rows, row_stride (bytes): any alignment. Returns 1, or 0
-   if a code is out of range; what was written for it then means nothing. */
-typedef int kt_pack_codes_fn(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles, const kt_ahead *ahead);
+/* Writes the half tiles of 16 rows of `columns` codes, as kt_pack_fn does. rows, row_stride (bytes): any alignment.
+   Returns 1, or 0 if a code is out of range; what was written for it then means nothing. */
+typedef int kt_pack_codes_fn(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles,
+                             const kt_ahead *ahead);
 
-/* One row of k BF16 values in groups (NUMERICS.md, section 6): k * bits / 8 bytes of codes and k / group scales. row: any alignment;
-   group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value is not finite, else 1. */
-typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale);
+/* One row of k BF16 values in groups (NUMERICS.md, section 6): k * bits / 8 bytes of codes and k / group scales. row:
+   any alignment; group: a multiple of KT_GROUP_COLUMNS that divides k. Returns 0, with some of it written, if a value
+   is not finite, else 1. */
+typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
+                         uint16_t *scale);
 
-/* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). least, most: the range of codes. rounded: what a code stands for
-   is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles [width][KT_STRIP_ROWS] on a boundary of 64 bytes:
-   weight becomes what the corrections leave, scale the values that the codes stand for; error is written. */
+/* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). least, most: the range of codes. rounded: what a
+   code stands for is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles
+   [width][KT_STRIP_ROWS] on a boundary of 64 bytes: weight becomes what the corrections leave, scale the values that
+   the codes stand for; error is written. */
 typedef struct {
     int least, most, rounded;
     int64_t width;
@@ -57,8 +62,8 @@ typedef struct {
 } kt_gptq;
 typedef void kt_gptq_fn(const kt_gptq *job);
 
-/* rows x columns values of `kind` to BF16; FP8 is multiplied by scale. Row r begins at in + r * in_stride (bytes, any alignment)
-   and goes to out + r * out_pitch (values). */
+/* rows x columns values of `kind` to BF16; FP8 is multiplied by scale. Row r begins at in + r * in_stride (bytes, any
+   alignment) and goes to out + r * out_pitch (values). */
 typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
                           uint16_t *out, int64_t out_pitch);
 
@@ -82,8 +87,9 @@ static inline int64_t kt_end_of_group(const kt_codes *row, int64_t group) {
 /* Columns start .. stop-1 of the row, which are of group number `group`. */
 static inline kt_codes kt_codes_of_group(const kt_codes *row, int64_t group, int64_t start, int64_t stop) {
     int64_t at = row->skip + start;
-    return (kt_codes){row->bits, row->codes + at * row->bits / 8, row->bits == 4 ? at % 2 : 0, stop - start, row->scales + group, 0,
-                      row->group};
+    return (kt_codes){
+        row->bits, row->codes + at * row->bits / 8, row->bits == 4 ? at % 2 : 0, stop - start, row->scales + group, 0,
+        row->group};
 }
 
 /* out[r][c] = in[c][r] for at most 32 rows: items of item_bytes (1, 2 or 4); column c begins at in + c * column_stride,
@@ -111,18 +117,19 @@ typedef struct {
 enum { KT_GEMM_SCRATCH = KT_STRIP_ROWS * KT_K_BLOCK };
 typedef void kt_gemm_fn(const kt_gemm *job);
 
-/* One row of activations as int8 (NUMERICS.md, section 5). x: k values, BF16 if is_bf16, else float32; k: a multiple of 64.
-   Writes q[k] and sums[column block]; returns the scale, NaN (and codes 0) if a value is not finite. */
+/* One row of activations as int8 (NUMERICS.md, section 5). x: k values, BF16 if is_bf16, else float32; k: a multiple
+   of 64. Writes q[k] and sums[column block]; returns the scale, NaN (and codes 0) if a value is not finite. */
 typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int8_t *q, int32_t *sums);
 
-/* What the codes q of a float32 row leave of it, if they are coarse: if their mean square is below KT_COARSE_ENERGY, writes codes q2
-   and sums of x - q * scale in steps of scale * KT_REMAINDER_UNIT and returns that step; else 0. */
+/* What the codes q of a float32 row leave of it, if they are coarse: if their mean square is below KT_COARSE_ENERGY,
+   writes codes q2 and sums of x - q * scale in steps of scale * KT_REMAINDER_UNIT and returns that step; else 0. */
 #define KT_REMAINDER_UNIT (1.0f / 254.0f)
 enum { KT_COARSE_ENERGY = 144 };
 typedef float kt_remainder_fn(const float *x, int64_t k, float scale, const int8_t *q, int8_t *q2, int32_t *sums);
 
-/* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit: that of
-   the weight's kt_geometry. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]: float32. */
+/* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit:
+   that of the weight's kt_geometry. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]:
+   float32. */
 typedef struct {
     int exact;
     int64_t m;
@@ -163,11 +170,12 @@ int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
 int kt_column_bits(int kind);
 /* source.c: the values of a row lie one after the other. */
 int kt_is_row_contiguous(const ktq_source *source);
-/* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1, 2 ...;
-   the rows of a half tile stay valid together. */
-const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k, uint16_t *scratch);
-/* source.c: rows first .. first+rows-1 (at most 32) as BF16: where the first lies, and how far apart they are in bytes. Where they
-   must be decoded, they are in scratch (32*k uint16). */
+/* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1,
+   2 ...; the rows of a half tile stay valid together. */
+const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k,
+                           uint16_t *scratch);
+/* source.c: rows first .. first+rows-1 (at most 32) as BF16: where the first lies, and how far apart they are in bytes.
+   Where they must be decoded, they are in scratch (32*k uint16). */
 const uint8_t *kt_bf16_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                             uint16_t *scratch, int64_t *row_stride);
 

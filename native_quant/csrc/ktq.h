@@ -1,8 +1,9 @@
 /* ktq: BF16, FP16, F32 and FP8 linears in, kt-kernel's AMXINT8 and AMXINT4 bytes out.
  *
- * Buffers in, buffers out: nothing is allocated, printed or kept but the choice of instruction set. Every function may be
- * called from many threads at once. What the numbers mean: quantizers/NUMERICS.md. Where the bytes lie: layouts/FORMAT.md.
- * The text between the two markers is what Python (cffi, _build.py) reads: plain C without directives.
+ * Buffers in, buffers out: nothing is allocated, printed or kept but the choice of instruction set. Every function may
+ * be called from many threads at once. What the numbers mean: quantizers/NUMERICS.md. Where the bytes lie:
+ * layouts/FORMAT.md. The text between the two markers is what Python (cffi, _build.py) reads: plain C without
+ * directives.
  */
 #ifndef KTQ_H
 #define KTQ_H
@@ -14,17 +15,26 @@
 
 /* What a function returns; ktq_strerror has the sentences. */
 enum {
-    KTQ_OK, KTQ_EINVAL, KTQ_ESHAPE, KTQ_EISA, KTQ_ENONFINITE, KTQ_ESYSTEM, KTQ_ENOMEM, KTQ_ECLOSED, KTQ_EFORK, KTQ_ERANGE
+    KTQ_OK,
+    KTQ_EINVAL,
+    KTQ_ESHAPE,
+    KTQ_EISA,
+    KTQ_ENONFINITE,
+    KTQ_ESYSTEM,
+    KTQ_ENOMEM,
+    KTQ_ECLOSED,
+    KTQ_EFORK,
+    KTQ_ERANGE
 };
 
 /* The encodings of a source. */
 enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3, KTQ_INT4, KTQ_INT8 };
 
-/* One linear [n, k] as it is stored; element (r, c) is at values + r*row_stride + c*column_stride (bytes, any alignment).
-   One of the two strides is the size of an element. FP8 and integers only: element (r, c) is multiplied by
+/* One linear [n, k] as it is stored; element (r, c) is at values + r*row_stride + c*column_stride (bytes, any
+   alignment). One of the two strides is the size of an element. FP8 and integers only: element (r, c) is multiplied by
    scales[(first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns].
-   Integers: a code q of b bits is stored as q + 2^(b-1), 4 bits with the even column in the lower half of a byte. Columns lie one
-   after the other (column_stride is not read), and `skip` of them come before the first. */
+   Integers: a code q of b bits is stored as q + 2^(b-1), 4 bits with the even column in the lower half of a byte.
+   Columns lie one after the other (column_stride is not read), and `skip` of them come before the first. */
 typedef struct {
     int kind;
     const void *values;
@@ -40,32 +50,34 @@ typedef struct {
 int64_t ktq_block_rows(int bits);
 int64_t ktq_tile_columns(int bits);
 
-/* Quantizes to `bits` (4 or 8), one scale per row, and packs. n and k: multiples of ktq_block_rows and ktq_tile_columns.
-   scratch: 32*k uint16, best on a boundary of 64 bytes; weight: n*k*bits/8 bytes; scale: n floats.
-   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; weight and scale are then partly written. */
+/* Quantizes to `bits` (4 or 8), one scale per row, and packs. n and k: multiples of ktq_block_rows and
+   ktq_tile_columns. scratch: 32*k uint16, best on a boundary of 64 bytes; weight: n*k*bits/8 bytes; scale: n floats.
+   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; weight and scale are then partly written.
+ */
 int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *weight,
                       float *scale, int64_t *bad_row);
 
 /* Packs codes[n][k], rows row_stride bytes apart: -7..7 (4 bits) or -127..127 (8 bits). weight: n*k*bits/8 bytes.
    KTQ_ERANGE: *bad_row is the first row that holds another code; weight is then partly written. */
-int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t row_stride, uint8_t *weight, int64_t *bad_row);
+int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t row_stride, uint8_t *weight,
+                   int64_t *bad_row);
 
 /* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. */
 enum { KTQ_LIBRARY, KTQ_FLOAT32 };
 
-/* Quantizes to `bits` (4 or 8), one BF16 scale per `group` columns of a row, and packs codes in the order of the columns, low bits
-   first. group: a multiple of 32 that divides k; n: any. scratch: 32*k uint16, best on a boundary of 64 bytes;
-   packed: n*k*bits/8 bytes; scale: n*k/group BF16.
-   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; packed and scale are then partly written. */
-int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch,
-                        uint8_t *packed, uint16_t *scale, int64_t *bad_row);
+/* Quantizes to `bits` (4 or 8), one BF16 scale per `group` columns of a row, and packs codes in the order of the
+   columns, low bits first. group: a multiple of 32 that divides k; n: any. scratch: 32*k uint16, best on a boundary of
+   64 bytes; packed: n*k*bits/8 bytes; scale: n*k/group BF16. KTQ_ENONFINITE: *bad_row is the first row that holds an
+   infinity or a NaN; packed and scale are then partly written. */
+int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source,
+                        uint16_t *scratch, uint8_t *packed, uint16_t *scale, int64_t *bad_row);
 
-/* The inner loop of GPTQ: quantizes the columns of a block one after the other to codes least..most (-128 <= least <= 0 <= most <= 127),
-   and corrects those to the right of each. float32, row after row: inverse[width][width], the block's factor of the inverse Hessian, of
-   which the upper triangle is read; scale[n][width]; weight[n][width], which becomes what the corrections leave of it; value[n][width],
-   what the codes stand for, and error[n][width], are written. kind: the type of the scales before they became float32, KTQ_BF16 or
-   KTQ_F32; values are rounded to it. NaN stays NaN. No two arrays may share memory. width: at most KTQ_GPTQ_COLUMNS. Rows do not depend
-   on each other. */
+/* The inner loop of GPTQ: quantizes the columns of a block one after the other to codes least..most (-128 <= least <= 0
+   <= most <= 127), and corrects those to the right of each. float32, row after row: inverse[width][width], the block's
+   factor of the inverse Hessian, of which the upper triangle is read; scale[n][width]; weight[n][width], which becomes
+   what the corrections leave of it; value[n][width], what the codes stand for, and error[n][width], are written. kind:
+   the type of the scales before they became float32, KTQ_BF16 or KTQ_F32; values are rounded to it. NaN stays NaN. No
+   two arrays may share memory. width: at most KTQ_GPTQ_COLUMNS. Rows do not depend on each other. */
 enum { KTQ_GPTQ_COLUMNS = 128 };
 int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, const float *inverse, const float *scale,
                    float *weight, float *value, float *error);
@@ -81,15 +93,17 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
 int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, const uint8_t *weight,
                    const float *scale, double *sums);
 
-/* --- the runtime: what was packed, multiplied ----------------------------------------------------------------------- */
+/* --- the runtime: what was packed, multiplied -----------------------------------------------------------------------
+ */
 
-/* Threads that work together: for each of `groups` groups (NUMA nodes) threads[g] threads, each pinned to its CPU of `cpus`
-   (one after the other, group by group; -1: not pinned). The first thread of group 0 is the caller of ktq_forward. A pool does one forward at
-   a time; other callers wait. A child made by fork() starts threads of its own. */
+/* Threads that work together: for each of `groups` groups (NUMA nodes) threads[g] threads, each pinned to its CPU of
+   `cpus` (one after the other, group by group; -1: not pinned). The first thread of group 0 is the caller of
+   ktq_forward. A pool does one forward at a time; other callers wait. A child made by fork() starts threads of its own.
+ */
 typedef struct ktq_pool ktq_pool;
 int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **pool);
-/* Does what was submitted, and ends the threads; from then on forwards and jobs end with KTQ_ECLOSED. ktq_pool_free also frees the pool:
-   nothing may use it any more, a job that is not pending aside. */
+/* Does what was submitted, and ends the threads; from then on forwards and jobs end with KTQ_ECLOSED. ktq_pool_free
+   also frees the pool: nothing may use it any more, a job that is not pending aside. */
 void ktq_pool_close(ktq_pool *pool);
 void ktq_pool_free(ktq_pool *pool);
 
@@ -99,7 +113,8 @@ typedef struct {
     const float *gate_scale, *up_scale, *down_scale;
 } ktq_expert;
 
-/* The routed experts of a layer: parts[part * experts + expert], each part with `width` columns of the intermediate size. */
+/* The routed experts of a layer: parts[part * experts + expert], each part with `width` columns of the intermediate
+ * size. */
 typedef struct {
     int bits;
     int64_t experts, parts, hidden, width;
@@ -107,8 +122,8 @@ typedef struct {
 } ktq_moe;
 
 /* out[t] = the sum over j of weights[t][j] * expert ids[t][j] (hidden[t]). hidden, out: BF16 [tokens, hidden];
-   ids, weights: [tokens, topk]. Ids that are negative, not below experts, or marked in skip[experts] (may be NULL) add nothing.
-   add: 1 if the sum is added to what out holds (rounded once, in the end), 0 if it takes its place. */
+   ids, weights: [tokens, topk]. Ids that are negative, not below experts, or marked in skip[experts] (may be NULL) add
+   nothing. add: 1 if the sum is added to what out holds (rounded once, in the end), 0 if it takes its place. */
 typedef struct {
     int exact; /* 1: round where kt-kernel rounds; 0: round less */
     int64_t tokens, topk;
@@ -133,7 +148,8 @@ void ktq_job_wait(void *job);
 int ktq_job_result(const ktq_job *job);
 void ktq_job_free(ktq_job *job);
 
-/* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]: one kernel alone, for tests. */
+/* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]: one kernel alone, for
+ * tests. */
 int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c);
 
 /* Binds the pages of a block to a NUMA node (mbind); KTQ_ESYSTEM where the kernel refuses. */
@@ -150,8 +166,9 @@ int ktq_set_isa(int isa);       /* -1: the best available. KTQ_EISA if it is not
 int ktq_kernel_isa(int row);
 const char *ktq_kernel_family(int row);
 
-/* Explain a page of a mapped file that cannot be read (SIGBUS): a sentence on stderr that names the file, then _exit(code).
-   `sentence` holds one %s for the name. A fault elsewhere, and a signal that was sent, go to whom they went before. */
+/* Explain a page of a mapped file that cannot be read (SIGBUS): a sentence on stderr that names the file, then
+   _exit(code). `sentence` holds one %s for the name. A fault elsewhere, and a signal that was sent, go to whom they
+   went before. */
 int ktq_guard_sigbus(const char *sentence, int code);
 int ktq_register_mapping(const void *address, size_t length, const char *name);
 int ktq_unregister_mapping(const void *address);

@@ -127,7 +127,9 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     help="Show versions and exit.",
 )
 def group() -> None:
-    """Convert mixture-of-experts checkpoints into expert weights for the CPU, as kt-kernel loads them, and for the GPU."""
+    """Convert mixture-of-experts checkpoints into expert weights for the CPU, as kt-kernel
+    loads them, and for the GPU.
+    """
 
 
 def main() -> None:
@@ -164,7 +166,9 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed: else the next file that we open would get what is printed."""
+    """Open /dev/null in place of standard streams that are closed: else the next file that we open would get what is
+    printed.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -206,5 +210,7 @@ def _print(stream: TextIO, text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what a stream still buffers go nowhere: the interpreter would fail to write it, and exit with a code of its own."""
+    """Let what a stream still buffers go nowhere: the interpreter would fail to write it, and exit with a code of its
+    own.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

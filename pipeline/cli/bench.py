@@ -15,7 +15,15 @@ from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.tell.report import Reporter, size
 
 # The names that config.json has for the number of experts per token.
-TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "experts_per_token", "moe_k")  # fmt: skip
+TOPK = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "experts_per_token",
+    "moe_k",
+)
 USUAL_TOPK = 8
 
 EPILOG = """\b
@@ -66,8 +74,8 @@ def bench(
 ) -> None:
     """Measure how fast this machine computes a layer of an output, next to how fast it reads memory.
 
-    Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not from a cache.
-    """
+    Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
+    from a cache."""
     from ktconvert.pipeline.tell.figures import check_plot, plot_bench
     from ktconvert.pipeline.verify.report import aligned
 
@@ -111,7 +119,8 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
         if experts.nbytes < benchmark.CACHES * cache:
             compared = "fits in" if experts.nbytes <= cache else "is not much larger than"
             notes.append(
-                f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): its weights come from "
+                f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): its weights come "
+                "from "
                 "there in part or altogether, faster than a whole model's would; measure a model with larger layers."
             )
         return {

@@ -31,11 +31,20 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 
 
 @click.command("cpu", epilog=EPILOG)
-@click.option("-i", "--input-path", required=True, type=options.PathOrHubId(),
-              help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).")  # fmt: skip
+@click.option(
+    "-i",
+    "--input-path",
+    required=True,
+    type=options.PathOrHubId(),
+    help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
+)
 @click.option("-o", "--output", required=True, type=options.FilePath(), help="Output directory.")
-@click.option("--input-type", type=click.Choice(INPUT_TYPES, case_sensitive=False), default=None,
-              help="What the weights are; read from the headers when left out.")  # fmt: skip
+@click.option(
+    "--input-type",
+    type=click.Choice(INPUT_TYPES, case_sensitive=False),
+    default=None,
+    help="What the weights are; read from the headers when left out.",
+)
 @click.option(
     "--quant-method",
     type=click.Choice([*forms_of("cpu"), *LATER], case_sensitive=False),
@@ -66,8 +75,13 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("--profile", is_flag=True, help="Accepted and ignored: --json gives the time of every layer.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @click.option("--layers", default="all", show_default=True, help="MoE layers to convert, e.g. 3-60,62.")
-@click.option("--non-experts", type=click.Choice(["skip", "copy"], case_sensitive=False), default="skip", show_default=True,
-              help="All other tensors: leave out, or copy under kt-kernel's names.")  # fmt: skip
+@click.option(
+    "--non-experts",
+    type=click.Choice(["skip", "copy"], case_sensitive=False),
+    default="skip",
+    show_default=True,
+    help="All other tensors: leave out, or copy under kt-kernel's names.",
+)
 @click.option(
     "--max-shard-size",
     type=options.Size(),
@@ -83,8 +97,8 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 def cpu(**params: Any) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
 
-    FP8, FP16, BF16 and F32 safetensors are read; no GPU is used. Memory is bounded by a few experts, whatever the model's size.
-    """
+    FP8, FP16, BF16 and F32 safetensors are read; no GPU is used. Memory is bounded by a few experts, whatever the
+    model's size."""
     from ktconvert.pipeline.engine.execute import execute
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert

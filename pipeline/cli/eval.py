@@ -12,7 +12,7 @@ from ktconvert.pipeline.cli import options
 EPILOG = """\b
 Examples:
   ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
-  ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt --max-windows 20 --plot int4.png
+  ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --max-windows 20 --plot int4.png
   ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
 """
 
@@ -27,8 +27,13 @@ Examples:
 )
 @click.option("--text", required=True, type=options.FilePath(), help="What both models read: a UTF-8 text file.")
 @click.option("--window", type=options.Number(min=2), default=512, show_default=True, help="Tokens read at a time.")
-@click.option("--skip-windows", type=options.Number(min=0), default=0, show_default=True,
-              help="Leave out the first so many, e.g. what was calibrated with.")  # fmt: skip
+@click.option(
+    "--skip-windows",
+    type=options.Number(min=0),
+    default=0,
+    show_default=True,
+    help="Leave out the first so many, e.g. what was calibrated with.",
+)
 @click.option("--max-windows", type=options.Number(min=1), default=None, help="Read no more. [default: all]")
 @click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
@@ -39,8 +44,8 @@ Examples:
 def eval(model: str, **params: Any) -> None:
     """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
 
-    MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit into memory,
-    with --gpu-weights twice.
+    MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit
+    into memory, with --gpu-weights twice.
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate

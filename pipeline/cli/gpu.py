@@ -43,7 +43,7 @@ UNUSED_BY_RTN = {
     "max_cpu_memory": "changes nothing here: memory is bounded by a few experts; --max-memory sets a limit",
 }
 UNUSED_BY_GPTQ = {
-    "max_cpu_memory": "changes nothing here: memory is bounded by one layer and some experts; --max-memory sets a limit",
+    "max_cpu_memory": "changes nothing here: memory is bounded by one layer and some experts; --max-memory limits it",
     "max_shard_size": "cuts only what is copied: a layer's experts are one shard",
 }
 
@@ -67,8 +67,15 @@ class SeveralValues(click.Command):
 
 
 @click.command("gpu", cls=SeveralValues, epilog=EPILOG)
-@click.option("-i", "--model-id", "--input-path", "model_id", required=True, type=options.PathOrHubId(),
-              help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).")  # fmt: skip
+@click.option(
+    "-i",
+    "--model-id",
+    "--input-path",
+    "model_id",
+    required=True,
+    type=options.PathOrHubId(),
+    help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
+)
 @click.option(
     "-o",
     "--output-dir",
@@ -78,45 +85,113 @@ class SeveralValues(click.Command):
     type=options.FilePath(),
     help="Output directory.",
 )
-@click.option("--quant-method", type=click.Choice(["GPTQ", "RTN"], case_sensitive=False), default="GPTQ", show_default=True,
-              help="Calibrated on a data set, or rounded to nearest, which takes seconds per GB and no data.")  # fmt: skip
-@click.option("--quant-type", type=click.Choice(tuple(forms_of("gpu")), case_sensitive=False), default="W8A16", show_default=True,
-              help="Output format: 4 or 8 bits in groups of 128.")  # fmt: skip
-@click.option("--rounding", type=click.Choice(["library", "float32"], case_sensitive=False), default="library", show_default=True,
-              help="The bits of llmcompressor, or one rounding less.")  # fmt: skip
-@click.option("--ignore-patterns", multiple=True,
-              help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.")  # fmt: skip
-@click.option("--dataset", type=options.PathOrHubId(), default="HuggingFaceH4/ultrachat_200k", show_default=True,
-              help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.")  # fmt: skip
+@click.option(
+    "--quant-method",
+    type=click.Choice(["GPTQ", "RTN"], case_sensitive=False),
+    default="GPTQ",
+    show_default=True,
+    help="Calibrated on a data set, or rounded to nearest, which takes seconds per GB and no data.",
+)
+@click.option(
+    "--quant-type",
+    type=click.Choice(tuple(forms_of("gpu")), case_sensitive=False),
+    default="W8A16",
+    show_default=True,
+    help="Output format: 4 or 8 bits in groups of 128.",
+)
+@click.option(
+    "--rounding",
+    type=click.Choice(["library", "float32"], case_sensitive=False),
+    default="library",
+    show_default=True,
+    help="The bits of llmcompressor, or one rounding less.",
+)
+@click.option(
+    "--ignore-patterns",
+    multiple=True,
+    help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.",
+)
+@click.option(
+    "--dataset",
+    type=options.PathOrHubId(),
+    default="HuggingFaceH4/ultrachat_200k",
+    show_default=True,
+    help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.",
+)
 @click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set.")
-@click.option("--num-calibration-samples", type=options.Number(min=1), default=512, show_default=True,
-              help="Samples: the first rows of the split.")  # fmt: skip
-@click.option("--max-sequence-length", type=options.Number(min=2), default=2048, show_default=True,
-              help="Tokens at which a sample is cut.")  # fmt: skip
-@click.option("--dampening-frac", type=options.Real(min=0, max=1), default=0.1, show_default=True,
-              help="Part of the mean of the Hessian's diagonal that is added to it.")  # fmt: skip
+@click.option(
+    "--num-calibration-samples",
+    type=options.Number(min=1),
+    default=512,
+    show_default=True,
+    help="Samples: the first rows of the split.",
+)
+@click.option(
+    "--max-sequence-length",
+    type=options.Number(min=2),
+    default=2048,
+    show_default=True,
+    help="Tokens at which a sample is cut.",
+)
+@click.option(
+    "--dampening-frac",
+    type=options.Real(min=0, max=1),
+    default=0.1,
+    show_default=True,
+    help="Part of the mean of the Hessian's diagonal that is added to it.",
+)
 @click.option(
     "--random-seed", type=options.Number(min=0), default=42, show_default=True, help="For the order of samples."
 )
-@click.option("--calibrate", type=click.Choice(["all", "routed"], case_sensitive=False), default="all", show_default=True,
-              help="Every expert sees all tokens, as with llmcompressor, or those routed to it.")  # fmt: skip
-@click.option("--min-expert-tokens", type=options.Number(min=1), default=128, show_default=True,
-              help="With --calibrate routed: experts with fewer tokens are rounded to nearest, and listed.")  # fmt: skip
-@click.option("--engine", type=click.Choice(["stream", "oneshot"], case_sensitive=False), default="stream", show_default=True,
-              help="Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.")  # fmt: skip
+@click.option(
+    "--calibrate",
+    type=click.Choice(["all", "routed"], case_sensitive=False),
+    default="all",
+    show_default=True,
+    help="Every expert sees all tokens, as with llmcompressor, or those routed to it.",
+)
+@click.option(
+    "--min-expert-tokens",
+    type=options.Number(min=1),
+    default=128,
+    show_default=True,
+    help="With --calibrate routed: experts with fewer tokens are rounded to nearest, and listed.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["stream", "oneshot"], case_sensitive=False),
+    default="stream",
+    show_default=True,
+    help="Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.",
+)
 @click.option("--allow-machine-change", is_flag=True, help="Go on with a conversion that was begun on another machine.")
-@click.option("--torch-dtype", type=click.Choice(["bfloat16", "float16", "float32"], case_sensitive=False), default="bfloat16",
-              show_default=True, help="What experts are rounded from: bfloat16.")  # fmt: skip
+@click.option(
+    "--torch-dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"], case_sensitive=False),
+    default="bfloat16",
+    show_default=True,
+    help="What experts are rounded from: bfloat16.",
+)
 @click.option(
     "--trust-remote-code", is_flag=True, help="GPTQ: let transformers run Python code that comes with the model."
 )
 @click.option("--force-cpu", is_flag=True, help="GPTQ: never touch a GPU.")
 @click.option("--max-gpu-memory", type=options.Size(), default=None, help="GPTQ: of the GPU, at most; e.g. 40GiB.")
-@click.option("--max-cpu-memory", type=options.Size(), default=None,
-              help="Accepted and ignored: memory is bounded by some experts. [default: 1000GiB with --max-gpu-memory]")  # fmt: skip
+@click.option(
+    "--max-cpu-memory",
+    type=options.Size(),
+    default=None,
+    help="Accepted and ignored: memory is bounded by some experts. [default: 1000GiB with --max-gpu-memory]",
+)
 @options.cpuinfer_threads
-@click.option("--tp-size", type=options.Number(min=1), multiple=True, default=(1,), show_default=True,
-              help="Tensor parallelism to be loaded with; refused where experts cannot be cut so. May be repeated.")  # fmt: skip
+@click.option(
+    "--tp-size",
+    type=options.Number(min=1),
+    multiple=True,
+    default=(1,),
+    show_default=True,
+    help="Tensor parallelism to be loaded with; refused where experts cannot be cut so. May be repeated.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards between experts. [default: 5GB]")
 @click.option("--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume.")
@@ -126,10 +201,11 @@ class SeveralValues(click.Command):
 @options.max_memory
 @options.reporting
 def gpu(**params: Any) -> None:
-    """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the output.
+    """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the
+    output.
 
-    FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts (RTN) or by one layer (GPTQ), whatever the
-    model's size. All other tensors are copied as they are.
+    FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts (RTN) or by one layer (GPTQ),
+    whatever the model's size. All other tensors are copied as they are.
     """
     from ktconvert.pipeline.engine.execute import execute
     from ktconvert.pipeline.engine.plan import Request
@@ -175,7 +251,9 @@ def gpu(**params: Any) -> None:
 
 
 def calibration(params: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
-    """The settings of GPTQ. A conversion that has begun keeps the machine that it was begun on, unless it starts over."""
+    """The settings of GPTQ. A conversion that has begun keeps the machine that it was begun on,
+    unless it starts over.
+    """
     from ktconvert.pipeline.engine.existing import begun_with
     from ktconvert.pipeline.walk.calibration import local_files
     from ktconvert.pipeline.walk.environment import this_machine

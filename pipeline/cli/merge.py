@@ -42,7 +42,9 @@ Examples:
 @options.max_memory
 @options.reporting
 def merge(**params: Any) -> None:
-    """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index. Can be resumed."""
+    """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an
+    index. Can be resumed.
+    """
     from ktconvert.pipeline.engine.execute import execute
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.merge import plan_merge

@@ -159,7 +159,8 @@ def lowered(option: str, requested: int, reporter: Reporter) -> int:
     allowed = machine.allowed_cpus()
     if requested > allowed:
         reporter.note(
-            f"{option} {requested} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may use"
+            f"{option} {requested} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may "
+            "use"
         )
     return min(requested, allowed)
 
@@ -171,7 +172,8 @@ def stored_input(text: str) -> str:
 
 
 def check_kernels(again: str = "`ktconvert resume`") -> None:
-    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file breaks off.
+    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file
+    breaks off.
 
     again  what the user should then run
     """

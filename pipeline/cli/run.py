@@ -46,8 +46,8 @@ Examples:
 def run(model: str, **params: Any) -> None:
     """Let a model write, through transformers, with its routed experts computed from converted weights.
 
-    MODEL is a directory or a hub id (org/name), in BF16 or from `ktconvert gpu`. Text goes to stdout as it comes, tokens per
-    second to stderr.
+    MODEL is a directory or a hub id (org/name), in BF16 or from `ktconvert gpu`. Text goes to stdout as it comes,
+    tokens per second to stderr.
     """
     if params["chat"] == (params["prompt"] is not None):
         raise UsageError("give either --prompt TEXT or --chat")

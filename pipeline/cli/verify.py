@@ -50,10 +50,18 @@ Examples:
 )
 @options.arch_file
 @click.option("--full", is_flag=True, help="Measure the error of every expert, not of 8 per layer.")
-@click.option("--load/--no-load", default=True, show_default=True,
-              help="Of an output for the GPU: whether transformers may load it (names; with --against SOURCE, predictions).")  # fmt: skip
-@click.option("--text", type=options.FilePath(), default=None,
-              help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]")  # fmt: skip
+@click.option(
+    "--load/--no-load",
+    default=True,
+    show_default=True,
+    help="Of an output for the GPU: whether transformers may load it (names; with --against SOURCE, predictions).",
+)
+@click.option(
+    "--text",
+    type=options.FilePath(),
+    default=None,
+    help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]",
+)
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.cpuinfer_threads
 @options.reporting
@@ -61,9 +69,9 @@ def verify(output: Path, **params: Any) -> None:
     """Check an output, ours or kt-kernel's: structure, sizes, counts and the hash of every file.
 
     With --against SOURCE every expert is quantized again and must give the same bytes, and the error is measured.
-    With --against ANOTHER OUTPUT the tensors that differ are named. With --run one layer is computed, every expert of it.
-    An output for the GPU is also loaded by transformers, where it is installed: without weights, and whole with --against SOURCE.
-    Exit code 6 if anything is not as it should be.
+    With --against ANOTHER OUTPUT the tensors that differ are named. With --run one layer is computed, every expert of
+    it. An output for the GPU is also loaded by transformers, where it is installed: without weights, and whole with
+    --against SOURCE. Exit code 6 if anything is not as it should be.
     """
     from ktconvert.pipeline.models.evaluate import read_text
     from ktconvert.pipeline.tell.report import Reporter

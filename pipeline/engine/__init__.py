@@ -1,1 +1,3 @@
-"""The engine: a plan's units are run, recorded and assembled, and finished whenever they were cut off. Knows no command and no format."""
+"""The engine: a plan's units are run, recorded and assembled, and finished whenever they were cut off. Knows no command
+and no format.
+"""

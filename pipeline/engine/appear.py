@@ -15,7 +15,9 @@ NOT_OURS = {"lost+found"}
 
 
 def appear(work: WorkDir, names: list[str]) -> None:
-    """Let the assembled folder, which is synced and has files of these names, become the output. May be cut off and run again."""
+    """Let the assembled folder, which is synced and has files of these names, become the output. May be cut off and run
+    again.
+    """
     if work.places.inside:
         _move_in(work.places, names, work.may_replace)
     else:
@@ -44,10 +46,11 @@ def _rename(places: Places, may_replace: bool) -> None:
 
 
 def _move_in(places: Places, names: list[str], may_replace: bool) -> None:
-    """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a mixture.
+    """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a
+    mixture.
 
-    A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until this has ended.
-    """
+    A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until this has
+    ended."""
     output, target = places.output, places.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)

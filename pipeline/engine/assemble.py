@@ -1,4 +1,6 @@
-"""The last stage: finished units under their final names, companions, config, card, manifest, and the index last of all."""
+"""The last stage: finished units under their final names, companions, config, card, manifest, and the index last of
+all.
+"""
 
 from __future__ import annotations
 

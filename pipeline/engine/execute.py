@@ -78,7 +78,8 @@ def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
         else ""
     )
     reporter.note(
-        f"the last run (process {last['pid']}) died{where}{memory}; {done} of {len(plan.units)} units are finished and kept"
+        f"the last run (process {last['pid']}) died{where}{memory}; {done} of {len(plan.units)} units are finished and "
+        "kept"
     )
 
 

@@ -1,4 +1,6 @@
-"""What lies at an output already: a finished one, an unfinished conversion, something else; and whether a plan agrees with it."""
+"""What lies at an output already: a finished one, an unfinished conversion, something else; and whether a plan agrees
+with it.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
         damaged = [f["name"] for f in done["files"] if not _has_size(output / f["name"], f["size"])]
         if damaged:
             raise VerificationError(
-                f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with --overwrite."
+                f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with "
+                "--overwrite."
             )
         return True
     strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
@@ -127,7 +130,8 @@ def guard_source(plan: Plan) -> None:
 
 
 def agree(plan: Plan, old: dict[str, Any], overwrite: bool) -> tuple[bool, list[str]]:
-    """What becomes of the unfinished conversion of plan.json `old`: whether it is dropped, and which files were touched since.
+    """What becomes of the unfinished conversion of plan.json `old`: whether it is dropped, and which files were touched
+    since.
 
     Raises OutputError or InputError, showing both values, where it was begun with other options or another input.
     """
@@ -139,7 +143,8 @@ def agree(plan: Plan, old: dict[str, Any], overwrite: bool) -> tuple[bool, list[
     require_same_source(plan.request.output, old["source"], plan)
     if touched and not plan.request.tuning.get("verify_inputs"):
         raise InputError(
-            f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and header); "
+            f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and "
+            "header); "
             "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over."
         )
     return False, touched

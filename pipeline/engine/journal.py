@@ -122,7 +122,9 @@ def assembled(records: list[Record]) -> int | None:
 
 
 def death(records: list[Record]) -> Record | None:
-    """How the last run ended, if it did not end by itself: {"pid", "units" in flight, "oom_kills" at its start}; else None."""
+    """How the last run ended, if it did not end by itself: {"pid", "units" in flight, "oom_kills" at its start}; else
+    None.
+    """
     run: Record | None = None
     flying: list[str] = []
     for record in records:

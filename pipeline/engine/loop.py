@@ -1,4 +1,6 @@
-"""The loop: skip what is done; run, publish, record what is not; then assemble. Threads, memory and Ctrl-C live here."""
+"""The loop: skip what is done; run, publish, record what is not; then assemble. Threads, memory
+and Ctrl-C live here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Interrupted(Exception):
 
 
 class StopFlag:
-    """The first SIGINT or SIGTERM finishes the units in flight, the second ends the process at once. Both can be resumed."""
+    """The first SIGINT or SIGTERM finishes the units in flight, the second ends the process at once. Both can be
+    resumed.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -124,7 +128,9 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
 
 
 def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start them before there is work: a submit() that cannot start one fails, but leaves its work to those that there are."""
+    """Start them before there is work: a submit() that cannot start one fails, but leaves its work to those that there
+    are.
+    """
     ready = threading.Event()
     try:
         for _ in range(count):
@@ -134,7 +140,8 @@ def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
 
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
-    """The units of a stage that are to be made, in order; what earlier ones of a chain left and nothing needs is removed.
+    """The units of a stage that are to be made, in order; what earlier ones of a chain left and nothing needs is
+    removed.
 
     A chain starts again at the last unit whose forerunner's file is still there: units after it that are finished
     may have to be made once more, to the same bytes.

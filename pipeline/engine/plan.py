@@ -1,4 +1,6 @@
-"""The frozen answer to "what was asked": request, source identity and stages; saved as plan.json, compared on resume."""
+"""The frozen answer to "what was asked": request, source identity and stages; saved as
+plan.json, compared on resume.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CARD = "README.md"
 
 
 def tool_version() -> str:
-    """The version of this ktconvert, read from the code: package metadata takes longer to import than a plan to make."""
+    """The version of this ktconvert, read from the code: package metadata takes longer to
+    import than a plan to make.
+    """
     return __version__
 
 
@@ -77,7 +81,9 @@ class Assembly:
 
 
 class Conversion(Protocol):
-    """What a command knows of its own work beyond the units: one class per command that makes an output (pipeline/plans)."""
+    """What a command knows of its own work beyond the units: one class per command that makes an output
+    (pipeline/plans).
+    """
 
     def peak_memory(self, threads: int) -> int:
         """Bytes that so many packing threads may need, with everything else."""
@@ -153,7 +159,9 @@ class Plan:
 
 
 def require_same_settings(output: Path, old: Mapping[str, Any], plan: Plan) -> None:
-    """Raise OutputError, showing both values, if an option that can change a byte differs from what `output` was begun with."""
+    """Raise OutputError, showing both values, if an option that can change a byte differs from what `output` was begun
+    with.
+    """
     new = plan.document()
     differing = []
     if old["command"] != new["command"]:
@@ -165,7 +173,8 @@ def require_same_settings(output: Path, old: Mapping[str, Any], plan: Plan) -> N
             differing.append(f"--{name.replace('_', '-')} was {_shown(was)}, is {_shown(now)}")
     if differing:
         raise OutputError(
-            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another --output, "
+            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
+            "--output, "
             "or start over with --overwrite."
         )
 
@@ -209,7 +218,8 @@ def require_unchanged(plan: Plan) -> None:
     changed = plan.conversion.changed_sources()
     if changed:
         raise InputError(
-            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back and resume."
+            f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "
+            "and resume."
         )
 
 

@@ -22,7 +22,8 @@ def require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
     free = machine.disk_free(work.places.root)
     if sum(needed.values()) > free:
         raise ResourceError(
-            f"{work.places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
+            f"{work.places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another "
+            "--output."
         )
     limit = machine.file_size_limit()
     if limit is not None:
@@ -41,7 +42,8 @@ def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], work: Work
     for _, path in plan.assembly.companions:
         if path.stat().st_size > limit:
             raise ResourceError(
-                f"{path}: {size(path.stat().st_size)} are over the file size limit of {size(limit)} (ulimit -f), and it is "
+                f"{path}: {size(path.stat().st_size)} are over the file size limit of {size(limit)} (ulimit -f), and "
+                "it is "
                 "copied beside the weights; raise the limit."
             )
 
@@ -65,7 +67,9 @@ def room_sentence(needed: Mapping[str, int]) -> str:
 
 
 def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
-    """As many threads as asked for, fewer where memory does not hold their buffers. Raises ResourceError when one is too many."""
+    """As many threads as asked for, fewer where memory does not hold their buffers. Raises ResourceError when one is
+    too many.
+    """
     asked = int(plan.request.tuning["cpuinfer_threads"])
     budget = plan.request.tuning.get("max_memory") or machine.memory_available()
     threads = asked

@@ -24,7 +24,9 @@ OURS = {"lock", "plan.json", "journal.jsonl", "partial", "store", "out", "old"}
 
 @dataclass(frozen=True)
 class Places:
-    """Where things lie for one output. inside: the output cannot be renamed to, so work happens below it and files move into place."""
+    """Where things lie for one output. inside: the output cannot be renamed to, so work happens below it and files move
+    into place.
+    """
 
     output: Path
     root: Path
@@ -196,10 +198,11 @@ def records(work: WorkDir, units: Iterable[Unit[Any]]) -> dict[Unit[Any], dict[s
 
 
 def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[Any]) -> str | None:
-    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in place.
+    """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in
+    place.
 
-    A name in the store says what the content is; a final name does not, so a file that lies only there has to have the hash.
-    """
+    A name in the store says what the content is; a final name does not, so a file that lies only there has to have the
+    hash."""
     record = finished.get(unit.fingerprint)
     if record is None:
         return None

@@ -1,4 +1,6 @@
-"""GPTQ as a consumer of the walk: experts are rounded with error compensation, and the rounded ones compute what the next layer reads."""
+"""GPTQ as a consumer of the walk: experts are rounded with error compensation, and the rounded ones compute what the
+next layer reads.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Compensate:
     """Quantizes one layer's experts to a form, with the scales of rounding to nearest.
 
     dampening  fraction of mean(diag(H)) that is added to the diagonal
-    rounding   "library": codes are derived again from BF16 values by a division in BF16, as compressed-tensors does, which moves one
+    rounding   "library": codes are derived again from BF16 values by a division in BF16, as compressed-tensors does,
+               which moves one
                8-bit code in 400 by one; "float32": the codes that GPTQ chose
     routed     whether an expert is calibrated on the tokens routed to it only, instead of on all
     floor      with routed: an expert with fewer tokens is rounded to nearest
@@ -122,7 +125,9 @@ class Compensate:
         scale: torch.Tensor,
         hessian: gptq.Hessian,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize linears with the same inputs, stacked, BF16 [n, k]; returns the rounded values in BF16 and the codes, int8 [n, k]."""
+        """Quantize linears with the same inputs, stacked, BF16 [n, k]; returns the rounded values in BF16 and the
+        codes, int8 [n, k].
+        """
         import torch
 
         code_range = self.form.grid.low, self.form.grid.high

@@ -1,4 +1,6 @@
-"""`--engine oneshot`: llmcompressor's own oneshot on the whole model in memory, for comparison with the layer-by-layer engine."""
+"""`--engine oneshot`: llmcompressor's own oneshot on the whole model in memory, for comparison with the layer-by-layer
+engine.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ class Settings:
     """The settings of GPTQ.
 
     engine    "stream", or "oneshot": llmcompressor's own, for comparison
-    machine   properties of the machine where the conversion was begun that can change bytes, "threads" and "device" among them
+    machine   properties of the machine where the conversion was begun that can change bytes, "threads" and "device"
+              among them
     group     experts in memory at a time
     Others as in compensate.Compensate.
     """
@@ -99,7 +100,8 @@ def check_model(model: MoeModel) -> None:
     """Raise UnsupportedError for experts that GPTQ would calibrate wrongly."""
     if model.activation != "silu" or model.weights_on != "output":
         raise UnsupportedError(
-            f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the output, "
+            f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "
+            "output, "
             "which GPTQ cannot calibrate yet; use --quant-method RTN."
         )
 

@@ -64,7 +64,9 @@ def nearest(work: LayerWork) -> Nearest:
 
 
 class ShardWriter:
-    """The shard of a layer, into which linears are written in file order: all first tensors, then all second ones, and so on."""
+    """The shard of a layer, into which linears are written in file order: all first tensors, then all second ones, and
+    so on.
+    """
 
     def __init__(self, work: LayerWork, partial: Path, reporter: Reporter) -> None:
         self.work, self.reporter = work, reporter
@@ -83,7 +85,9 @@ class ShardWriter:
         self._file.__exit__(*error)
 
     def write(self, expert: int, projection: str, stored: Stored) -> None:
-        """Write a linear. Raises VerificationError if all codes are zero and the source is not: such an expert computes nothing."""
+        """Write a linear. Raises VerificationError if all codes are zero and the source is not: such an expert computes
+        nothing.
+        """
         work = self.work
         name = linear_name(work.model, work.layer, expert, projection)
         if work.form.is_zero(stored):
@@ -132,7 +136,8 @@ def report(work: LayerWork, tokens: Tokens, done: Compensate, reporter: Reporter
     fell_back = [linear_name(work.model, work.layer, *item) for item in done.fell_back]
     if fell_back:
         reporter.warn(
-            f"layer {work.layer}: {len(fell_back)} of {3 * len(tokens)} linears rounded to nearest, for their Hessian could not be "
+            f"layer {work.layer}: {len(fell_back)} of {3 * len(tokens)} linears rounded to nearest, for their Hessian "
+            "could not be "
             f"factorized, such as {fell_back[0]}; a larger --dampening-frac or more samples may help"
         )
     return {

@@ -1,8 +1,9 @@
-"""What converted experts cost: the original model and the converted one read the same text, and their predictions are compared.
+"""What converted experts cost: the original model and the converted one read the same text, and their predictions are
+compared.
 
-Both models are in memory at once: the original whole; the converted one, for the CPU, without experts of its own (it computes with the
-converted files, and shares all other weights with the original), for the GPU whole, its experts unpacked. The text goes through window by
-window; of a window, both models' logits are held.
+Both models are in memory at once: the original whole; the converted one, for the CPU, without experts of its own (it
+computes with the converted files, and shares all other weights with the original), for the GPU whole, its experts
+unpacked. The text goes through window by window; of a window, both models' logits are held.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ LONGEST = "max_position_embeddings"
 
 @dataclass(frozen=True)
 class Windows:
-    """A text cut into windows that do not overlap: ids [windows, window], and how many tokens before and after them were left out."""
+    """A text cut into windows that do not overlap: ids [windows, window], and how many tokens before and after them
+    were left out.
+    """
 
     ids: npt.NDArray[np.int64]
     before: int
@@ -61,7 +64,9 @@ class Compared:
 
 @dataclass
 class LayerError:
-    """How far the converted experts' output lies from the original's, on the original's inputs: sums of squares over all tokens."""
+    """How far the converted experts' output lies from the original's, on the original's inputs: sums of squares over
+    all tokens.
+    """
 
     layer: int
     difference: float = 0.0
@@ -100,7 +105,9 @@ class Evaluation:
 
 
 def require(for_gpu: bool = False) -> None:
-    """Raises KtconvertError, which names what to install, where transformers or torch are missing (or what unpacks experts)."""
+    """Raises KtconvertError, which names what to install, where transformers or torch are missing (or what unpacks
+    experts).
+    """
     needed = (*generate.NEEDS["run"], *(["compressed_tensors"] if for_gpu else []))
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -123,8 +130,8 @@ def read_text(path: Path) -> str:
 def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int | None, skip: int = 0) -> Windows:
     """The text as the model's tokens, in windows; the first `skip` are left out, then at most so many are taken.
 
-    Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and for a text without
-    a window to read, UsageError for windows that are longer than the model can read.
+    Nothing of the model but its config and tokenizer is loaded. Raises InputError for a model without a tokenizer and
+    for a text without a window to read, UsageError for windows that are longer than the model can read.
     """
     if choice.model.startswith(("/", ".", "~")) and not Path(choice.model).exists():
         raise InputError(f"{choice.model}: no such directory; give a model's directory or its hub id.")
@@ -142,7 +149,8 @@ def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     if text.strip() and not len(ids):  # what transformers gives where the files are missing
         raise InputError(
-            f"{choice.model}: has no tokenizer; put the model's tokenizer files (tokenizer.json) beside its config.json."
+            f"{choice.model}: has no tokenizer; put the model's tokenizer files (tokenizer.json) beside its "
+            "config.json."
         )
     count = len(ids) // window - skip
     if count < 1:
@@ -174,8 +182,8 @@ def packed_method(gpu_weights: Path) -> str:
 def load_pair(choice: generate.Choice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
     """The original model and the converted one; with CPU weights they share every weight but the experts.
 
-    Raises what generate.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for GPU weights of another
-    model.
+    Raises what generate.load raises: InputError, UnsupportedError and what Experts.load raises; UnsupportedError for
+    GPU weights of another model.
     """
     if gpu_weights is not None:
         original, _ = generate.load(choice)
@@ -214,13 +222,16 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
         bad = int(np.count_nonzero(~np.isfinite(likelihood)))
         if bad:
             raise VerificationError(
-                f"the {model} model's predictions are not finite at {bad} of {likelihood.size} tokens; see `ktconvert verify --run`."
+                f"the {model} model's predictions are not finite at {bad} of {likelihood.size} tokens; see `ktconvert "
+                "verify --run`."
             )
     return Evaluation(everything, tuple(layers), time.monotonic() - begin)
 
 
 def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> Compared:
-    """The predictions of two models for the same positions: logits [positions, vocabulary], and the tokens that came. In float64."""
+    """The predictions of two models for the same positions: logits [positions, vocabulary], and the tokens that came.
+    In float64.
+    """
     import torch
 
     parts: list[tuple[Any, ...]] = []
@@ -236,7 +247,9 @@ def compare(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tens
 
 @contextmanager
 def experts_compared(original: Any, converted: Any) -> Iterator[list[LayerError]]:
-    """While this lasts, whatever goes into the original's experts also goes through the converted ones, and the outputs are compared."""
+    """While this lasts, whatever goes into the original's experts also goes through the converted ones, and the outputs
+    are compared.
+    """
     errors: list[LayerError] = []
     hooks = []
     for layer, name in _experts_of(converted) if converted is not original else []:
@@ -251,7 +264,9 @@ def experts_compared(original: Any, converted: Any) -> Iterator[list[LayerError]
 
 
 def _experts_of(converted: Any) -> list[tuple[int, str]]:
-    """(layer, name) of every module of routed experts: ours, else transformers' own; none where these are built otherwise."""
+    """(layer, name) of every module of routed experts: ours, else transformers' own; none where these are built
+    otherwise.
+    """
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts
 
     ours = [(module.layer, name) for name, module in converted.named_modules() if isinstance(module, RoutedExperts)]
@@ -319,7 +334,8 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         (kind, f"{document['cpu_weights'] or document['gpu_weights']} ({document['method']})"),
         (
             "text",
-            f"{document['text']}: {document['windows']} windows of {document['window']} tokens without overlap, {skipped}",
+            f"{document['text']}: {document['windows']} windows of {document['window']} tokens without overlap, "
+            f"{skipped}",
         ),
         ("perplexity", f"{before:.4f} original, {after:.4f} converted ({100 * (after / before - 1):+.2f} %)"),
         ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {document['positions']} tokens (nats)"),

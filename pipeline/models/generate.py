@@ -1,4 +1,6 @@
-"""A model of transformers that writes: loaded with or without converted experts, its words streamed, its speed measured."""
+"""A model of transformers that writes: loaded with or without converted experts, its words streamed, its speed
+measured.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,11 @@ def require(extra: str) -> None:
 
 
 def share_cores() -> None:
-    """Have torch's threads sleep when they have no work, and libraries draw no bars; to be called before they are imported.
+    """Have torch's threads sleep when they have no work, and libraries draw no bars; to be called before they are
+    imported.
 
-    Otherwise threads spin on the cores that compute the experts: decoding is then up to 20 times slower. What the user has set stays.
-    """
+    Otherwise threads spin on the cores that compute the experts: decoding is then up to 20 times slower. What the user
+    has set stays."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault(
         "TQDM_DELAY", str(FOREVER)
@@ -78,10 +81,13 @@ class Choice:
         return self.gpu_experts_mask is not None or self.num_gpu_experts is not None
 
     def check(self) -> None:
-        """Raises UsageError for options that do not go together, InputError and UnsupportedError for files of another kind."""
+        """Raises UsageError for options that do not go together, InputError and UnsupportedError for files of another
+        kind.
+        """
         if self.hot and self.cpu_weights is None:
             raise UsageError(
-                "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute; give that as well"
+                "--gpu-experts-mask and --num-gpu-experts say which experts --cpu-weights does not compute; give that "
+                "as well"
             )
         hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
         if self.gpu_experts_mask is not None:
@@ -136,7 +142,9 @@ class Speed:
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """What transformers raises for a model that it cannot load, as InputError with its first line; no memory left, as ResourceError."""
+    """What transformers raises for a model that it cannot load, as InputError with its first line; no memory left, as
+    ResourceError.
+    """
     import torch
     from safetensors import SafetensorError
 
@@ -152,10 +160,11 @@ def explained(model: str) -> Iterator[None]:
 
 
 def prepare(choice: Choice) -> Any:
-    """Threads, and the model's config, without its own quantization if our experts take that place. To be called before torch is imported.
+    """Threads, and the model's config, without its own quantization if our experts take that place. To be called before
+    torch is imported.
 
-    Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that cannot be combined with other experts,
-    KtconvertError where compressed-tensors is needed and missing.
+    Raises what Choice.check raises, UnsupportedError for a model that is quantized in a way that cannot be combined
+    with other experts, KtconvertError where compressed-tensors is needed and missing.
     """
     choice.check()
     share_cores()
@@ -178,7 +187,8 @@ def prepare(choice: Choice) -> Any:
         return config
     if own and (method != METHOD or own.get("format") != FORMAT):
         raise UnsupportedError(
-            f"{choice.model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can be "
+            f"{choice.model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can "
+            "be "
             "combined with others; give a BF16 copy of the model, with the same --cpu-weights"
         )
     for part in quantized:  # transformers takes one quantization per model, and the config's before an argument
@@ -189,8 +199,8 @@ def prepare(choice: Choice) -> Any:
 def load(choice: Choice) -> tuple[Any, Any]:
     """The model and its tokenizer.
 
-    Raises InputError where transformers cannot load it or finds a part missing, UnsupportedError where the experts do not fit it.
-    """
+    Raises InputError where transformers cannot load it or finds a part missing, UnsupportedError where the experts do
+    not fit it."""
     config = prepare(choice)
     import transformers
 
@@ -206,7 +216,8 @@ def load(choice: Choice) -> tuple[Any, Any]:
     packed = sorted(name for name in loading["unexpected_keys"] if name.endswith(".weight_packed"))
     if choice.cpu_weights is not None and packed and loading["missing_keys"]:
         raise UnsupportedError(
-            f"{choice.model}: is quantized beyond its routed experts ({packed[0]}), and only these can be combined with "
+            f"{choice.model}: is quantized beyond its routed experts ({packed[0]}), and only these can be combined "
+            "with "
             "others; give a model that `ktconvert gpu` made, or a BF16 copy"
         )
     if missing := sorted(loading["missing_keys"]):

@@ -29,7 +29,9 @@ BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Pause garbage collection: tracing the hundreds of thousands of live header objects takes a quarter of a large plan's time."""
+    """Pause garbage collection: tracing the hundreds of thousands of live header objects takes a quarter of a large
+    plan's time.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -40,7 +42,9 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
-    """The table of architectures, preceded by the row of --arch-file; the plan keeps that file's text, so that resume does not need it."""
+    """The table of architectures, preceded by the row of --arch-file; the plan keeps that file's text, so that resume
+    does not need it.
+    """
     if not arch_file:
         return ARCHS
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
@@ -49,7 +53,9 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
 
 
 def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
-    """ "3-60,62" as layer numbers; "all" is every MoE layer. Raises UsageError for anything else or a layer that is not there."""
+    """ "3-60,62" as layer numbers; "all" is every MoE layer. Raises UsageError for anything else or a layer that is not
+    there.
+    """
     if text == "all":
         return present
     wanted: set[int] = set()
@@ -70,7 +76,9 @@ def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
-    """What these layers' experts are, for the manifest: one number where all layers agree, else a list of all values."""
+    """What these layers' experts are, for the manifest: one number where all layers agree, else
+    a list of all values.
+    """
     experts, hidden, intermediate = map(one_or_all, zip(*(model.shape(layer) for layer in layers), strict=True))
     return {
         "layers": list(layers),
@@ -114,8 +122,8 @@ def source_files(
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:
     """(name in the output, file) of everything that is copied as it is: all of these names below root but config.json.
 
-    Raises InputError for a file that could not be copied later: it is unreadable, a link out of the checkpoint, or in a folder
-    that has the name of one of our files.
+    Raises InputError for a file that could not be copied later: it is unreadable, a link out of the checkpoint, or in a
+    folder that has the name of one of our files.
     """
     for name in names:
         require_copyable(root, name)
@@ -132,8 +140,8 @@ def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ..
 def names_in_output(names: Collection[str]) -> dict[str, str]:
     """The names of companions in the output: README.md and manifest.json are renamed, as the output has its own.
 
-    README.md becomes README.source.md. An existing README.source.md (of a converted source) becomes README.source.source.md.
-    """
+    README.md becomes README.source.md. An existing README.source.md (of a converted source) becomes
+    README.source.source.md."""
     renamed = {name: name for name in names}
     for name in (CARD, manifest.NAME):
         while name in names:
@@ -175,7 +183,9 @@ def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
 
 
 def base_model(source: TensorSource) -> str | None:
-    """org/name of the checkpoint, from the name of its folder in the hub cache, else from config.json; None if neither has it."""
+    """org/name of the checkpoint, from the name of its folder in the hub cache, else from config.json; None if neither
+    has it.
+    """
     for folder in (source.root, *source.root.parents):
         if folder.name.startswith("models--"):
             return "/".join(folder.name.split("--")[1:])

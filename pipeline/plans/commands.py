@@ -23,7 +23,8 @@ PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] 
 }
 
 
-# What the settings and tuning of a saved plan must be, by command (documents.mismatch); settings of GPTQ only where that is the method.
+# What the settings and tuning of a saved plan must be, by command (documents.mismatch); settings of GPTQ only where
+# that is the method.
 COMMON = {"max_shard_size": (SIZE, None), "arch_file": (str, None)}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
@@ -76,7 +77,9 @@ TUNING = {
 
 
 def saved_request(output: Path, saved: Mapping[str, Any]) -> Request:
-    """The request of plan.json. Raises OutputError for a command that only another ktconvert has, and for damaged settings."""
+    """The request of plan.json. Raises OutputError for a command that only another ktconvert has, and for damaged
+    settings.
+    """
     if saved["command"] not in PLANNERS:
         raise OutputError(f"{output}: was begun by `ktconvert {saved['command']}`, which this one does not have.")
     settings: Mapping[str, Any] = SETTINGS[saved["command"]]

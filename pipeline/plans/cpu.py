@@ -38,7 +38,8 @@ from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 @collector_at_rest()
 def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Plan the whole conversion from headers only. `hashed` is called with the number of bytes that --verify-inputs has read.
+    """Plan the whole conversion from headers only. `hashed` is called with the number of bytes that --verify-inputs has
+    read.
 
     Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
@@ -136,7 +137,9 @@ class CpuConversion:
 def _choose_layers(
     request: Request, settings: Mapping[str, Any], model: MoeModel, form: Form, parts: int
 ) -> dict[str, Any]:
-    """Which layers to convert and which loose ones to keep; a journal of an earlier run takes precedence over --resume-layer."""
+    """Which layers to convert and which loose ones to keep; a journal of an earlier run takes precedence over
+    --resume-layer.
+    """
     first = int(request.tuning.get("resume_layer") or 0)
     begun = begun_with(request.output) if first else None
     if settings.get("kept_layers") is not None or not first:
@@ -159,7 +162,8 @@ def _choose_layers(
     rest = [n for n in wanted if n not in kept]
     if not rest:
         raise UsageError(
-            f"--resume-layer {first}: every layer below it lies in {request.output} already and none is left to convert."
+            f"--resume-layer {first}: every layer below it lies in {request.output} already and none is left to "
+            "convert."
         )
     return {"layers": ranges(rest).replace(" ", ""), "kept_layers": ranges(kept).replace(" ", "") or "none"}
 

@@ -37,7 +37,8 @@ from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
 
 ONESHOT = (
-    "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, which is not causal "
+    "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, "
+    "which is not causal "
     "for some models; it is for comparison"
 )
 
@@ -61,18 +62,22 @@ class Quantizing:
 
 
 def require_available(quant_method: str, torch_dtype: str) -> None:
-    """Raise KtconvertError where something is not installed, UnsupportedError where this version makes something else."""
+    """Raise KtconvertError where something is not installed, UnsupportedError where this
+    version makes something else.
+    """
     if quant_method == "GPTQ":
         machine.require()
     if torch_dtype != "bfloat16":
         raise UnsupportedError(
-            f"--torch-dtype {torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the option out."
+            f"--torch-dtype {torch_dtype}: experts are rounded from BF16 and their scales are BF16; leave the option "
+            "out."
         )
 
 
 @collector_at_rest()
 def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as --verify-inputs reads them.
+    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
+    --verify-inputs reads them.
 
     Raises UnsupportedError, InputError or UsageError before any weight is read.
     """
@@ -225,7 +230,8 @@ def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tup
         )
     if decoded:
         notes.append(
-            f"{decoded} {' and '.join(titles)} tensors outside the routed experts are written as BF16, multiplied by their scales: "
+            f"{decoded} {' and '.join(titles)} tensors outside the routed experts are written as BF16, multiplied by "
+            "their scales: "
             "loaders would read them unscaled"
         )
     if model.mtp_tensors:

@@ -1,4 +1,6 @@
-"""Whether a loose folder is whole: its layers among themselves, against its manifest, and against the original's config."""
+"""Whether a loose folder is whole: its layers among themselves, against its manifest, and against the original's
+config.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ CHOOSE = "if they are left out on purpose, name those to merge with --layers"
 
 @dataclass(frozen=True)
 class LooseLayer:
-    """One layer: NUMA parts, number of experts, whether it has backward matrices; H and I, 0 where they cannot be known."""
+    """One layer: NUMA parts, number of experts, whether it has backward matrices; H and I, 0 where they cannot be
+    known.
+    """
 
     numa: int
     experts: int
@@ -40,7 +44,8 @@ class LooseLayer:
 
 
 def measure_layer(files: Sequence[LooseFile], form: Form | None) -> LooseLayer:
-    """What the files of one layer say by their names and sizes. form: None where it is not ours, and bytes mean nothing to us.
+    """What the files of one layer say by their names and sizes. form: None where it is not ours, and bytes mean nothing
+    to us.
 
     Raises InputError for a file whose size does not fit the others.
     """
@@ -79,7 +84,8 @@ def require_whole(
 
     recorded  the facts of the manifest beside the layers, if there is one
     config    the config.json of --original-path, None without that option
-    chosen    whether the user named the layers: then others may be missing, and the config does not decide which have experts
+    chosen    whether the user named the layers: then others may be missing, and the config does not decide which have
+              experts
     """
     for name, what in (("numa", "NUMA parts"), ("backward", "backward matrices"), ("hidden", "hidden size")):
         _require_one(root, what, {n: getattr(layer, name) for n, layer in layers.items()})
@@ -146,7 +152,9 @@ def recorded_layers(recorded: Mapping[str, Any]) -> list[int] | None:
 def _expected(
     layers: Mapping[int, LooseLayer], recorded: Mapping[str, Any] | None, config: dict[str, Any] | None
 ) -> Iterable[int]:
-    """The layers that must be there: those of the manifest, else those of the config, else all up to the last one present."""
+    """The layers that must be there: those of the manifest, else those of the config, else all up to the last one
+    present.
+    """
     if recorded is not None and (known := recorded_layers(recorded)) is not None:
         return known
     by_config = claims.moe_layers(config) if config is not None else None

@@ -36,7 +36,9 @@ def methods(model: MoeModel) -> list[dict[str, Any]]:
 
 
 def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
-    """For each --quant-type of `ktconvert gpu`: the reason if it is not possible, else None, and the size of the whole output."""
+    """For each --quant-type of `ktconvert gpu`: the reason if it is not possible, else None, and the size of the whole
+    output.
+    """
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     types: list[dict[str, Any]] = []
     for form in forms_of("gpu").values():

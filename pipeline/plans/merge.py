@@ -84,7 +84,9 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
 
 @dataclass(frozen=True)
 class MergeConversion:
-    """`ktconvert merge`; a Conversion. loose: the .kt files below root; beside: the companions in the original checkpoint."""
+    """`ktconvert merge`; a Conversion. loose: the .kt files below root; beside: the companions in the original
+    checkpoint.
+    """
 
     root: Path
     loose: tuple[SourceFile, ...]
@@ -118,7 +120,9 @@ class MergeConversion:
 
 
 def _files_of(layer: int, folder: Path) -> list[LooseFile]:
-    """One layer's files in the order of the merged keys. Raises InputError unless every matrix is there on every node."""
+    """One layer's files in the order of the merged keys. Raises InputError unless every matrix
+    is there on every node.
+    """
     files: dict[tuple[int, str, bool, int, str], LooseFile] = {}
     for node, name, path in loose.files_in(folder):
         what = "weight" if name["what"] == "quant" else "scale"
@@ -145,7 +149,8 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
     for e, p, backward, n, what in wanted:
         if (e, p, backward, n, what) not in files:
             raise InputError(
-                f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is missing; "
+                f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is "
+                "missing; "
                 "convert this layer again."
             )
     return [files[key] for key in wanted]

@@ -1,4 +1,6 @@
-"""Tensors outside the routed experts: streamed and copied bit for bit; in a GPU output, quantized ones are decoded to BF16."""
+"""Tensors outside the routed experts: streamed and copied bit for bit; in a GPU output, quantized ones are decoded to
+BF16.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class CarryOverWork:
 
 
 def renamed(model: MoeModel) -> tuple[Carried, ...]:
-    """Everything but routed experts, under kt-kernel's names. Raises InputError where two tensors would get one name."""
+    """Everything but routed experts, under kt-kernel's names. Raises InputError where two
+    tensors would get one name.
+    """
     source = model.source
     taken = model.expert_tensor_names() | model.mtp_tensors
     by_key: dict[str, Carried] = {}
@@ -66,7 +70,8 @@ def renamed(model: MoeModel) -> tuple[Carried, ...]:
         key = merged.rename_non_expert(name)
         if key in by_key:
             raise InputError(
-                f"{source.root}: tensors {by_key[key].reads[0].name} and {name} would both be called {key}; use --non-experts skip."
+                f"{source.root}: tensors {by_key[key].reads[0].name} and {name} would both be called {key}; use "
+                "--non-experts skip."
             )
         by_key[key] = Carried(key, info)
     return tuple(by_key.values())

@@ -24,7 +24,9 @@ def items(start: int, stop: int) -> Iterator[tuple[int, str]]:
 
 
 def read_ahead(model: MoeModel, layer: int, start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """The items, while the kernel is asked to prefetch the next experts, so that on a cold cache the disk is never idle."""
+    """The items, while the kernel is asked to prefetch the next experts, so that on a cold cache the disk is never
+    idle.
+    """
     each = sum(t.nbytes for t in model.expert_tensors(layer, start))
     ahead = max(1, READ_AHEAD // each)
     prefetched = start
@@ -51,7 +53,8 @@ def non_finite(model: MoeModel, layer: int, expert: int, projection: str, place:
     info = model.weight(layer, expert, projection).values
     shard = model.source.shards[info.shard].path
     return InputError(
-        f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not finite "
+        f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not "
+        "finite "
         f"at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
     )
 

@@ -45,7 +45,8 @@ class ExpertsWork:
     metadata: Mapping[str, str]
 
     def quantize(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
-        """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the other.
+        """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
+        other.
 
         Raises InputError, naming the place, for a value that is not finite.
         """
@@ -155,7 +156,9 @@ def _chosen(choice: Choice) -> tuple[tuple[str, object], ...]:
 
 
 def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
-    """Bytes for so many projections under way, and for what waits for its place in the shards in flight; the source is only mapped."""
+    """Bytes for so many projections under way, and for what waits for its place in the shards in flight; the source is
+    only mapped.
+    """
     each = scratch = measured = waiting = 0
     for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
         rest = 0

@@ -1,4 +1,6 @@
-"""The chain of GPTQ: samples, then one layer after the other, each of which hands the hidden states of all sequences to the next."""
+"""The chain of GPTQ: samples, then one layer after the other, each of which hands the hidden states of all sequences to
+the next.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Work done by many threads, taken in order: the file's bytes are hashed front to back while its pieces are computed in parallel."""
+"""Work done by many threads, taken in order: the file's bytes are hashed front to back while its pieces are computed in
+parallel.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ def in_order(
 ) -> Iterator[tuple[Item, Slot, Made]]:
     """Run make(item, slot) in the pool and yield (item, slot, what it gave) in the order of the items.
 
-    At most len(slots) items are under way or waiting to be taken; a slot (a buffer, say) is used again once its item was taken.
-    The first failure is raised here, after the calls that already run have ended.
+    At most len(slots) items are under way or waiting to be taken; a slot (a buffer, say) is used again once its item
+    was taken. The first failure is raised here, after the calls that already run have ended.
     """
     free = deque(slots)
     flying: deque[tuple[Item, Slot, Future[Made]]] = deque()

@@ -1,4 +1,6 @@
-"""Pictures of what `bench` and `eval` measured, drawn by matplotlib (the extra `plot`), which is imported when a picture is asked for."""
+"""Pictures of what `bench` and `eval` measured, drawn by matplotlib (the extra `plot`), which is imported when a
+picture is asked for.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,14 @@ def check_plot(path: Path | None) -> None:
 
 
 def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
-    """GB/s against the memory's, and tokens/s, over the batch size; `document` is the JSON document of `ktconvert bench`."""
-    figure = _figure(f"{Path(document['output']).name}, layer {document['layer']}: {document['method']}, "
-                     f"{document['isa']}, {document['threads']} thread{'s' if document['threads'] != 1 else ''}")  # fmt: skip
+    """GB/s against the memory's, and tokens/s, over the batch size; `document` is the JSON document of `ktconvert
+    bench`.
+    """
+    figure = _figure(
+        f"{Path(document['output']).name}, layer {document['layer']}: {document['method']}, "
+        f"{document['isa']}, {document['threads']} "
+        f"thread{'s' if document['threads'] != 1 else ''}"
+    )
     rows: Sequence[Mapping[str, Any]] = document["timings"]
     tokens = [row["tokens"] for row in rows]
     left, right = figure.subplots(1, 2)
@@ -49,9 +56,15 @@ def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[float]) -> None:
-    """A histogram of every position's KL divergence, and every layer's error; `document` is the JSON document of `ktconvert eval`."""
-    figure = _figure(f"{Path(document['cpu_weights'] or document['gpu_weights']).name} against {Path(document['model']).name}: perplexity "
-                     f"{document['perplexity']['converted']:.4g} against {document['perplexity']['original']:.4g}")  # fmt: skip
+    """A histogram of every position's KL divergence, and every layer's error; `document` is the JSON document of
+    `ktconvert eval`.
+    """
+    figure = _figure(
+        f"{Path(document['cpu_weights'] or document['gpu_weights']).name} against {Path(document['model']).name}: "
+        "perplexity "
+        f"{document['perplexity']['converted']:.4g} against "
+        f"{document['perplexity']['original']:.4g}"
+    )
     left, right = figure.subplots(1, 2)
     least = 1e-9  # equal distributions stand at the left edge
     low, high = (f(max(value, least) for value in divergences) for f in (min, max))

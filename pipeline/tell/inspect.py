@@ -1,4 +1,6 @@
-"""`ktconvert inspect`: what lies at a path (a checkpoint, an output, an unfinished conversion), and what can be made of it."""
+"""`ktconvert inspect`: what lies at a path (a checkpoint, an output, an unfinished conversion), and what can be made of
+it.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +210,11 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("MoE layers", f"{len(document['moe_layers'])} ({ranges(document['moe_layers'])})"),
         ("dense layers", _layers(document["dense_layers"])),
         ("MTP", _mtp(document)),
-        ("experts", f"{_numbers(document['experts'])} per layer; shared experts: {'yes' if document['shared_experts'] else 'no'}"),
+        (
+            "experts",
+            f"{_numbers(document['experts'])} per layer; shared experts: "
+            f"{'yes' if document['shared_experts'] else 'no'}",
+        ),
         ("hidden size", _numbers(document["hidden"])),
         ("expert width", _numbers(document["intermediate"])),
         ("expert dtypes", ", ".join(document["expert_dtypes"])),
@@ -217,7 +223,7 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("routed experts", size(document["routed_bytes"])),
         *([("MTP experts", size(document["mtp_bytes"]))] if document["mtp_bytes"] else []),
         ("all the rest", size(document["rest_bytes"])),
-    ]  # fmt: skip
+    ]
     for method in document["methods"]:
         legal = ", ".join(f"{t}" for t in method["legal"])
         sizes = [size(nbytes) for nbytes in method["bytes"].values()]
@@ -242,8 +248,10 @@ def _mtp(document: dict[str, Any]) -> str:
 def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     lines = facts_rows(document)
     lines += [
-        (label, document[name]) for label, name in (("architecture", "architecture"), ("activation", "activation")) if document[name]
-    ]  # fmt: skip
+        (label, document[name])
+        for label, name in (("architecture", "architecture"), ("activation", "activation"))
+        if document[name]
+    ]
     if document["expert_dtypes"]:
         lines.append(("made from", ", ".join(document["expert_dtypes"])))
     if document["complete"]:

@@ -1,4 +1,6 @@
-"""What the user sees while work runs: a bar on a terminal, plain lines elsewhere, one JSON event per line with --json."""
+"""What the user sees while work runs: a bar on a terminal, plain lines elsewhere, one JSON
+event per line with --json.
+"""
 
 from __future__ import annotations
 
@@ -135,11 +137,19 @@ class Reporter:
         if due:
             rate = self._counted / max(now - self._begun, 1e-9)
             eta = (self._total - self._done) / rate if rate else 0.0
-            self.event("progress", done_bytes=self._done, total_bytes=self._total, bytes_per_second=round(rate), eta_seconds=round(eta),
-                       unit=self._where, rss=machine.rss())  # fmt: skip
+            self.event(
+                "progress",
+                done_bytes=self._done,
+                total_bytes=self._total,
+                bytes_per_second=round(rate),
+                eta_seconds=round(eta),
+                unit=self._where,
+                rss=machine.rss(),
+            )
             share = 100 * self._done / max(self._total, 1)
             self.say(
-                f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  ETA {duration(eta)}  "
+                f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
+                f"ETA {duration(eta)}  "
                 f"{self._where}  RSS {size(machine.rss())}"
             )
 

@@ -1,4 +1,6 @@
-"""A plan for people and for programs: the stage graph, every unit with the reason why it will or will not run, and what it takes."""
+"""A plan for people and for programs: the stage graph, every unit with the reason why it will or will not run, and what
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
     ]
     for stage in document["stages"]:
         needs = " + ".join(stage["needs"])
-        out.append(f"  {needs} -> {stage['name']}: {stage['title']}; {stage['units']} units, {stage['to_run']} to run, "
-                   f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out")  # fmt: skip
+        out.append(
+            f"  {needs} -> {stage['name']}: {stage['title']}; {stage['units']} units, {stage['to_run']} to run, "
+            f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out"
+        )
         units = [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")]
         shown = units if len(units) <= 2 * LISTED else [*units[:LISTED], None, *units[-LISTED:]]
         for unit in shown:
@@ -56,7 +60,8 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
     out += [
         "",
         f"read          {size(document['bytes_in'])}",
-        f"write         {size(document['bytes_out'])} in {document['shards']} {'folders' if document['loose'] else 'shards'}, "
+        f"write         {size(document['bytes_out'])} in {document['shards']} "
+        f"{'folders' if document['loose'] else 'shards'}, "
         f"and {size(plan.extra_bytes)} of companion files",
         f"disk          {room_sentence(document['disk'])}, {size(document['disk_free'])} free",
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
@@ -99,8 +104,17 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
             }
         )
     made = [stage.name for stage in plan.stages]
-    stages.append({"name": "assemble", "title": "companions, config, card, manifest, index; then the output appears", "needs": made,
-                   "units": 1, "to_run": int(not finished), "bytes_in": plan.extra_bytes, "bytes_out": plan.extra_bytes})  # fmt: skip
+    stages.append(
+        {
+            "name": "assemble",
+            "title": "companions, config, card, manifest, index; then the output appears",
+            "needs": made,
+            "units": 1,
+            "to_run": int(not finished),
+            "bytes_in": plan.extra_bytes,
+            "bytes_out": plan.extra_bytes,
+        }
+    )
     return {
         "command": plan.request.command,
         "input": plan.request.input,

@@ -1,4 +1,6 @@
-"""Codes that were calibrated, held against those that rounding gives: the same scales, and an error that is plausible."""
+"""Codes that were calibrated, held against those that rounding gives: the same scales, and an
+error that is plausible.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from ktconvert.quantizers import Matrix
 from ktconvert.quantizers.errors import sums_of
 from ktconvert.quantizers.reference import F32, bf16_to_f32
 
-# GPTQ's error in the weights against that of rounding them: 1.0 to 1.3 times at the usual dampening, 1.8 at a thousandth of it.
-# Another expert's codes are 13 (W4A16) to 200 (W8A16) times as far away.
+# GPTQ's error in the weights against that of rounding them: 1.0 to 1.3 times at the usual dampening, 1.8 at a
+# thousandth of it. Another expert's codes are 13 (W4A16) to 200 (W8A16) times as far away.
 WORST_RATIO = 3.0
 ROWS = 64  # of a linear whose error is not measured as a whole: enough to tell a wrong one
 MOST_UNUSED = 0.5  # share of columns that calibration may never have seen
@@ -40,10 +42,11 @@ class Calibrated(NamedTuple):
 def judge(
     form: Form, matrix: Matrix, stored: Sequence[Bytes], rounded: Sequence[Bytes], *, whole: bool
 ) -> tuple[npt.NDArray[np.float64], Calibrated, str]:
-    """Sums as of error_sums over a linear (or some of its rows), what is reported of it, and what is wrong with its codes ("": nothing).
+    """Sums as of error_sums over a linear (or some of its rows), what is reported of it, and what is wrong with its
+    codes ("": nothing).
 
-    stored and rounded: its tensors as they are, and as rounding to nearest makes them. Columns that are zero throughout, though rounding
-    has codes there, were never seen in calibration: they are left out.
+    stored and rounded: its tensors as they are, and as rounding to nearest makes them. Columns that are zero
+    throughout, though rounding has codes there, were never seen in calibration: they are left out.
     """
     n, k = matrix.shape
     rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
@@ -71,7 +74,10 @@ def calibrated_summary(linears: Sequence[Calibrated]) -> str:
     """What holds of them all."""
     worst = max((linear.ratio for linear in linears), default=0.0)
     rounded = sum(linear.rounded for linear in linears)
-    summary = f"{len(linears)} linears have the scales of rounding to nearest, and errors of at most {worst:.2f} times its own"
+    summary = (
+        f"{len(linears)} linears have the scales of rounding to nearest, "
+        f"and errors of at most {worst:.2f} times its own"
+    )
     return summary + (f"; {rounded} of them are rounded to nearest" if rounded else "")
 
 

@@ -22,7 +22,9 @@ SAMPLED = 8  # experts per layer whose error is measured, unless all are
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what holds if there are no problems, else the problems, one sentence each, and what to do."""
+    """One thing that was looked at: what holds if there are no problems, else the problems, one sentence each, and what
+    to do.
+    """
 
     name: str
     result: str
@@ -77,7 +79,9 @@ def gather(
     threads: int,
     reporter: Reporter,
 ) -> tuple[list[str], int, list[LayerError]]:
-    """compare(layer, expert) for every expert of these layers, in threads: problems, how many tensors are equal, and the errors."""
+    """compare(layer, expert) for every expert of these layers, in threads: problems, how many tensors are equal, and
+    the errors.
+    """
     problems: list[str] = []
     equal = 0
     errors: dict[tuple[int, str], LayerError] = {}

@@ -18,7 +18,9 @@ Key = tuple[Place, str]
 
 
 def compare_outputs(output: Output, measure: Measure, other: Output, *, threads: int, reporter: Reporter) -> Check:
-    """Require the same expert tensors with the same bytes on both sides; what is copied beside them counts where both have it."""
+    """Require the same expert tensors with the same bytes on both sides; what is copied beside them counts where both
+    have it.
+    """
     problems = [
         f"{name} is {value} here, {there} in {other.root}"
         for (name, value), there in zip(sizes_of(measure).items(), sizes_of(measure_of(other)).values(), strict=True)

@@ -1,4 +1,6 @@
-"""`ktconvert verify`: an output by itself (structure, counts, hashes), against its source, or against another output."""
+"""`ktconvert verify`: an output by itself (structure, counts, hashes), against its source, or
+against another output.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Wish:
     against       a checkpoint (path or hub id) or another output
     numa, method  what the user means to load
     arch          the text of --arch-file, for an output whose manifest has none
-    load          whether transformers is to load an output for the GPU: its names, and against its source its predictions
+    load          whether transformers is to load an output for the GPU: its names, and against its source its
+                  predictions
     text          what source and output then read; None: our own
     """
 
@@ -89,8 +92,8 @@ class Report:
 def verify(wish: Wish, reporter: Reporter) -> Report:
     """Look at everything that was asked for; what is wrong with the output is in the report.
 
-    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged source, UsageError
-    for what cannot be asked of this output.
+    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
+    source, UsageError for what cannot be asked of this output.
     """
     require_finished(wish.output)
     output = open_output(wish.output)
@@ -148,7 +151,9 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
 def _load(
     wish: Wish, output: Output, measured: Measure, model: MoeModel | None, reporter: Reporter
 ) -> tuple[list[Check], Predictions | None]:
-    """What transformers says of an output for the GPU: do its names fit, and does it predict what the source predicts?"""
+    """What transformers says of an output for the GPU: do its names fit, and does it predict
+    what the source predicts?
+    """
     reporter.say("transformers loads it: names first" + (", then the source and the output" if model else ""))
     names, complete = check_reload(output)
     if model is None or measured.form is None:
@@ -160,7 +165,8 @@ def _load(
 
 
 def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
-    """The guards after a conversion for the GPU: all of verify that needs neither source nor hashes; load: names in transformers, too.
+    """The guards after a conversion for the GPU: all of verify that needs neither source nor hashes; load: names in
+    transformers, too.
 
     Returns notes. Raises VerificationError with the first problem.
     """
@@ -176,7 +182,9 @@ def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
 
 
 def require_finished(path: Path) -> None:
-    """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at all."""
+    """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at
+    all.
+    """
     places = locate(path)
     if places.plan.exists() and (places.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
@@ -239,7 +247,9 @@ def _open_source(wish: Wish, output: Output) -> MoeModel:
 
 
 def _other_source(output: Output, model: MoeModel) -> list[str]:
-    """A note where the files of the source are not those that the manifest names; equal bytes may come of it all the same."""
+    """A note where the files of the source are not those that the manifest names; equal bytes may come of it all the
+    same.
+    """
     if output.manifest is None or output.manifest["command"] not in ("cpu", "gpu"):
         return []
     made_of = {(f.get("header_sha256"), f["size"]) for f in output.manifest["source"] if f.get("header_sha256")}

@@ -1,4 +1,6 @@
-"""Whether an output still predicts what its source predicts: the KL divergence on a few short samples, one model in memory at a time."""
+"""Whether an output still predicts what its source predicts: the KL divergence on a few short samples, one model in
+memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES, LENGTH = 4, 128
-# What a divergence is held against: that of the source, its experts' outputs disturbed by noise of this share of their length. Rounding to
-# 4 bits is an error of 0.08 to 0.19 in an expert's output, to 8 bits of 0.006 to 0.012; an expert in a wrong place is one of 1 and more.
-# The second figure, in nats, is for models whose experts cannot be found.
+# What a divergence is held against: that of the source, its experts' outputs disturbed by noise of this share of their
+# length. Rounding to 4 bits is an error of 0.08 to 0.19 in an expert's output, to 8 bits of 0.006 to 0.012; an expert
+# in a wrong place is one of 1 and more. The second figure, in nats, is for models whose experts cannot be found.
 BOUNDS = {4: (0.4, 1.0), 8: (0.04, 0.25)}
 NOTHING = 1e-6  # nats: below it, rounding in BF16 is all there is
 # Without --text: prose and code, for any tokenizer.
@@ -64,7 +66,8 @@ stayed in orbit around the moon until they came back.
 
 @dataclass(frozen=True)
 class Predictions:
-    """How far the predictions moved: KL(source || output) per token in nats, and how often both hold the same token for the likeliest.
+    """How far the predictions moved: KL(source || output) per token in nats, and how often both hold the same token for
+    the likeliest.
 
     bound  what kl must not exceed
     """
@@ -89,7 +92,8 @@ class Skip(Exception):
 def check_predictions(
     output: Output, model: MoeModel, bits: int, text: str | None, threads: int
 ) -> tuple[Check, Predictions | None]:
-    """Let source and output read a few samples, one after the other: of this text, of our own, or random tokens without a tokenizer.
+    """Let source and output read a few samples, one after the other: of this text, of our own, or random tokens without
+    a tokenizer.
 
     What cannot be loaded here, for its size or for its source, is reported, and is no fault.
     Raises InputError for a text that is too short.
@@ -122,7 +126,9 @@ def not_compared(why: str) -> Check:
 
 
 def _require_memory(output: Output) -> None:
-    """Source and output are of one size once they are loaded: BF16, and a quarter more while experts are put together."""
+    """Source and output are of one size once they are loaded: BF16, and a quarter more while
+    experts are put together.
+    """
     weights = sum(stored.nbytes for stored in output.others.values())
     for (_, what), stored in output.tensors.items():
         if what == "weight_shape":
@@ -136,7 +142,8 @@ def _require_memory(output: Output) -> None:
 def _read_source(
     root: Path, noise: float, text: str | None, threads: int
 ) -> tuple[torch.Tensor, torch.Tensor, float | None]:
-    """Samples [n, length], the source's logits [n * (length - 1), vocabulary], and how far noise in its experts moves it.
+    """Samples [n, length], the source's logits [n * (length - 1), vocabulary], and how far noise in its experts moves
+    it.
 
     None for the last where its experts cannot be found.
     """
@@ -161,7 +168,9 @@ def _read_source(
 
 
 def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
-    """Token ids [n, length]: of a text, or drawn with a fixed seed where the model has no tokenizer. Raises InputError."""
+    """Token ids [n, length]: of a text, or drawn with a fixed seed where the model has no
+    tokenizer. Raises InputError.
+    """
     from transformers import AutoTokenizer
 
     longest = getattr(config, LONGEST, None)
@@ -184,7 +193,9 @@ def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:
 
 @contextmanager
 def _loaded(root: Path) -> Iterator[Any]:
-    """A model in memory, and out of it again. Raises Skip where transformers cannot load or compute it, or finds tensors missing."""
+    """A model in memory, and out of it again. Raises Skip where transformers cannot load or compute it, or finds
+    tensors missing.
+    """
     try:
         kind, config = model_class(root)
         with quiet():

@@ -1,4 +1,6 @@
-"""Whether transformers finds a place for every tensor of an output, and a tensor for every place: its own loading, on the meta device."""
+"""Whether transformers finds a place for every tensor of an output, and a tensor for every place: its own loading, on
+the meta device.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ def absent() -> str | None:
 def check_reload(output: Output) -> tuple[Check, bool]:
     """Load every tensor's name, type and shape as from_pretrained does, with no weights behind them.
 
-    A key that is missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer that has some here;
-    elsewhere it is the source's own (names and shapes are carried over), which is reported. So is a model that transformers cannot build.
-    The second result: whether the model is whole, so that it can compute.
+    A key that is missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer
+    that has some here; elsewhere it is the source's own (names and shapes are carried over), which is reported. So is a
+    model that transformers cannot build. The second result: whether the model is whole, so that it can compute.
     """
     if (why := absent()) is not None:
         return _unchecked(why)
@@ -96,7 +98,9 @@ def model_class(root: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Neither progress bars nor warnings of transformers and compressed-tensors, which write to stderr whatever their settings."""
+    """Neither progress bars nor warnings of transformers and compressed-tensors, which write to stderr whatever their
+    settings.
+    """
     import transformers
 
     before, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()
@@ -124,8 +128,8 @@ def _shapes(kind: Any, config: Any) -> dict[str, tuple[int, ...]]:
 def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], dict[str, Iterable[str]]]:
     """The shapes of the loaded model, and from_pretrained's account of the keys.
 
-    weight_shape comes empty: its values are those of the packed tensor (seen by check_numbers), from which transformers then takes them.
-    """
+    weight_shape comes empty: its values are those of the packed tensor (seen by check_numbers), from which transformers
+    then takes them."""
     import torch
 
     stored = [*output.tensors.values(), *output.others.values()]

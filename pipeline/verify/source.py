@@ -1,4 +1,6 @@
-"""An output against its source: every expert quantized again, bytes compared, errors measured; all else compared byte by byte."""
+"""An output against its source: every expert quantized again, bytes compared, errors measured; all else compared byte
+by byte.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, c
 from ktconvert.pipeline.verify.checks import Check, ExpertComparison, LayerError, first_difference, gather, sample
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-# The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be the same.
+# The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be
+# the same.
 METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
 
 
@@ -45,11 +48,12 @@ def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
 def compare_source(
     output: Output, measure: Measure, model: MoeModel, *, full: bool, threads: int, reporter: Reporter
 ) -> tuple[Check, list[LayerError]]:
-    """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of all.
+    """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
+    all.
 
-    Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales, and an error that is
-    plausible beside rounding's. Raises UnsupportedError where we cannot make these bytes or judge these codes, InputError for a source
-    that holds NaN or Inf or cannot be read.
+    Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales,
+    and an error that is plausible beside rounding's. Raises UnsupportedError where we cannot make these bytes or judge
+    these codes, InputError for a source that holds NaN or Inf or cannot be read.
     """
     form, facts = measure.form, output.facts
     method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
@@ -132,7 +136,9 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
 def _compare_part(
     compared: Comparison, work: ExpertsWork, part: Part, wanted: list[Bytes], comparison: ExpertComparison
 ) -> list[Bytes] | None:
-    """The stored tensors of a part, if all are there with the right sizes; what is wrong with them goes into `comparison`."""
+    """The stored tensors of a part, if all are there with the right sizes; what is wrong with them goes into
+    `comparison`.
+    """
     output, before = compared.output, len(comparison.problems)
     stored: list[Bytes] = []
     tensors = work.form.tensors(part.n, part.k)
@@ -191,7 +197,9 @@ def _compare_others(output: Output, model: MoeModel) -> tuple[int, list[str]]:
 
 
 def _carried(output: Output, model: MoeModel) -> dict[str, carry_over.Carried]:
-    """What must be there beside the experts: all else of a whole model; of others, what is there must be the source's."""
+    """What must be there beside the experts: all else of a whole model; of others, what is
+    there must be the source's.
+    """
     if output.whole:
         rest = beside(model.source, model.expert_tensor_names(), model.quantization)
         return {tensor.key: tensor for tensor in carry_over.carried(rest)}

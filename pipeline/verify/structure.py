@@ -1,4 +1,6 @@
-"""What an output must be by itself: every file, name, count and size, against its index, metadata, config and manifest."""
+"""What an output must be by itself: every file, name, count and size, against its index,
+metadata, config and manifest.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def _strange_without_manifest(output: Output) -> list[str]:
         return [shard for shard in output.shards if shard not in named]
     totals = {match[3] for shard in output.shards if (match := PART.fullmatch(shard))}
     unfinished = [shard for shard in output.shards if "PLACEHOLDER" in shard]
-    return unfinished or [s for s in output.shards if len(totals) > 1 and (m := PART.fullmatch(s)) and m[3] != max(totals)]  # fmt: skip
+    if unfinished or len(totals) < 2:
+        return unfinished
+    return [s for s in output.shards if (m := PART.fullmatch(s)) and m[3] != max(totals)]
 
 
 def check_index(output: Output) -> Check | None:
@@ -272,7 +276,9 @@ def check_quantization(output: Output, measure: Measure) -> Check | None:
 
 
 def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
-    """The NUMA count and method that the user means to load are those of the bytes: kt-kernel itself would not notice."""
+    """The NUMA count and method that the user means to load are those of the bytes: kt-kernel
+    itself would not notice.
+    """
     if parts is None and method is None:
         return None
     problems = []
@@ -295,7 +301,9 @@ def _usual(measure: Measure) -> tuple[int, int, int]:
 
 
 def _layers_are_certain(output: Output) -> bool:
-    """Whether the layers were read from the checkpoint itself, or named by the user, so that the config does not decide."""
+    """Whether the layers were read from the checkpoint itself, or named by the user, so that the config does not
+    decide.
+    """
     manifest = output.manifest
     return manifest is not None and (manifest["command"] != "merge" or manifest["settings"].get("layers") is not None)
 

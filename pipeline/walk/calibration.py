@@ -1,7 +1,8 @@
-"""Calibration data of GPTQ: from a data set to token ids, one array per sample, in the order in which the library visits them.
+"""Calibration data of GPTQ: from a data set to token ids, one array per sample, in the order in which the library
+visits them.
 
-Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat template applied,
-cut at max_length tokens, no special tokens added.
+Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat
+template applied, cut at max_length tokens, no special tokens added.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ STRETCH = 1 << 20  # characters of a text file that are tokenized at a time
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which samples: the first `samples` rows of a data set's split, shuffled by the seed (>= 0), each cut at max_length tokens.
+    """Which samples: the first `samples` rows of a data set's split, shuffled by the seed (>= 0), each cut at
+    max_length tokens.
 
     dataset  a file (.txt, .jsonl, .json, .parquet), a folder of such files of one kind, or a hub id
     split    of a hub's data set; of a folder, the files named after it, or all
@@ -52,10 +54,11 @@ class Calibration:
 
 
 def token_ids(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
-    """The samples in the order in which llmcompressor's oneshot would visit what samples() gives; fewer where there are fewer rows.
+    """The samples in the order in which llmcompressor's oneshot would visit what samples() gives; fewer where there are
+    fewer rows.
 
-    Each int64 [1..max_length]. The same file gives the same ids in every process of a machine. Raises as samples() does.
-    """
+    Each int64 [1..max_length]. The same file gives the same ids in every process of a machine. Raises as samples()
+    does."""
     shuffled = samples(wanted, tokenizer, note)
     return [shuffled[index] for index in visiting_order([ids.size for ids in shuffled])]
 
@@ -63,23 +66,25 @@ def token_ids(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] |
 def visiting_order(lengths: Sequence[int]) -> list[int]:
     """Indices by descending length, exactly as llmcompressor's LengthAwareSampler sorts them.
 
-    Its sort is not stable: how equal lengths are ordered is torch's choice, which may differ between CPUs and versions of torch, and
-    sorting a sorted list may change its order. To compare with oneshot, pass it the result of samples(), or a DataLoader of your own.
-    """
+    Its sort is not stable: how equal lengths are ordered is torch's choice, which may differ between CPUs and versions
+    of torch, and sorting a sorted list may change its order. To compare with oneshot, pass it the result of samples(),
+    or a DataLoader of your own."""
     import torch
 
     return [int(index) for index in torch.argsort(torch.tensor(lengths), descending=True)]
 
 
 def samples(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:
-    """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out, with a note.
+    """The samples in the order of the shuffled rows, each int64 [1..max_length]; those without a token are left out,
+    with a note.
 
-    A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template (without one: the contents,
-    one per line), or its text, or instruction, input and output on lines of their own. A text file has no rows: it is cut into
-    consecutive pieces of max_length tokens, of which the first N are shuffled; the last piece of a file is what is left.
+    A row of jsonl, parquet or a hub's data set is a sample: its column messages through the chat template (without one:
+    the contents, one per line), or its text, or instruction, input and output on lines of their own. A text file has no
+    rows: it is cut into consecutive pieces of max_length tokens, of which the first N are shuffled; the last piece of a
+    file is what is left.
 
-    Raises InputError where the data set is not there, cannot be read, lacks the split, has no such column or no token at all.
-    """
+    Raises InputError where the data set is not there, cannot be read, lacks the split, has no such column or no token
+    at all."""
     files = of_split(local_files(wanted.dataset), wanted.split)
     rows: list[Ids] = []
     with _untouched(tokenizer), quiet(), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
@@ -145,7 +150,8 @@ def _text(row: Row, tokenizer: Any, where: str) -> str:
     columns = ["text"] if "text" in row else [name for name in INSTRUCTION if name in row]
     if not columns:
         raise InputError(
-            f"{where}: has none of the columns messages, text, {', '.join(INSTRUCTION)}, only {', '.join(row)}; rename the one to be used"
+            f"{where}: has none of the columns messages, text, {', '.join(INSTRUCTION)}, only {', '.join(row)}; rename "
+            "the one to be used"
         )
     for name in columns:
         if not isinstance(row[name] or "", str):
@@ -163,7 +169,8 @@ def _chat(messages: Any, tokenizer: Any, where: str) -> str:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception as error:  # a template may raise anything
         raise InputError(
-            f"{where}: the chat template refuses its messages ({first_line(error)}); give messages with role and content, or a column text"
+            f"{where}: the chat template refuses its messages ({first_line(error)}); give messages with role and "
+            "content, or a column text"
         ) from error
 
 

@@ -1,7 +1,8 @@
-"""Consumers of the walk: the evidence that they need, what they get for each group of experts, and the one that only counts tokens.
+"""Consumers of the walk: the evidence that they need, what they get for each group of experts, and the one that only
+counts tokens.
 
-A consumer is any object with these three members. The walk knows none of them by name: to add one, write it and pass it to `walk_layer`.
-"""
+A consumer is any object with these three members. The walk knows none of them by name: to add one, write it and pass it
+to `walk_layer`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Evidence:
     """What a consumer needs to know of the inputs of each linear. Consumers that need the same share it.
 
     empty   (k, device) -> an accumulator that has seen nothing
-    routed  whether an expert sees the tokens that are routed to it, and each has accumulators of its own; else every expert sees every
+    routed  whether an expert sees the tokens that are routed to it, and each has accumulators of its own; else every
+            expert sees every
             token, and gate and up of all experts of a layer share one accumulator
     """
 
@@ -73,10 +75,14 @@ class Consumer(Protocol):
 
     @property
     def replaces(self) -> bool:
-        """Whether the next layer reads the outputs of the weights that `take` returns. At most one consumer of a walk may replace."""
+        """Whether the next layer reads the outputs of the weights that `take` returns. At most one consumer of a walk
+        may replace.
+        """
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights] | None:
-        """Called for one group of experts after the other; the weights by expert, on the same device, where it replaces them."""
+        """Called for one group of experts after the other; the weights by expert, on the same device, where it replaces
+        them.
+        """
 
 
 @dataclass

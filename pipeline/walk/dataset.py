@@ -1,7 +1,8 @@
-"""Where the rows of a data set come from: local files, the hub's cache or the hub, read through `datasets`; its errors in one sentence.
+"""Where the rows of a data set come from: local files, the hub's cache or the hub, read through `datasets`; its errors
+in one sentence.
 
-Of local files only the rows that are asked for are read, and nothing of them stays in a cache. No code of a data set is ever run:
-`datasets` can no longer do so.
+Of local files only the rows that are asked for are read, and nothing of them stays in a cache. No code of a data set is
+ever run: `datasets` can no longer do so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
 Row = Mapping[str, Any]
 
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# How `datasets` is to read them: text with its line ends, and rows as they are, also where they look like the log of a coding agent.
+# How `datasets` is to read them: text with its line ends, and rows as they are, also where they look like the log of a
+# coding agent.
 LOADING: dict[str, dict[str, Any]] = {
     "text": {"keep_linebreaks": True},
     "json": {"parse_agent_traces": False},
@@ -36,9 +38,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def local_files(dataset: str) -> list[Path]:
     """The files of a local data set: itself, or what lies in the folder, by name; [] for the id of one on the hub.
 
-    In a folder, hidden files and those of documentation (.md or no suffix) are skipped, and so are its folders. Raises InputError
-    for a path that does not exist, a folder without data, a file of another kind, and files of several kinds.
-    """
+    In a folder, hidden files and those of documentation (.md or no suffix) are skipped, and so are its folders. Raises
+    InputError for a path that does not exist, a folder without data, a file of another kind, and files of several
+    kinds."""
     path = Path(dataset).expanduser()
     try:
         exists = path.exists()
@@ -48,7 +50,8 @@ def local_files(dataset: str) -> list[Path]:
         if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
             return []
         raise InputError(
-            f"{dataset}: no such file or folder; give --dataset a file or folder ({suffixes()}), or a hub id such as org/name"
+            f"{dataset}: no such file or folder; give --dataset a file or folder ({suffixes()}), or a hub id such as "
+            "org/name"
         )
     if not path.is_dir():
         return [_known(path)]
@@ -139,10 +142,11 @@ def _bad_line(file: Path) -> str | None:
 
 
 def rows_of_hub(dataset: str, split: str, most: int, cache: str, note: Callable[[str], None] | None) -> Iterable[Row]:
-    """The first rows of a split of the hub's: as `datasets` has cached or downloads them, else from a snapshot that is there.
+    """The first rows of a split of the hub's: as `datasets` has cached or downloads them, else from a snapshot that is
+    there.
 
-    `datasets` searches only its own cache, so a snapshot of `hf download` is opened here. Raises InputError, ResourceError.
-    """
+    `datasets` searches only its own cache, so a snapshot of `hf download` is opened here. Raises InputError,
+    ResourceError."""
     import datasets
 
     if note:
@@ -183,7 +187,8 @@ def _explained(dataset: str, error: BaseException) -> KtconvertError:
     if NO_SPLIT.search(first_line(error)):
         return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
     return InputError(
-        f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({suffixes()}) or a folder of such files, or run "
+        f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({suffixes()}) or a folder of such "
+        "files, or run "
         f"`hf download --repo-type dataset {dataset}` where there is a network and set HF_HOME to its cache, "
         "or take --quant-method RTN, which needs no data"
     )

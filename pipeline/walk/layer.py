@@ -1,7 +1,8 @@
-"""The walk through one layer: record what its experts read, pass them to consumers group by group, and run the layer with their outputs.
+"""The walk through one layer: record what its experts read, pass them to consumers group by group, and run the layer
+with their outputs.
 
-Memory is the layer without its experts, a group of experts with the evidence gathered of them, and one sequence; inputs and outputs
-of the experts, for all sequences, lie in files.
+Memory is the layer without its experts, a group of experts with the evidence gathered of them, and one sequence; inputs
+and outputs of the experts, for all sequences, lie in files.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def walk_layer(
     entering  rows [tokens, hidden] of what enters the layer
     scratch   folder for the inputs and outputs of the experts, of that size each
     leaving   path of a new, durable file for what leaves the layer; None if it is not needed
-    Raises ValueError where more than one consumer replaces the experts, InputError and VerificationError as LayeredModel does.
-    """
+    Raises ValueError where more than one consumer replaces the experts, InputError and VerificationError as
+    LayeredModel does."""
     if sum(consumer.replaces for consumer in consumers) > 1:
         raise ValueError("more than one consumer replaces the experts; give each a walk of its own")
     evidence = {consumer.evidence for consumer in consumers if consumer.evidence is not None}
@@ -78,7 +79,9 @@ def walk_layer(
 
 
 def walk_dense_layer(walk: LayerWalk, lm: LayeredModel, entering: RowFile, leaving: Path) -> RowFile:
-    """Run all sequences through a layer without routed experts; what leaves it goes to a new file, which is returned."""
+    """Run all sequences through a layer without routed experts; what leaves it goes to a new
+    file, which is returned.
+    """
     left = _file_like(entering, leaving)
     with lm.loaded(walk.layer):
         lm.require_causal(walk.layer)
@@ -97,7 +100,9 @@ def _file_like(other: RowFile, path: Path) -> RowFile:
 
 @dataclass
 class _Inputs:
-    """The inputs of the layer's experts: rows in a file; of each sequence the router's ids and weights [T, k]; evidence of all tokens."""
+    """The inputs of the layer's experts: rows in a file; of each sequence the router's ids and weights [T, k]; evidence
+    of all tokens.
+    """
 
     rows: RowFile
     ids: list[torch.Tensor]
@@ -143,7 +148,9 @@ def _visit_experts(
     evidence: Collection[Evidence],
     outputs: RowFile | None,
 ) -> None:
-    """Pass one group of experts after the other to the consumers; the sums of the experts' outputs, by token, go to `outputs`."""
+    """Pass one group of experts after the other to the consumers; the sums of the experts' outputs, by token, go to
+    `outputs`.
+    """
     tokens = _token_counts(walk, inputs)
     for start in range(0, len(tokens), walk.group):
         weights = {e: _weights(walk, lm, e) for e in range(start, min(start + walk.group, len(tokens)))}
@@ -214,7 +221,8 @@ def _add_outputs(
                     continue
                 share = shares[tokens, place, None].to(lm.device)
                 tokens = tokens.to(lm.device)
-                # The matrix library takes another path for a single row, which gives other bits than the same row among others.
+                # The matrix library takes another path for a single row, which gives other bits than the same row among
+                # others.
                 seen = x[tokens] if len(tokens) > 1 else x[tokens.repeat(2)]
                 out = _linear(inner(_linear(seen, own.gate), _linear(seen, own.up)), own.down)[: len(tokens)]
                 total.index_add_(0, tokens, (out * share).to(total.dtype))

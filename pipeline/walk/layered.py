@@ -1,9 +1,9 @@
 """A transformers model of which one decoder layer is in memory at a time, and never a routed expert.
 
-The model is built on the meta device; a layer's weights come from the checkpoint when they are needed (on the CPU as views of the mapped
-file) and are dropped afterwards. A function of the caller replaces its experts module, so that the caller decides what experts compute.
-Attention is transformers' eager one with a causal mask, which llmcompressor traces too.
-"""
+The model is built on the meta device; a layer's weights come from the checkpoint when they are needed (on the CPU as
+views of the mapped file) and are dropped afterwards. A function of the caller replaces its experts module, so that the
+caller decides what experts compute. Attention is transformers' eager one with a causal mask, which llmcompressor traces
+too."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class LayeredModel:
 
     tensors  the checkpoint's tensors outside the routed experts
     device   where layers are computed
-    Raises UnsupportedError for a model whose experts transformers holds in another way, or that has code of its own unless that is trusted.
-    """
+    Raises UnsupportedError for a model whose experts transformers holds in another way, or that has code of its own
+    unless that is trusted."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class LayeredModel:
         for place in places:
             if place.zero_ids:
                 raise UnsupportedError(
-                    f"{source.root}: {place.name} has experts that give back what they get, which GPTQ cannot calibrate yet;"
+                    f"{source.root}: {place.name} has experts that give back what they get, which GPTQ cannot "
+                    "calibrate yet;"
                     " use --quant-method RTN."
                 )
             module = self.model.get_submodule(place.name)
@@ -124,8 +125,10 @@ class LayeredModel:
             usable = False
         if not usable:
             raise InputError(
-                f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its files"
-                " (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it brings code of its own."
+                f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its "
+                "files"
+                " (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it brings "
+                "code of its own."
             )
         return tokenizer
 
@@ -180,7 +183,8 @@ class LayeredModel:
         kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
         if kind is None:
             raise UnsupportedError(
-                f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which GPTQ cannot compute"
+                f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which GPTQ cannot "
+                "compute"
                 " with; use the model's BF16 release, or --quant-method RTN."
             )
         if carried.stored is info and info.start % kind.itemsize == 0:
@@ -206,7 +210,9 @@ class LayeredModel:
                 yield self._reach(0, input_ids=tokens)[0].detach()
 
     def _reach(self, layer: int, **inputs: Any) -> torch.Tensor:
-        """The hidden states with which the stack calls a layer; those before it do nothing. Notes all calls on the way."""
+        """The hidden states with which the stack calls a layer; those before it do nothing.
+        Notes all calls on the way.
+        """
         import torch
 
         reached: list[torch.Tensor] = []
@@ -233,7 +239,9 @@ class LayeredModel:
         return reached[0]
 
     def call(self, layer: int, length: int) -> Call:
-        """What the stack calls a layer with, beside the hidden states, for a sequence of so many tokens: masks, positions, rotations."""
+        """What the stack calls a layer with, beside the hidden states, for a sequence of so many tokens: masks,
+        positions, rotations.
+        """
         import torch
 
         if self._called[0] != length or len(self._called[1]) < len(self.layers):
@@ -260,7 +268,9 @@ class LayeredModel:
         return first[0]
 
     def routed_inputs(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a loaded layer's experts are called with for one sequence, BF16 [T, H]: hidden [T, H], ids and weights [T, k]."""
+        """What a loaded layer's experts are called with for one sequence, BF16 [T, H]: hidden [T, H], ids and weights
+        [T, k].
+        """
         called: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def catch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -278,7 +288,9 @@ class LayeredModel:
         return Expert(self._experts[layer])
 
     def require_causal(self, layer: int) -> None:
-        """Raise VerificationError where a token of a loaded layer sees those after it: calibration would then be another model's."""
+        """Raise VerificationError where a token of a loaded layer sees those after it: calibration would then be
+        another model's.
+        """
         import torch
 
         generator = torch.Generator().manual_seed(layer)
@@ -292,6 +304,7 @@ class LayeredModel:
         a, b = (self.run(layer, x, nothing)[:-1].float() for x in (first, other))
         if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
             raise VerificationError(
-                f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be wrong; "
+                f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "
+                "wrong; "
                 "use --quant-method RTN, and tell us the model."
             )

@@ -18,7 +18,8 @@ from ktconvert.pipeline.tell.report import size
 GIB = 1 << 30
 HALF, FLOAT, ID = 2, 4, 4  # bytes of BF16, float32 and an expert's number
 LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
-# Beside tensors, on the card: CUDA itself, its kernels and what its allocator cannot use. Not measured: there was no GPU.
+# Beside tensors, on the card: CUDA itself, its kernels and what its allocator cannot use. Not measured: there was no
+# GPU.
 CUDA = 3 * GIB // 2
 # Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.
 SCORE = HALF + 2 * FLOAT
@@ -31,7 +32,8 @@ CARDS = (24, 48, 80)  # GiB
 SHARES = ((48, 0.625), (0, 0.5))
 
 REMEDIES = (
-    "To need less memory, in this order: --quant-method RTN, which needs no calibration; fewer samples (--num-calibration-samples 256); "
+    "To need less memory, in this order: --quant-method RTN, which needs no calibration; fewer samples "
+    "(--num-calibration-samples 256); "
     "shorter sequences (--max-sequence-length 1024); --force-cpu, where it is the GPU that is too small."
 )
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -43,7 +45,8 @@ class Shape:
 
     width      I
     head       values of a head, the widest of q, k and v
-    rest       BF16 bytes of the largest decoder layer without its routed experts: attention, router, shared or dense MLP
+    rest       BF16 bytes of the largest decoder layer without its routed experts: attention, router, shared or dense
+               MLP
     dense      whether layers without experts lie before one with, and are run with it
     top_k      experts that a token is routed to
     calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own
@@ -74,7 +77,8 @@ class Needs:
 
     host      main memory at most, libraries included
     gpu       memory of the card at most; 0 without one
-    disk      files of activations that exist together, beside the output: what enters a layer and its experts, what leaves them,
+    disk      files of activations that exist together, beside the output: what enters a layer and its experts, what
+              leaves them,
               and what leaves layers without experts before it
     layer     the routed experts of one layer in BF16
     weights   what is computed with at a time: the layer without its experts, and one group of experts, in BF16
@@ -96,15 +100,18 @@ class Needs:
 
 
 def working_bytes(rows: int, width: int) -> int:
-    """Bytes that quantizing a linear [rows, width] takes beside itself and its Hessian; measured on a CPU, 66 to 96 % of this.
+    """Bytes that quantizing a linear [rows, width] takes beside itself and its Hessian; measured on a CPU, 66 to 96 %
+    of this.
 
-    Three float32 copies of the linear, its BF16 and codes; three float32 copies of the Hessian; the matrices of a block of columns.
-    """
+    Three float32 copies of the linear, its BF16 and codes; three float32 copies of the Hessian; the matrices of a block
+    of columns."""
     return rows * width * (3 * FLOAT + 2 * HALF) + 3 * FLOAT * width * width + MATRICES * rows * BLOCK * FLOAT
 
 
 def needs(shape: Shape) -> Needs:
-    """The arithmetic. Two steps of a layer are counted, of which the larger is the peak: attention, and a group of experts."""
+    """The arithmetic. Two steps of a layer are counted, of which the larger is the peak: attention, and a group of
+    experts.
+    """
     if shape.method != "GPTQ":
         return Needs()
     h, i, group = shape.hidden, shape.width, min(shape.group, shape.experts)
@@ -112,7 +119,8 @@ def needs(shape: Shape) -> Needs:
     tokens = shape.samples * shape.length
     shared = h * h * FLOAT
     hessians = (shared if shape.calibrate == "all" else group * shared) + group * i * i * FLOAT
-    # Gate and up of a group, or of an expert, share a Hessian and are quantized as one tall matrix; down expert by expert.
+    # Gate and up of a group, or of an expert, share a Hessian and are quantized as one tall matrix; down expert by
+    # expert.
     tall = 2 * i * (group if shape.calibrate == "all" else 1)
     working = max(working_bytes(tall, h), working_bytes(h, i))
     scores = shape.heads * shape.length**2 * SCORE
@@ -122,7 +130,8 @@ def needs(shape: Shape) -> Needs:
     )  # one sequence that goes into a Hessian: its product, its float32 copies
     attention = shape.rest + scores + sequence + shared + added
     codes = group * 3 * h * i * shape.bits // 8
-    # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes by both ways.
+    # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes by both
+    # ways.
     held = (2 if shape.on_gpu else 3) * group * expert + tall * h * HALF + 2 * codes
     quantizing = held + hessians + max(working, sequence + added)
     peak = max(attention, quantizing)
@@ -143,7 +152,9 @@ def needs(shape: Shape) -> Needs:
 
 
 def shape_of(model: MoeModel, settings: Mapping[str, Any], *, group: int, on_gpu: bool) -> Shape:
-    """The shape of a checkpoint's widest layer, from headers and config, and of the calibration that `settings` ask for."""
+    """The shape of a checkpoint's widest layer, from headers and config, and of the calibration that `settings` ask
+    for.
+    """
     shapes = [model.shape(layer) for layer in model.layers]
     config = model.source.config
     hidden = max(s[1] for s in shapes)
@@ -204,9 +215,11 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
         return []
     shared = "shared by all its experts" if shape.calibrate == "all" else "for each expert"
     sentences = [
-        f"GPTQ keeps {size(needed.disk)} of activations on disk while it runs: {shape.samples} samples of {shape.length} tokens are "
+        f"GPTQ keeps {size(needed.disk)} of activations on disk while it runs: {shape.samples} samples of "
+        f"{shape.length} tokens are "
         f"{size(needed.boundary)} at each layer's entrance",
-        f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; the Hessian of gate and up is "
+        f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; the Hessian of gate and "
+        "up is "
         f"{size(shape.hidden**2 * FLOAT)}, {shared}, that of down {size(shape.width**2 * FLOAT)} for each expert",
     ]
     on_gpu = needed if shape.on_gpu else needs(replace(shape, on_gpu=True))

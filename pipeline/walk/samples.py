@@ -67,7 +67,8 @@ def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: npt.N
     size = lm.model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= size:
         raise InputError(
-            f"{lm.source.root}: its tokenizer gives token {int(ids.max())} for {calibration.dataset}, and the model has {size}; "
+            f"{lm.source.root}: its tokenizer gives token {int(ids.max())} for {calibration.dataset}, and the model "
+            f"has {size}; "
             "put the right tokenizer files beside config.json."
         )
 

@@ -1,8 +1,9 @@
-/* AMX in software, on a CPU with or without it: to be preloaded. The CPU refuses a tile instruction with SIGILL; the handler reads
- * the instruction, computes on eight arrays what it means (Intel SDM volume 2), and goes on behind it. So the machine code under test
- * is the one that ships, but for a ud2 before ldtilecfg and tilerelease (tiles.h): a CPU with AMX would carry these two out. It never
- * does, so its own tiles stay unconfigured and it refuses all the others (SDM volume 2, class AMX-E1 and the following).
- * What would fault, and a kernel that leaves its tiles configured, ends the process with a sentence. */
+/* AMX in software, on a CPU with or without it: to be preloaded. The CPU refuses a tile instruction with SIGILL; the
+ * handler reads the instruction, computes on eight arrays what it means (Intel SDM volume 2), and goes on behind it. So
+ * the machine code under test is the one that ships, but for a ud2 before ldtilecfg and tilerelease (tiles.h): a CPU
+ * with AMX would carry these two out. It never does, so its own tiles stay unconfigured and it refuses all the others
+ * (SDM volume 2, class AMX-E1 and the following). What would fault, and a kernel that leaves its tiles configured, ends
+ * the process with a sentence. */
 #define _GNU_SOURCE /* REG_RAX .. */
 #include <signal.h>
 #include <stdint.h>
@@ -39,9 +40,11 @@ static tile *in_use(int number) {
 static void configure(const tile_config *new) {
     static const uint8_t zeros[14];
     check(config.palette == 0, "tiles are configured that nobody released");
-    check(new->palette == 1 && new->start_row == 0 && !memcmp(new->reserved, zeros, sizeof zeros), "a configuration is malformed");
+    check(new->palette == 1 && new->start_row == 0 && !memcmp(new->reserved, zeros, sizeof zeros),
+          "a configuration is malformed");
     for (int t = 0; t < 16; t++) {
-        check(new->rows[t] <= (t < 8 ? 16 : 0) && new->row_bytes[t] <= (t < 8 ? 64 : 0), "a configured tile is too large");
+        check(new->rows[t] <= (t < 8 ? 16 : 0) && new->row_bytes[t] <= (t < 8 ? 64 : 0),
+              "a configured tile is too large");
         check(!new->rows[t] == !new->row_bytes[t], "a configured tile has rows or columns only");
     }
     config = *new;
@@ -50,19 +53,22 @@ static void configure(const tile_config *new) {
 
 static void load(int number, const char *from, int64_t stride) {
     memset(in_use(number), 0, sizeof(tile));
-    for (int r = 0; r < config.rows[number]; r++) memcpy(tiles[number].bytes[r], from + r * stride, config.row_bytes[number]);
+    for (int r = 0; r < config.rows[number]; r++)
+        memcpy(tiles[number].bytes[r], from + r * stride, config.row_bytes[number]);
 }
 
 static void store(int number, char *to, int64_t stride) {
     in_use(number);
-    for (int r = 0; r < config.rows[number]; r++) memcpy(to + r * stride, tiles[number].bytes[r], config.row_bytes[number]);
+    for (int r = 0; r < config.rows[number]; r++)
+        memcpy(to + r * stride, tiles[number].bytes[r], config.row_bytes[number]);
 }
 
 static void multiply(int c, int a, int b) {
     tile *sum = in_use(c);
     const tile *left = in_use(a), *right = in_use(b);
     check(c != a && c != b && a != b, "tiles of a product are not three");
-    check(config.rows[c] == config.rows[a] && config.row_bytes[c] == config.row_bytes[b] && config.row_bytes[a] == 4 * config.rows[b],
+    check(config.rows[c] == config.rows[a] && config.row_bytes[c] == config.row_bytes[b] &&
+              config.row_bytes[a] == 4 * config.rows[b],
           "tiles of a product do not fit");
     int32_t column[64][16]; /* of the right one; what lies outside of a tile is 0 */
     for (int j = 0; j < 64; j++)
@@ -76,9 +82,10 @@ static void multiply(int c, int a, int b) {
 static const int registers[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                   REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
 
-/* The address in a memory operand: of its first row, and the index, which is the stride. at: behind the ModRM byte. Returns the
-   instruction's end. */
-static const uint8_t *operand(const uint8_t *at, int modrm, int x, int b, const greg_t *values, uint64_t *address, int64_t *stride) {
+/* The address in a memory operand: of its first row, and the index, which is the stride. at: behind the ModRM byte.
+   Returns the instruction's end. */
+static const uint8_t *operand(const uint8_t *at, int modrm, int x, int b, const greg_t *values, uint64_t *address,
+                              int64_t *stride) {
     int base = modrm & 7, mod = modrm >> 6, index = 4, scale = 0;
     if (base == 4) {
         base = *at & 7;
@@ -98,20 +105,22 @@ static const uint8_t *operand(const uint8_t *at, int modrm, int x, int b, const 
     return at;
 }
 
-/* C4, then R X B (inverted) and the opcode map, then W, vvvv (inverted), L and the prefix; opcode; ModRM. Returns the instruction's
-   end, NULL if it is not one of ours. */
+/* C4, then R X B (inverted) and the opcode map, then W, vvvv (inverted), L and the prefix; opcode; ModRM. Returns the
+   instruction's end, NULL if it is not one of ours. */
 static const uint8_t *carry_out(const uint8_t *at, const greg_t *values) {
     enum { NONE, P66, PF3, PF2 };
     static const uint8_t ud2[] = {0x0f, 0x0b};
     int is_marked = !memcmp(at, ud2, sizeof ud2);
     if (is_marked) at += sizeof ud2;
     if (at[0] != 0xc4 || (at[1] & 31) != 2 || (at[2] & 0x84) != 0) return NULL;
-    int x = !(at[1] & 0x40), b = !(at[1] & 0x20), v = ~at[2] >> 3 & 15, prefix = at[2] & 3, opcode = at[3], modrm = at[4];
+    int x = !(at[1] & 0x40), b = !(at[1] & 0x20), v = ~at[2] >> 3 & 15, prefix = at[2] & 3, opcode = at[3],
+        modrm = at[4];
     int is_memory = modrm < 0xc0, number = modrm >> 3 & 7;
     uint64_t address = 0;
     int64_t stride = 0;
     int is_configuration = opcode == 0x49 && prefix == NONE;
-    check(is_marked || !is_configuration, "tiles are configured or released without a ud2 before: a CPU with AMX would do it unseen");
+    check(is_marked || !is_configuration,
+          "tiles are configured or released without a ud2 before: a CPU with AMX would do it unseen");
     if (is_marked && !is_configuration) return NULL;
     const uint8_t *end = is_memory ? operand(at + 5, modrm, x, b, values, &address, &stride) : at + 5;
     if (opcode == 0x49 && prefix == NONE && is_memory) configure((const tile_config *)address);

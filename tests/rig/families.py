@@ -15,7 +15,8 @@ COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
-    "initializer_range": 0.09,  # about 1 / sqrt(hidden_size): what the experts say is then a good part of what comes out
+    # about 1 / sqrt(hidden_size): what the experts say is then a good part of what comes out
+    "initializer_range": 0.09,
     "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,

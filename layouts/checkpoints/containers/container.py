@@ -1,4 +1,6 @@
-"""The contract of a container of weights: the tensors of a file, and the files of a directory that make up a checkpoint."""
+"""The contract of a container of weights: the tensors of a file, and the files of a directory that make up a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Header:
     """The header of a file of weights.
 
     entries   its tensors, in file order.
-    size, sha256   the file's identity, independent of its path: its bytes, and a hash of names, dtypes, shapes and offsets.
+    size, sha256   the file's identity, independent of its path: its bytes, and a hash of names, dtypes, shapes and
+                   offsets.
     config    the model's configuration, as in a config.json; {} if the file has none.
     """
 
@@ -60,7 +63,8 @@ class Container:
     """A kind of weight file: a row of CONTAINERS.
 
     read_header  reads a file's header and checks every length against the file, without reading weights. InputError.
-    select       (directory, its files) -> the checkpoint that they make up; None if no file is of this kind. InputError.
+    select       (directory, its files) -> the checkpoint that they make up; None if no file is of this kind.
+                 InputError.
     """
 
     suffix: str

@@ -15,7 +15,9 @@ PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
 
 
 def select(root: Path, files: list[str]) -> Selection | None:
-    """The safetensors files of a directory that are a checkpoint. InputError where one is missing, or several sets lie there."""
+    """The safetensors files of a directory that are a checkpoint. InputError where one is missing, or several sets lie
+    there.
+    """
     present = [f for f in files if f.endswith(".safetensors")]
     indexes = [f for f in files if f.endswith(".safetensors.index.json")]
     if indexes and INDEX not in indexes and len(indexes) > 1:

@@ -1,7 +1,8 @@
-"""The table of encodings: every way in which a checkpoint may store a linear's weight. A row is data and a few functions.
+"""The table of encodings: every way in which a checkpoint may store a linear's weight. A row is data and a few
+functions.
 
-To add one, write its file beside these and name its rows here. Nothing else knows the names of a weight's tensors, their contents
-or how they are decoded.
+To add one, write its file beside these and name its rows here. Nothing else knows the names of a weight's tensors,
+their contents or how they are decoded.
 """
 
 from __future__ import annotations

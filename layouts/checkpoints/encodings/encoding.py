@@ -38,18 +38,23 @@ def nothing_to_fit(tensors: Tensors, quantization: Quantization, input_major: bo
 class Encoding:
     """How a linear's weight is stored.
 
-    A weight is a linear [n, k], or a stack of E of them: then each of its tensors has E as its first axis. Functions get the tensors by
-    role and the quantization of config.json; `input_major` means that the weight is stored as [k, n].
+    A weight is a linear [n, k], or a stack of E of them: then each of its tensors has E as its first axis. Functions
+    get the tensors by role and the quantization of config.json; `input_major` means that the weight is stored as [k,
+    n].
 
-    name         in facts and messages: the dtype of the values as the container spells it, if that determines the encoding.
+    name         in facts and messages: the dtype of the values as the container spells it, if that determines the
+                 encoding.
     title        its usual name, for messages.
-    tensors      role -> the names that its tensor may have: {t} is the weight's name in BF16 ("....gate_proj.weight"), {s} that
+    tensors      role -> the names that its tensor may have: {t} is the weight's name in BF16 ("....gate_proj.weight"),
+                 {s} that
                  without ".weight". The first role holds the values. A name has the same role in all rows.
     dtypes       of the values.
     kind         of the values: its decoder.
-    matrix       (source, tensors, quantization, input_major) -> one linear as stored. InputError where a tensor's content is wrong.
+    matrix       (source, tensors, quantization, input_major) -> one linear as stored. InputError where a tensor's
+                 content is wrong.
     shape        (tensors, quantization) -> logical shape, [n, k] or [E, n, k]. InputError, UnsupportedError.
-    fit          checks the tensors against each other: InputError, UnsupportedError; returns for fingerprints what does not follow from
+    fit          checks the tensors against each other: InputError, UnsupportedError; returns for fingerprints what does
+                 not follow from
                  names, dtypes and shapes (FP8: the rows and columns of a block).
     claims       whether tensors are of this row, where rows share roles and dtypes.
     optional     roles whose tensors may be missing.
@@ -122,7 +127,9 @@ class Weight:
         return (4 * scales + 2 * columns * whole) // stack + 8 * PIECE * (kind.number is None)
 
     def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
-        """One linear as it is stored: [k, n] if it is input-major. Raises InputError where a tensor's content is wrong."""
+        """One linear as it is stored: [k, n] if it is input-major. Raises InputError where a
+        tensor's content is wrong.
+        """
         return self.encoding.matrix(source, self.one(expert), self.quantization, input_major)
 
 

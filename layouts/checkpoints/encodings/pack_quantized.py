@@ -1,7 +1,8 @@
-"""compressed-tensors' pack-quantized integers: codes in 32-bit words, symmetric, one scale for a group of columns of a row.
+"""compressed-tensors' pack-quantized integers: codes in 32-bit words, symmetric, one scale for a group of columns of a
+row.
 
-What llmcompressor and `ktconvert gpu` write, and Kimi-K2's INT4. The value of a code q is q * s (NUMERICS.md, section 1).
-"""
+What llmcompressor and `ktconvert gpu` write, and Kimi-K2's INT4. The value of a code q is q * s (NUMERICS.md, section
+1)."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def _row(bits: int, kind: Kind) -> Encoding:
 
 
 def _group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
-    """Columns that share a scale. InputError where the tensors or the config disagree, UnsupportedError for groups of other sizes."""
+    """Columns that share a scale. InputError where the tensors or the config disagree, UnsupportedError for groups of
+    other sizes.
+    """
     codes, scale, about = tensors["packed"], tensors["scale"], tensors["shape"]
     if about.dtype not in ("I64", "I32") or about.shape != (2,):
         raise InputError(
@@ -71,13 +74,15 @@ def _group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
     named = [size for size in quantization.groups if groups == -(-k // size)]
     if groups and (k % groups or (groups > 1 and named and all(k % size for size in named))):
         raise UnsupportedError(
-            f"tensor {scale.name!r}: groups of {max(named, default=k // groups)} columns do not divide the {k} columns of "
+            f"tensor {scale.name!r}: groups of {max(named, default=k // groups)} columns do not divide the {k} columns "
+            "of "
             f"{codes.name!r}; use the model's BF16 or FP8 (E4M3) release"
         )
     if not groups or (groups > 1 and quantization.groups and not named):
         sizes = " or ".join(map(str, quantization.groups)) or "any size"
         raise InputError(
-            f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}; "
+            f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of "
+            f"{sizes}; "
             "check group_size in config.json, or download both again"
         )
     return k // groups

@@ -1,6 +1,6 @@
-/* AVX2: 16 values to a register, vpmaxuw without the sign; four chains hide its latency. The caller guarantees that k is a
- * multiple of 64. A maximum may count a value twice: the first and last 64 bytes are taken as they lie, and what is between (or a
- * little of them again) from 32-byte boundaries, since tensors rarely begin on one. */
+/* AVX2: 16 values to a register, vpmaxuw without the sign; four chains hide its latency. The caller guarantees that k
+ * is a multiple of 64. A maximum may count a value twice: the first and last 64 bytes are taken as they lie, and what
+ * is between (or a little of them again) from 32-byte boundaries, since tensors rarely begin on one. */
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -12,7 +12,8 @@ KT_TARGET_AVX2 static inline __m256i magnitude(const uint8_t *p) {
 KT_TARGET_AVX2 uint16_t kt_amax_avx2(const uint8_t *row, int64_t k) {
     const uint8_t *end = row + 2 * k;
     __m256i a = magnitude(row), b = magnitude(row + 32), c = magnitude(end - 64), d = magnitude(end - 32);
-    const uint8_t *p = (uintptr_t)row & 1 ? row : row + (-(uintptr_t)row & 31); /* values at odd addresses stay where they are */
+    const uint8_t *p =
+        (uintptr_t)row & 1 ? row : row + (-(uintptr_t)row & 31); /* values at odd addresses stay where they are */
     for (; p + 128 <= end; p += 128) {
         a = _mm256_max_epu16(a, magnitude(p));
         b = _mm256_max_epu16(b, magnitude(p + 32));

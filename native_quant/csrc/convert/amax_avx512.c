@@ -1,6 +1,6 @@
-/* AVX-512 BW: 32 values to a register, vpmaxuw without the sign; four chains hide its latency. The caller guarantees that k is a
- * multiple of 64. A maximum may count a value twice: the first and last 128 bytes are taken as they lie, and what is between (or
- * a little of them again) by whole cache lines, since tensors rarely begin on one. */
+/* AVX-512 BW: 32 values to a register, vpmaxuw without the sign; four chains hide its latency. The caller guarantees
+ * that k is a multiple of 64. A maximum may count a value twice: the first and last 128 bytes are taken as they lie,
+ * and what is between (or a little of them again) by whole cache lines, since tensors rarely begin on one. */
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -12,7 +12,8 @@ KT_TARGET_AVX512 static inline __m512i magnitude(const uint8_t *p) {
 KT_TARGET_AVX512 uint16_t kt_amax_avx512(const uint8_t *row, int64_t k) {
     const uint8_t *end = row + 2 * k;
     __m512i a = magnitude(row), b = magnitude(row + 64), c = magnitude(end - 128), d = magnitude(end - 64);
-    const uint8_t *p = (uintptr_t)row & 1 ? row : row + (-(uintptr_t)row & 63); /* values at odd addresses stay where they are */
+    const uint8_t *p =
+        (uintptr_t)row & 1 ? row : row + (-(uintptr_t)row & 63); /* values at odd addresses stay where they are */
     for (; p + 256 <= end; p += 256) {
         a = _mm512_max_epu16(a, magnitude(p));
         b = _mm512_max_epu16(b, magnitude(p + 64));

@@ -1,5 +1,5 @@
-/* AVX2 and F16C: FP16 and F32 8 values at a time, FP8 32, by table (fp8_table.h). A row that holds a NaN or a scale out of the
- * ordinary is left to the scalar kernel; so is what is left at the end of a row. */
+/* AVX2 and F16C: FP16 and F32 8 values at a time, FP8 32, by table (fp8_table.h). A row that holds a NaN or a scale out
+ * of the ordinary is left to the scalar kernel; so is what is left at the end of a row. */
 #include <immintrin.h>
 
 #include "fp8_table.h"
@@ -65,7 +65,8 @@ KT_TARGET_AVX2 static inline table make_table(float scale) {
 KT_TARGET_AVX2 static int decode_fp8(const uint8_t *in, int64_t columns, const table *t, uint16_t *out) {
     __m256i largest = _mm256_setzero_si256();
     for (int64_t c = 0; c < columns; c += 32) {
-        /* vpunpck[lh]bw work within 128-bit lanes; with the 64-bit pieces as 0 2 1 3 their results are in the order of columns. */
+        /* vpunpck[lh]bw work within 128-bit lanes; with the 64-bit pieces as 0 2 1 3 their results are in the order of
+         * columns. */
         __m256i code = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)(in + c)), 0xd8);
         __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi8(0x7f));
         largest = _mm256_max_epu8(largest, magnitude);
@@ -82,8 +83,8 @@ KT_TARGET_AVX2 static int decode_fp8(const uint8_t *in, int64_t columns, const t
     return !_mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, _mm256_set1_epi8(0x7f)));
 }
 
-KT_TARGET_AVX2 void kt_decode_avx2(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
-                                   uint16_t *out, int64_t out_pitch) {
+KT_TARGET_AVX2 void kt_decode_avx2(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns,
+                                   float scale, uint16_t *out, int64_t out_pitch) {
     int64_t whole = kind != KTQ_FP8_E4M3 ? columns / 8 * 8 : kt_fp8_table_holds(scale) ? columns / 32 * 32 : 0;
     table t;
     if (kind == KTQ_FP8_E4M3 && whole) t = make_table(scale);
@@ -92,6 +93,7 @@ KT_TARGET_AVX2 void kt_decode_avx2(int kind, const uint8_t *in, int64_t in_strid
                    : kind == KTQ_F32 ? decode_f32(in, whole, out)
                                      : decode_fp8(in, whole, &t, out);
         int64_t done = good ? whole : 0;
-        if (done < columns) kt_decode_scalar(kind, in + done * kt_column_bits(kind) / 8, 0, 1, columns - done, scale, out + done, 0);
+        if (done < columns)
+            kt_decode_scalar(kind, in + done * kt_column_bits(kind) / 8, 0, 1, columns - done, scale, out + done, 0);
     }
 }

@@ -1,5 +1,5 @@
-/* AVX-512 F, BW and VL: FP16 and F32 16 values at a time, FP8 64, by table (fp8_table.h). A row that holds a NaN or a scale out of
- * the ordinary is left to the scalar kernel; so is what is left at the end of a row. */
+/* AVX-512 F, BW and VL: FP16 and F32 16 values at a time, FP8 64, by table (fp8_table.h). A row that holds a NaN or a
+ * scale out of the ordinary is left to the scalar kernel; so is what is left at the end of a row. */
 #include <immintrin.h>
 
 #include "fp8_table.h"
@@ -51,7 +51,8 @@ KT_TARGET_AVX512 static inline table make_table(float scale) {
 }
 
 KT_TARGET_AVX512 static int decode_fp8(const uint8_t *in, int64_t columns, const table *t, uint16_t *out) {
-    /* vpunpck[lh]bw work within 128-bit lanes; with the 64-bit pieces in this order their results are in the order of columns. */
+    /* vpunpck[lh]bw work within 128-bit lanes; with the 64-bit pieces in this order their results are in the order of
+     * columns. */
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     __m512i largest = _mm512_setzero_si512();
     for (int64_t c = 0; c < columns; c += 64) {
@@ -59,7 +60,8 @@ KT_TARGET_AVX512 static int decode_fp8(const uint8_t *in, int64_t columns, const
         __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi8(0x7f));
         largest = _mm512_max_epu8(largest, magnitude);
         __mmask64 subnormal = _mm512_cmplt_epu8_mask(magnitude, _mm512_set1_epi8(8));
-        __m512i low = _mm512_shuffle_epi8(t->normal_low, magnitude), high = _mm512_shuffle_epi8(t->normal_high, magnitude);
+        __m512i low = _mm512_shuffle_epi8(t->normal_low, magnitude),
+                high = _mm512_shuffle_epi8(t->normal_high, magnitude);
         low = _mm512_mask_shuffle_epi8(low, subnormal, t->subnormal_low, magnitude);
         high = _mm512_mask_shuffle_epi8(high, subnormal, t->subnormal_high, magnitude);
         high = _mm512_add_epi8(high, _mm512_and_si512(_mm512_srli_epi16(code, 4), _mm512_set1_epi8(7)));
@@ -70,8 +72,8 @@ KT_TARGET_AVX512 static int decode_fp8(const uint8_t *in, int64_t columns, const
     return !_mm512_cmpeq_epi8_mask(largest, _mm512_set1_epi8(0x7f));
 }
 
-KT_TARGET_AVX512 void kt_decode_avx512(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
-                                       uint16_t *out, int64_t out_pitch) {
+KT_TARGET_AVX512 void kt_decode_avx512(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns,
+                                       float scale, uint16_t *out, int64_t out_pitch) {
     int64_t whole = kind != KTQ_FP8_E4M3 ? columns / 16 * 16 : kt_fp8_table_holds(scale) ? columns / 64 * 64 : 0;
     table t;
     if (kind == KTQ_FP8_E4M3 && whole) t = make_table(scale);
@@ -80,6 +82,7 @@ KT_TARGET_AVX512 void kt_decode_avx512(int kind, const uint8_t *in, int64_t in_s
                    : kind == KTQ_F32 ? decode_f32(in, whole, out)
                                      : decode_fp8(in, whole, &t, out);
         int64_t done = good ? whole : 0;
-        if (done < columns) kt_decode_scalar(kind, in + done * kt_column_bits(kind) / 8, 0, 1, columns - done, scale, out + done, 0);
+        if (done < columns)
+            kt_decode_scalar(kind, in + done * kt_column_bits(kind) / 8, 0, 1, columns - done, scale, out + done, 0);
     }
 }

@@ -1,6 +1,6 @@
-/* AVX-512 F, BW and VL. 4 bits: the 16 products of a group's scale are made once, as BF16, and its codes are looked up in them, 32 at
- * a time. 8 bits: 16 codes at a time are multiplied and rounded. What is left at the end of a group, and a group whose scale is not
- * finite, is left to the scalar kernel. */
+/* AVX-512 F, BW and VL. 4 bits: the 16 products of a group's scale are made once, as BF16, and its codes are looked up
+ * in them, 32 at a time. 8 bits: 16 codes at a time are multiplied and rounded. What is left at the end of a group, and
+ * a group whose scale is not finite, is left to the scalar kernel. */
 #include <immintrin.h>
 
 #include "bf16.h"

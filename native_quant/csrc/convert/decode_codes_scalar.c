@@ -1,4 +1,5 @@
-/* Packed integer codes times a scale for each group of columns, to BF16: rounded once, from float32, to nearest even. */
+/* Packed integer codes times a scale for each group of columns, to BF16: rounded once, from float32, to nearest even.
+ */
 #include "bf16.h"
 #include "kernels.h"
 

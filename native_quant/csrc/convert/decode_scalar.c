@@ -29,9 +29,10 @@ static uint16_t decode_one(int kind, const uint8_t *in, float scale) {
     return kt_load16(in);
 }
 
-void kt_decode_scalar(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale, uint16_t *out,
-                      int64_t out_pitch) {
+void kt_decode_scalar(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
+                      uint16_t *out, int64_t out_pitch) {
     int bytes = kt_column_bits(kind) / 8;
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++) out[r * out_pitch + c] = decode_one(kind, in + r * in_stride + c * bytes, scale);
+        for (int64_t c = 0; c < columns; c++)
+            out[r * out_pitch + c] = decode_one(kind, in + r * in_stride + c * bytes, scale);
 }

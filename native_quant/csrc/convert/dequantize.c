@@ -44,15 +44,18 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
     return KTQ_OK;
 }
 
-/* 8 lanes of each type; the compiler makes them of whatever it has. Rounding does not depend on that, nor does the order. */
+/* 8 lanes of each type; the compiler makes them of whatever it has. Rounding does not depend on that, nor does the
+ * order. */
 typedef int8_t codes_lanes __attribute__((vector_size(8)));
 typedef uint16_t bf16_lanes __attribute__((vector_size(16)));
 typedef uint32_t bits_lanes __attribute__((vector_size(32)));
 typedef float float_lanes __attribute__((vector_size(32)));
 typedef double double_lanes __attribute__((vector_size(64)));
 
-/* Sums of one row, each in 8 lanes (column mod 8) that are added in order at the end: the same order in every kernel. */
-static void row_sums(int bits, int64_t k, const uint8_t *source, const uint8_t *weight, int64_t r, float scale, double *sums) {
+/* Sums of one row, each in 8 lanes (column mod 8) that are added in order at the end: the same order in every kernel.
+ */
+static void row_sums(int bits, int64_t k, const uint8_t *source, const uint8_t *weight, int64_t r, float scale,
+                     double *sums) {
     double_lanes xx = {0}, yy = {0}, xy = {0}, dd = {0};
     int8_t codes[TILE_COLUMNS_MAX];
     int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
@@ -65,7 +68,8 @@ static void row_sums(int bits, int64_t k, const uint8_t *source, const uint8_t *
             codes_lanes q;
             memcpy(&bf16, source + 2 * (first + j), sizeof bf16);
             memcpy(&q, codes + j, sizeof q);
-            double_lanes x = __builtin_convertvector((float_lanes)(__builtin_convertvector(bf16, bits_lanes) << 16), double_lanes);
+            double_lanes x =
+                __builtin_convertvector((float_lanes)(__builtin_convertvector(bf16, bits_lanes) << 16), double_lanes);
             double_lanes y = __builtin_convertvector(__builtin_convertvector(q, float_lanes) * scale, double_lanes);
             double_lanes d = x - y;
             xx += x * x;

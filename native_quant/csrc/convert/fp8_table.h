@@ -1,13 +1,14 @@
-/* FP8 E4M3 times one scale as BF16, by table. All codes with the same fraction give the same BF16 fraction, and exponents just add
- * up, so 16 + 8 entries stand for 256 codes as long as no result is subnormal or overflows:
+/* FP8 E4M3 times one scale as BF16, by table. All codes with the same fraction give the same BF16 fraction, and
+ * exponents just add up, so 16 + 8 entries stand for 256 codes as long as no result is subnormal or overflows:
  *
  *   code    s eee e mmm                    entry e mmm of `normal`:  bf16((8 + mmm) * 2^(e - 10) * scale)
  *             |   |_____ entry             plus eee << 8: two exponent steps are 1 in the upper byte of BF16
  *             |_________ added to the      codes below 8, which are subnormal:
  *                        upper byte        entry mmm of `subnormal`: bf16(mmm * 2^-9 * scale)
  *
- * vpshufb looks 16 bytes up at once: one table for the lower bytes of BF16, one for the upper. It takes the lower 4 bits of a
- * code as they are. NaN (0x7f, 0xff) would come out as 480: a kernel that finds one has the scalar kernel redo that piece.
+ * vpshufb looks 16 bytes up at once: one table for the lower bytes of BF16, one for the upper. It takes the lower 4
+ * bits of a code as they are. NaN (0x7f, 0xff) would come out as 480: a kernel that finds one has the scalar kernel
+ * redo that piece.
  */
 #ifndef KT_FP8_TABLE_H
 #define KT_FP8_TABLE_H

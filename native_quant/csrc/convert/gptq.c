@@ -1,5 +1,5 @@
-/* A block of columns of GPTQ: 32 rows at a time are transposed, so that a column is a few vectors, processed while they are in L1
- * and L2, and transposed back. Knows the order of rows, but no instruction set. */
+/* A block of columns of GPTQ: 32 rows at a time are transposed, so that a column is a few vectors, processed while they
+ * are in L1 and L2, and transposed back. Knows the order of rows, but no instruction set. */
 #include <string.h>
 
 #include "kernels.h"
@@ -10,8 +10,8 @@ static void turn(const kt_kernels *kernels, const float *rows, int64_t count, in
     for (int64_t c = 0; c < width; c += KT_STRIP_ROWS) {
         int64_t columns = width - c < KT_STRIP_ROWS ? width - c : KT_STRIP_ROWS;
         /* To the kernel, the columns are rows, and the rows that are far apart columns. */
-        kernels->transpose(4, (const uint8_t *)(rows + c), width * 4, columns, count, (uint8_t *)(tile + c * KT_STRIP_ROWS),
-                           KT_STRIP_ROWS * 4);
+        kernels->transpose(4, (const uint8_t *)(rows + c), width * 4, columns, count,
+                           (uint8_t *)(tile + c * KT_STRIP_ROWS), KT_STRIP_ROWS * 4);
     }
 }
 

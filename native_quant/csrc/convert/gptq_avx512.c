@@ -1,5 +1,5 @@
-/* AVX-512: a column of 32 rows in 2 vectors. The divisions of a column wait for the one before it only, so they overlap with what
- * it takes from the others. min and max give their second operand where one is NaN, so NaN stays NaN. */
+/* AVX-512: a column of 32 rows in 2 vectors. The divisions of a column wait for the one before it only, so they overlap
+ * with what it takes from the others. min and max give their second operand where one is NaN, so NaN stays NaN. */
 #include <immintrin.h>
 
 #include "bf16.h"

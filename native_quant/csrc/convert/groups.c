@@ -4,10 +4,11 @@
 
 #include "kernels.h"
 
-int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch,
-                        uint8_t *packed, uint16_t *scale, int64_t *bad_row) {
+int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_t k, const ktq_source *source,
+                        uint16_t *scratch, uint8_t *packed, uint16_t *scale, int64_t *bad_row) {
     if ((bits != 4 && bits != 8) || (rounding != KTQ_LIBRARY && rounding != KTQ_FLOAT32)) return KTQ_EINVAL;
-    if (group <= 0 || group % KT_GROUP_COLUMNS || !source || !scratch || !packed || !scale || !bad_row) return KTQ_EINVAL;
+    if (group <= 0 || group % KT_GROUP_COLUMNS || !source || !scratch || !packed || !scale || !bad_row)
+        return KTQ_EINVAL;
     int error = kt_check_source(source, n, k);
     if (!error && k % group) error = KTQ_EINVAL;
     if (error) return error;
@@ -19,7 +20,8 @@ int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_
         int64_t rows = n - first < KT_STRIP_ROWS ? n - first : KT_STRIP_ROWS, row_stride;
         const uint8_t *row = kt_bf16_rows(kernels, source, first, rows, k, scratch, &row_stride);
         for (int64_t r = first; r < first + rows; r++, row += row_stride) {
-            if (kernels->groups(bits, group, rounding, row, k, packed + r * (k * bits / 8), scale + r * (k / group))) continue;
+            if (kernels->groups(bits, group, rounding, row, k, packed + r * (k * bits / 8), scale + r * (k / group)))
+                continue;
             *bad_row = r;
             break;
         }

@@ -41,9 +41,10 @@ KT_TARGET_AVX2 static inline __m256i pairs(int bits, int rounding, const uint8_t
     return _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi32(_mm256_and_si256(odd, low), bits));
 }
 
-KT_TARGET_AVX2 static inline __attribute__((always_inline)) int row_of(int bits, int rounding, int64_t group, const uint8_t *row,
-                                                                       int64_t k, uint8_t *packed, uint16_t *scale) {
-    /* All scales first: each is a chain of latencies, and those of several groups overlap. The row is in L1 the second time. */
+KT_TARGET_AVX2 static inline __attribute__((always_inline)) int
+row_of(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale) {
+    /* All scales first: each is a chain of latencies, and those of several groups overlap. The row is in L1 the second
+     * time. */
     for (int64_t g = 0; g < k / group; g++) {
         uint16_t amax = group_amax(row + 2 * g * group, group);
         if (amax >= KT_BF16_INFINITY) return 0;

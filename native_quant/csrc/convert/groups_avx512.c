@@ -21,8 +21,8 @@ KT_TARGET_AVX512 static inline uint16_t group_amax(const uint8_t *p, int64_t gro
     return largest(a);
 }
 
-/* x / scale, rounded to BF16 if the library does (bf16.h: kt_to_bf16), cut to what the bits hold, and as an unsigned code in the
-   lowest byte: adding 1.5 * 2^23 + 2^(bits-1) leaves no place for a fraction. */
+/* x / scale, rounded to BF16 if the library does (bf16.h: kt_to_bf16), cut to what the bits hold, and as an unsigned
+   code in the lowest byte: adding 1.5 * 2^23 + 2^(bits-1) leaves no place for a fraction. */
 KT_TARGET_AVX512 static inline __m512i codes(int bits, int rounding, __m512i x, __m512 scale) {
     const float offset = bits == 4 ? 8.0f : 128.0f;
     __m512 q = _mm512_div_ps(_mm512_castsi512_ps(x), scale);
@@ -36,10 +36,11 @@ KT_TARGET_AVX512 static inline __m512i codes(int bits, int rounding, __m512i x, 
     return _mm512_castps_si512(_mm512_add_ps(q, _mm512_set1_ps(0x1.8p23f + offset)));
 }
 
-KT_TARGET_AVX512 static inline __attribute__((always_inline)) int row_of(int bits, int rounding, int64_t group, const uint8_t *row,
-                                                                         int64_t k, uint8_t *packed, uint16_t *scale) {
+KT_TARGET_AVX512 static inline __attribute__((always_inline)) int
+row_of(int bits, int rounding, int64_t group, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale) {
     const __m512i low = _mm512_set1_epi32(bits == 4 ? 0x0f : 0xff);
-    /* All scales first: each is a chain of latencies, and those of several groups overlap. The row is in L1 the second time. */
+    /* All scales first: each is a chain of latencies, and those of several groups overlap. The row is in L1 the second
+     * time. */
     for (int64_t g = 0; g < k / group; g++) {
         uint16_t amax = group_amax(row + 2 * g * group, group);
         if (amax >= KT_BF16_INFINITY) return 0;
@@ -62,8 +63,8 @@ KT_TARGET_AVX512 static inline __attribute__((always_inline)) int row_of(int bit
     return 1;
 }
 
-KT_TARGET_AVX512 int kt_groups_avx512(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
-                                      uint16_t *scale) {
+KT_TARGET_AVX512 int kt_groups_avx512(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k,
+                                      uint8_t *packed, uint16_t *scale) {
     if (bits == 4 && rounding == KTQ_LIBRARY) return row_of(4, KTQ_LIBRARY, group, row, k, packed, scale);
     if (bits == 4) return row_of(4, KTQ_FLOAT32, group, row, k, packed, scale);
     if (rounding == KTQ_LIBRARY) return row_of(8, KTQ_LIBRARY, group, row, k, packed, scale);

@@ -11,7 +11,8 @@ static unsigned code(int bits, int rounding, float x, float scale) {
     return (unsigned)(int)(rintf(q) - least);
 }
 
-int kt_groups_scalar(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed, uint16_t *scale) {
+int kt_groups_scalar(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
+                     uint16_t *scale) {
     for (int64_t first = 0; first < k; first += group) {
         uint16_t amax = kt_amax_scalar(row + 2 * first, group);
         if (amax >= KT_BF16_INFINITY) return 0;

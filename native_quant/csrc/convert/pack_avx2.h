@@ -1,6 +1,6 @@
-/* Shared by both AVX2 packers: 32 BF16 values to 32 INT8 codes, and the transpose of half a half tile, which is 8 rows of 8
- * quads here (pack_avx512.h has the drawing). vpacksswb works within 128-bit lanes, so a register of 32 codes holds its quads in
- * the order 0 1 4 5, 2 3 6 7; the transpose stores each where it belongs.
+/* Shared by both AVX2 packers: 32 BF16 values to 32 INT8 codes, and the transpose of half a half tile, which is 8 rows
+ * of 8 quads here (pack_avx512.h has the drawing). vpacksswb works within 128-bit lanes, so a register of 32 codes
+ * holds its quads in the order 0 1 4 5, 2 3 6 7; the transpose stores each where it belongs.
  */
 #ifndef KT_PACK_AVX2_H
 #define KT_PACK_AVX2_H
@@ -9,7 +9,8 @@
 
 #include "kernels.h"
 
-/* round-half-to-even(fl32(x * reciprocal)) of 16 BF16 values: int16, in their order. See kt_int16_codes in pack_avx512.h. */
+/* round-half-to-even(fl32(x * reciprocal)) of 16 BF16 values: int16, in their order. See kt_int16_codes in
+ * pack_avx512.h. */
 KT_TARGET_AVX2 static inline __m256i kt_int16_codes(const uint8_t *p, __m256 reciprocal) {
     const __m256 magic = _mm256_set1_ps(0x1.8p23f);
     __m256i bf16 = _mm256_loadu_si256((const __m256i *)p);

@@ -7,11 +7,11 @@
  *   row 1   .       .         .      ->    quad 1    .      .        .
  *   ..                                     ..
  *
- * vpacksswb works within 128-bit lanes, so a register of 64 codes holds its quads in the order 0 1 8 9, 2 3 10 11, 4 5 12 13,
- * 6 7 14 15. That costs nothing: the transpose stores each quad where it belongs.
+ * vpacksswb works within 128-bit lanes, so a register of 64 codes holds its quads in the order 0 1 8 9, 2 3 10 11, 4 5
+ * 12 13, 6 7 14 15. That costs nothing: the transpose stores each quad where it belongs.
  *
- * Stores are plain: the output buffer is used again and again and stays in the cache. Non-temporal ones were measured: slower
- * on Cascade Lake by a fifth into such a buffer, and no faster into fresh memory.
+ * Stores are plain: the output buffer is used again and again and stays in the cache. Non-temporal ones were measured:
+ * slower on Cascade Lake by a fifth into such a buffer, and no faster into fresh memory.
  */
 #ifndef KT_PACK_AVX512_H
 #define KT_PACK_AVX512_H
@@ -35,13 +35,15 @@ KT_TARGET_AVX512 static inline __m512i kt_int16_codes(__m512i bf16, __m512 recip
     __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(bf16, _mm512_set1_epi32((int)0xffff0000)));
     even = _mm512_add_ps(_mm512_mul_ps(even, reciprocal), magic);
     odd = _mm512_add_ps(_mm512_mul_ps(odd, reciprocal), magic);
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_castps_si512(even), _mm512_slli_epi32(_mm512_castps_si512(odd), 16));
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_castps_si512(even),
+                                   _mm512_slli_epi32(_mm512_castps_si512(odd), 16));
 }
 
 /* 64 columns of a row: 64 codes, quads in the order of vpacksswb. */
 KT_TARGET_AVX512 static inline __m512i kt_int8_codes(const uint8_t *bf16, float reciprocal) {
     __m512 r = _mm512_set1_ps(reciprocal);
-    return _mm512_packs_epi16(kt_int16_codes(_mm512_loadu_si512(bf16), r), kt_int16_codes(_mm512_loadu_si512(bf16 + 64), r));
+    return _mm512_packs_epi16(kt_int16_codes(_mm512_loadu_si512(bf16), r),
+                              kt_int16_codes(_mm512_loadu_si512(bf16 + 64), r));
 }
 
 /* rows[16], quads in the order of vpacksswb -> the 1024 bytes of a half tile. */
@@ -55,8 +57,8 @@ KT_TARGET_AVX512 static inline void kt_store_quads(const __m512i *rows, uint8_t 
         }
 }
 
-/* Prefetches `columns` columns from `column` on of row r of the 16 rows that come next, into L2, so that memory is busy while
-   we compute: a fifth faster. */
+/* Prefetches `columns` columns from `column` on of row r of the 16 rows that come next, into L2, so that memory is busy
+   while we compute: a fifth faster. */
 KT_TARGET_AVX512 static inline void kt_fetch(const kt_ahead *ahead, int64_t r, int64_t column, int64_t columns) {
     const char *at = (const char *)ahead->first + r * ahead->row_stride + column * ahead->column_bits / 8;
     for (int64_t done = 0; done < columns * ahead->column_bits / 8; done += 64) _mm_prefetch(at + done, _MM_HINT_T1);

@@ -9,7 +9,8 @@ static int in_range(int bits, const int8_t *row, int64_t k) {
     return 1;
 }
 
-int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t row_stride, uint8_t *weight, int64_t *bad_row) {
+int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t row_stride, uint8_t *weight,
+                   int64_t *bad_row) {
     int error = kt_check_shape(bits, n, k);
     if (!error && (!codes || !weight || !bad_row)) error = KTQ_EINVAL;
     if (error) return error;

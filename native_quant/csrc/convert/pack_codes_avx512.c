@@ -6,8 +6,8 @@ KT_TARGET_AVX512 static inline __mmask64 outside(__m512i codes, __m512i most) {
     return _mm512_cmpgt_epu8_mask(_mm512_add_epi8(codes, most), _mm512_add_epi8(most, most));
 }
 
-KT_TARGET_AVX512 int kt_pack_codes_avx512(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles,
-                                          const kt_ahead *ahead) {
+KT_TARGET_AVX512 int kt_pack_codes_avx512(int bits, const int8_t *rows, int64_t row_stride, int64_t columns,
+                                          uint8_t *tiles, const kt_ahead *ahead) {
     const __m512i most = _mm512_set1_epi8((char)kt_largest_code(bits)), low_nibble = _mm512_set1_epi8(0x0f);
     int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
     __mmask64 bad = 0;

@@ -1,7 +1,8 @@
 /* A half tile of codes: 16 rows x 64 bytes; AMXINT4: the byte of column j holds j (low nibble) and j + 64 (high). */
 #include "kernels.h"
 
-int kt_pack_codes_scalar(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles, const kt_ahead *ahead) {
+int kt_pack_codes_scalar(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles,
+                         const kt_ahead *ahead) {
     (void)ahead;
     int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
     int largest = kt_largest_code(bits), good = 1;

@@ -2,8 +2,8 @@
  * x * reciprocal leaves -112..112, and that subnormal values do not matter in these rows. */
 #include "pack_avx2.h"
 
-/* From the INT8 grid to multiples of 16, half away from zero: floor((q + 8) / 16) for q >= 0 and floor((q + 7) / 16) below, so
-   the code is the upper nibble of this. */
+/* From the INT8 grid to multiples of 16, half away from zero: floor((q + 8) / 16) for q >= 0 and floor((q + 7) / 16)
+   below, so the code is the upper nibble of this. */
 KT_TARGET_AVX2 static inline __m256i upper_nibbles(__m256i q8) {
     __m256i less_one_if_negative = _mm256_cmpgt_epi8(_mm256_setzero_si256(), q8);
     return _mm256_add_epi8(_mm256_add_epi8(q8, _mm256_set1_epi8(8)), less_one_if_negative);

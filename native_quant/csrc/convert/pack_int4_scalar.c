@@ -1,15 +1,17 @@
-/* AMXINT4 half tile, 16 rows x 128 columns: the byte where AMXINT8 would have column c holds c (low nibble) and c + 64 (high). */
+/* AMXINT4 half tile, 16 rows x 128 columns: the byte where AMXINT8 would have column c holds c (low nibble) and c + 64
+ * (high). */
 #include "kernels.h"
 #include "quantize_scalar.h"
 
-/* From the INT8 grid to multiples of 16, half away from zero: the second of the two roundings. -7..7, two's complement. */
+/* From the INT8 grid to multiples of 16, half away from zero: the second of the two roundings. -7..7, two's complement.
+ */
 static unsigned to_nibble(int q8) {
     int magnitude = ((q8 < 0 ? -q8 : q8) + 8) >> 4;
     return (unsigned)(q8 < 0 ? -magnitude : magnitude) & 15;
 }
 
-void kt_pack_int4_scalar(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
-                         const kt_ahead *ahead) {
+void kt_pack_int4_scalar(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal,
+                         uint8_t *tiles, const kt_ahead *ahead) {
     (void)ahead;
     for (int64_t r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = rows + r * row_stride;

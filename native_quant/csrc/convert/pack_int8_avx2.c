@@ -1,5 +1,5 @@
-/* AVX2: a half tile of AMXINT8, 8 rows and 32 columns at a time (pack_avx2.h). The caller guarantees that no x * reciprocal
- * leaves -127..127, and that subnormal values do not matter in these rows. */
+/* AVX2: a half tile of AMXINT8, 8 rows and 32 columns at a time (pack_avx2.h). The caller guarantees that no x *
+ * reciprocal leaves -127..127, and that subnormal values do not matter in these rows. */
 #include "pack_avx2.h"
 
 KT_TARGET_AVX2 void kt_pack_int8_avx2(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal,

@@ -2,8 +2,8 @@
 #include "kernels.h"
 #include "quantize_scalar.h"
 
-void kt_pack_int8_scalar(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal, uint8_t *tiles,
-                         const kt_ahead *ahead) {
+void kt_pack_int8_scalar(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal,
+                         uint8_t *tiles, const kt_ahead *ahead) {
     (void)ahead;
     for (int64_t r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = rows + r * row_stride;

@@ -7,11 +7,12 @@
 
 /* The smallest normal float32; a scale below it is flushed to 0, as kt-kernel does (it runs with FTZ and DAZ on). */
 #define SMALLEST_NORMAL 0x1p-126f
-/* A subnormal x counts as 0, and is below 2^-126: x/d rounds to 0 anyway once d > 2^-125. Below that, with a margin, the
-   scalar kernel looks at each x. */
+/* A subnormal x counts as 0, and is below 2^-126: x/d rounds to 0 anyway once d > 2^-125. Below that, with a margin,
+   the scalar kernel looks at each x. */
 #define SUBNORMALS_MATTER 0x1p-120f
 
-/* NUMERICS.md: INT8 multiplies by fl(1/127) (into which kt-kernel's compiler turned the division), INT4 divides in float64. */
+/* NUMERICS.md: INT8 multiplies by fl(1/127) (into which kt-kernel's compiler turned the division), INT4 divides in
+ * float64. */
 static float scale_of(int bits, uint16_t amax_bits) {
     float amax = kt_from_bf16(amax_bits);
     float scale = bits == 8 ? amax * (1.0f / 127.0f) : (float)((double)amax / 112.0);
@@ -27,8 +28,8 @@ typedef struct {
 } half_tile;
 
 /* Decodes (if need be) and measures rows first..first+15. Returns the first that is not finite, or -1. */
-static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *source, int64_t first, int64_t k, uint16_t *scratch,
-                       float *scale, half_tile *half) {
+static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *source, int64_t first, int64_t k,
+                       uint16_t *scratch, float *scale, half_tile *half) {
     half->subnormals_matter = 0;
     for (int r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = kt_bf16_row(kernels, source, first + r, k, scratch);
@@ -44,11 +45,13 @@ static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *so
 }
 
 /* 16 rows to their half tiles. */
-static void pack(kt_pack_fn *kernel, int bits, int64_t first, int64_t k, const half_tile *half, uint8_t *weight, const kt_ahead *ahead) {
+static void pack(kt_pack_fn *kernel, int bits, int64_t first, int64_t k, const half_tile *half, uint8_t *weight,
+                 const kt_ahead *ahead) {
     for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
         int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
         kt_ahead here = {ahead->first + c * ahead->column_bits / 8, ahead->row_stride, ahead->column_bits};
-        kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal, kt_half_tiles(bits, weight, k, first, c), &here);
+        kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal,
+               kt_half_tiles(bits, weight, k, first, c), &here);
     }
 }
 

@@ -5,7 +5,8 @@
 #include "bf16.h"
 
 /* round-half-to-even(fl32(x * reciprocal)); a subnormal x counts as 0.
-   |x| <= 127 scale or 112 scale, within a few units in the last place: the result is in -127..127 without saturation. */
+   |x| <= 127 scale or 112 scale, within a few units in the last place: the result is in -127..127 without saturation.
+ */
 static inline int kt_to_int8(uint16_t bf16, float reciprocal) {
     if (!(bf16 & 0x7f80)) return 0;
     float p = kt_from_bf16(bf16) * reciprocal;

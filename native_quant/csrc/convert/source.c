@@ -42,11 +42,13 @@ static int64_t least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* rows x columns values, whose first is element (row, column) of the source and lies at `in`: a rectangle for each scale. */
-static void decode_piece(const kt_kernels *kernels, const ktq_source *source, const uint8_t *in, int64_t in_stride, int64_t row,
-                         int64_t rows, int64_t column, int64_t columns, uint16_t *out, int64_t out_pitch) {
+/* rows x columns values, whose first is element (row, column) of the source and lies at `in`: a rectangle for each
+ * scale. */
+static void decode_piece(const kt_kernels *kernels, const ktq_source *source, const uint8_t *in, int64_t in_stride,
+                         int64_t row, int64_t rows, int64_t column, int64_t columns, uint16_t *out, int64_t out_pitch) {
     if (source->kind == KTQ_BF16) {
-        for (int64_t r = 0; r < rows; r++) memcpy(out + r * out_pitch, in + r * in_stride, (size_t)columns * sizeof *out);
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(out + r * out_pitch, in + r * in_stride, (size_t)columns * sizeof *out);
         return;
     }
     if (source->kind != KTQ_FP8_E4M3) {
@@ -60,24 +62,31 @@ static void decode_piece(const kt_kernels *kernels, const ktq_source *source, co
         for (int64_t c = 0, wide; c < columns; c += wide) {
             int64_t x = source->first_column + column + c;
             wide = least(columns - c, source->block_columns - x % source->block_columns);
-            kernels->decode(source->kind, in + r * in_stride + c, in_stride, high, wide, scales[x / source->block_columns],
-                            out + r * out_pitch + c, out_pitch);
+            kernels->decode(source->kind, in + r * in_stride + c, in_stride, high, wide,
+                            scales[x / source->block_columns], out + r * out_pitch + c, out_pitch);
         }
     }
 }
 
 /* Rows first..first+rows-1 of packed integers: out[rows][k]. */
-static void decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out) {
+static void decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                            uint16_t *out) {
     for (int64_t r = first; r < first + rows; r++, out += k) {
         const float *scales = source->scales + (source->first_row + r) / source->block_rows * source->scales_per_row;
-        kt_codes row = {kt_column_bits(source->kind), (const uint8_t *)source->values + r * source->row_stride, source->skip, k,
-                        scales, source->first_column, source->block_columns};
+        kt_codes row = {kt_column_bits(source->kind),
+                        (const uint8_t *)source->values + r * source->row_stride,
+                        source->skip,
+                        k,
+                        scales,
+                        source->first_column,
+                        source->block_columns};
         kernels->decode_codes(&row, out);
     }
 }
 
 /* Rows first..first+rows-1: out[rows][k]. At most 32 if the columns are contiguous. */
-static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k, uint16_t *out) {
+static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                        uint16_t *out) {
     if (is_integer(source->kind)) {
         decode_integers(kernels, source, first, rows, k, out);
         return;
@@ -99,8 +108,10 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
     }
 }
 
-const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k, uint16_t *scratch) {
-    if (source->kind == KTQ_BF16 && kt_is_row_contiguous(source)) return (const uint8_t *)source->values + r * source->row_stride;
+const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k,
+                           uint16_t *scratch) {
+    if (source->kind == KTQ_BF16 && kt_is_row_contiguous(source))
+        return (const uint8_t *)source->values + r * source->row_stride;
     /* Columns that are contiguous: a whole strip, so that whole cache lines are read. */
     int64_t rows = kt_is_row_contiguous(source) ? KT_HALF_ROWS : KT_STRIP_ROWS;
     if (r % rows == 0) decode_rows(kernels, source, r, rows, k, scratch);

@@ -1,12 +1,13 @@
-/* AVX2: 32 rows and as many columns as make 32 bytes of a row, 8 or 16 rows at a time. Items of 1 and 2 bytes are first put
- * together to 32-bit words of 4 and 2 columns; then everything is a transpose of 8 x 8 words. Fewer rows, and what is left of the
- * columns, are left to the scalar kernel. */
+/* AVX2: 32 rows and as many columns as make 32 bytes of a row, 8 or 16 rows at a time. Items of 1 and 2 bytes are first
+ * put together to 32-bit words of 4 and 2 columns; then everything is a transpose of 8 x 8 words. Fewer rows, and what
+ * is left of the columns, are left to the scalar kernel. */
 #include <immintrin.h>
 
 #include "kernels.h"
 
 /* words[i] word j -> at out + rows[j] * pitch, word i, for the 8 rows that `rows` names. */
-KT_TARGET_AVX2 static inline void store_transposed(const __m256i *words, const uint8_t *rows, uint8_t *out, int64_t pitch) {
+KT_TARGET_AVX2 static inline void store_transposed(const __m256i *words, const uint8_t *rows, uint8_t *out,
+                                                   int64_t pitch) {
     __m256i turned[2][4]; /* [g][q]: in lane l, word 4l + q of words[4g..4g+3] */
     for (int g = 0; g < 2; g++) {
         const __m256i *w = words + 4 * g;
@@ -54,7 +55,8 @@ KT_TARGET_AVX2 static void transpose_1(const uint8_t *in, int64_t stride, uint8_
     for (int i = 0; i < 8; i++) {
         const uint8_t *column = in + 4 * i * stride;
         __m128i a = _mm_loadu_si128((const __m128i *)column), b = _mm_loadu_si128((const __m128i *)(column + stride));
-        __m128i c = _mm_loadu_si128((const __m128i *)(column + 2 * stride)), d = _mm_loadu_si128((const __m128i *)(column + 3 * stride));
+        __m128i c = _mm_loadu_si128((const __m128i *)(column + 2 * stride)),
+                d = _mm_loadu_si128((const __m128i *)(column + 3 * stride));
         __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d); /* rows 0-7 */
         __m128i AB = _mm_unpackhi_epi8(a, b), CD = _mm_unpackhi_epi8(c, d); /* rows 8-15 */
         low[i] = _mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
@@ -64,14 +66,15 @@ KT_TARGET_AVX2 static void transpose_1(const uint8_t *in, int64_t stride, uint8_
     store_transposed(high, low_rows, out + 8 * pitch, pitch);
 }
 
-KT_TARGET_AVX2 void kt_transpose_avx2(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
-                                      uint8_t *out, int64_t row_pitch) {
+KT_TARGET_AVX2 void kt_transpose_avx2(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows,
+                                      int64_t columns, uint8_t *out, int64_t row_pitch) {
     int64_t step = 32 / item_bytes, done = 0;
     int64_t rows_at_once = item_bytes == 4 ? 8 : 16;
     for (; rows == KT_STRIP_ROWS && done + step <= columns; done += step) {
         /* The columns are far apart, each on its own page: prefetch those of the next step. */
         if (done + 2 * step <= columns)
-            for (int64_t c = step; c < 2 * step; c++) _mm_prefetch((const char *)in + (done + c) * column_stride, _MM_HINT_T0);
+            for (int64_t c = step; c < 2 * step; c++)
+                _mm_prefetch((const char *)in + (done + c) * column_stride, _MM_HINT_T0);
         for (int64_t r = 0; r < KT_STRIP_ROWS; r += rows_at_once) {
             const uint8_t *from = in + done * column_stride + r * item_bytes;
             uint8_t *to = out + done * item_bytes + r * row_pitch;
@@ -84,5 +87,6 @@ KT_TARGET_AVX2 void kt_transpose_avx2(int item_bytes, const uint8_t *in, int64_t
         }
     }
     if (done < columns)
-        kt_transpose_scalar(item_bytes, in + done * column_stride, column_stride, rows, columns - done, out + done * item_bytes, row_pitch);
+        kt_transpose_scalar(item_bytes, in + done * column_stride, column_stride, rows, columns - done,
+                            out + done * item_bytes, row_pitch);
 }

@@ -1,12 +1,13 @@
-/* AVX-512 F, BW and VL: 32 rows and as many columns as make 64 bytes of a row. Items of 1 and 2 bytes are first put together to
- * 32-bit words of 4 and 2 columns; then everything is a transpose of 16 x 16 words. Fewer rows, and what is left of the columns,
- * are left to the scalar kernel. */
+/* AVX-512 F, BW and VL: 32 rows and as many columns as make 64 bytes of a row. Items of 1 and 2 bytes are first put
+ * together to 32-bit words of 4 and 2 columns; then everything is a transpose of 16 x 16 words. Fewer rows, and what is
+ * left of the columns, are left to the scalar kernel. */
 #include <immintrin.h>
 
 #include "words_avx512.h"
 
 /* words[i] word j -> at out + rows[j] * pitch, word i, for the 16 rows that `rows` names. */
-KT_TARGET_AVX512 static inline void store_transposed(const __m512i *words, const uint8_t *rows, uint8_t *out, int64_t pitch) {
+KT_TARGET_AVX512 static inline void store_transposed(const __m512i *words, const uint8_t *rows, uint8_t *out,
+                                                     int64_t pitch) {
     __m512i turned[16];
     kt_transpose_words(words, turned);
     for (int j = 0; j < 16; j++) _mm512_storeu_si512(out + rows[j] * pitch, turned[j]);
@@ -41,19 +42,23 @@ KT_TARGET_AVX512 static void transpose_1(const uint8_t *in, int64_t stride, uint
     __m512i low[16], high[16];
     for (int i = 0; i < 16; i++) {
         const uint8_t *column = in + 4 * i * stride;
-        __m256i a = _mm256_loadu_si256((const __m256i *)column), b = _mm256_loadu_si256((const __m256i *)(column + stride));
-        __m256i c = _mm256_loadu_si256((const __m256i *)(column + 2 * stride)), d = _mm256_loadu_si256((const __m256i *)(column + 3 * stride));
+        __m256i a = _mm256_loadu_si256((const __m256i *)column),
+                b = _mm256_loadu_si256((const __m256i *)(column + stride));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(column + 2 * stride)),
+                d = _mm256_loadu_si256((const __m256i *)(column + 3 * stride));
         __m256i ab = _mm256_unpacklo_epi8(a, b), cd = _mm256_unpacklo_epi8(c, d); /* rows 0-7, 16-23 */
         __m256i AB = _mm256_unpackhi_epi8(a, b), CD = _mm256_unpackhi_epi8(c, d); /* rows 8-15, 24-31 */
-        low[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi16(ab, cd)), _mm256_unpackhi_epi16(ab, cd), 1);
-        high[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi16(AB, CD)), _mm256_unpackhi_epi16(AB, CD), 1);
+        low[i] =
+            _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi16(ab, cd)), _mm256_unpackhi_epi16(ab, cd), 1);
+        high[i] =
+            _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi16(AB, CD)), _mm256_unpackhi_epi16(AB, CD), 1);
     }
     store_transposed(low, low_rows, out, pitch);
     store_transposed(high, low_rows, out + 8 * pitch, pitch);
 }
 
-KT_TARGET_AVX512 void kt_transpose_avx512(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
-                                          uint8_t *out, int64_t row_pitch) {
+KT_TARGET_AVX512 void kt_transpose_avx512(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows,
+                                          int64_t columns, uint8_t *out, int64_t row_pitch) {
     int64_t step = 64 / item_bytes, done = 0;
     for (; rows == KT_STRIP_ROWS && done + step <= columns; done += step) {
         const uint8_t *from = in + done * column_stride;
@@ -69,5 +74,6 @@ KT_TARGET_AVX512 void kt_transpose_avx512(int item_bytes, const uint8_t *in, int
             transpose_1(from, column_stride, to, row_pitch);
     }
     if (done < columns)
-        kt_transpose_scalar(item_bytes, in + done * column_stride, column_stride, rows, columns - done, out + done * item_bytes, row_pitch);
+        kt_transpose_scalar(item_bytes, in + done * column_stride, column_stride, rows, columns - done,
+                            out + done * item_bytes, row_pitch);
 }

@@ -6,8 +6,8 @@
 
 #include "kernels.h"
 
-/* out[i], word j = in[j], word i. Two rounds of interleaving 32- and 64-bit items turn each 4 x 4 block of words that shares a lane;
-   two rounds of moving lanes bring those of one column together. */
+/* out[i], word j = in[j], word i. Two rounds of interleaving 32- and 64-bit items turn each 4 x 4 block of words that
+   shares a lane; two rounds of moving lanes bring those of one column together. */
 KT_TARGET_AVX512 static inline void kt_transpose_words(const __m512i *in, __m512i *out) {
     __m512i turned[4][4]; /* [g][q]: in lane l, word 4l + q of in[4g..4g+3] */
     for (int g = 0; g < 4; g++) {
@@ -21,7 +21,8 @@ KT_TARGET_AVX512 static inline void kt_transpose_words(const __m512i *in, __m512
     }
     for (int q = 0; q < 4; q++) {
         __m512i a = turned[0][q], b = turned[1][q], c = turned[2][q], d = turned[3][q];
-        __m512i ab02 = _mm512_shuffle_i32x4(a, b, 0x88), ab13 = _mm512_shuffle_i32x4(a, b, 0xdd); /* lanes 0 2, 1 3 of each */
+        __m512i ab02 = _mm512_shuffle_i32x4(a, b, 0x88),
+                ab13 = _mm512_shuffle_i32x4(a, b, 0xdd); /* lanes 0 2, 1 3 of each */
         __m512i cd02 = _mm512_shuffle_i32x4(c, d, 0x88), cd13 = _mm512_shuffle_i32x4(c, d, 0xdd);
         out[q] = _mm512_shuffle_i32x4(ab02, cd02, 0x88);
         out[4 + q] = _mm512_shuffle_i32x4(ab13, cd13, 0x88);

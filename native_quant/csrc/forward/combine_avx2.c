@@ -10,12 +10,14 @@ combine_block(int registers, int64_t terms, const float *const *rows, const floa
     for (int i = 0; i < registers; i++) sum[i] = _mm256_setzero_ps();
     for (int64_t t = 0; t < terms; t++) {
         const __m256 weight = _mm256_set1_ps(weights[t]);
-        for (int i = 0; i < registers; i++) sum[i] = _mm256_fmadd_ps(_mm256_loadu_ps(rows[t] + c + 8 * i), weight, sum[i]);
+        for (int i = 0; i < registers; i++)
+            sum[i] = _mm256_fmadd_ps(_mm256_loadu_ps(rows[t] + c + 8 * i), weight, sum[i]);
     }
     for (int i = 0; i < registers; i++) _mm256_storeu_ps(out + c + 8 * i, sum[i]);
 }
 
-KT_TARGET_AVX2 void kt_combine_avx2(int64_t terms, const float *const *rows, const float *weights, int64_t columns, float *out) {
+KT_TARGET_AVX2 void kt_combine_avx2(int64_t terms, const float *const *rows, const float *weights, int64_t columns,
+                                    float *out) {
     int64_t c = 0;
     for (; c + 64 <= columns; c += 64) combine_block(8, terms, rows, weights, c, out);
     for (; c < columns; c += 32) combine_block(4, terms, rows, weights, c, out);

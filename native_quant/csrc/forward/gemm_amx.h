@@ -1,25 +1,29 @@
 /* Dot products with AMX tiles: the code shared by both weight formats.
  *
- * A tile of activations is 16 tokens x 64 columns where they lie; a tile of weights is half a packed tile (16 rows x 64 columns as
- * quads), read in place (int8) or unpacked to scratch, once for all tokens (int4); a tile of sums is 16 x 16 int32. By tokens:
+ * A tile of activations is 16 tokens x 64 columns where they lie; a tile of weights is half a packed tile (16 rows x 64
+ * columns as quads), read in place (int8) or unpacked to scratch, once for all tokens (int4); a tile of sums is 16 x 16
+ * int32. By tokens:
  *
- * - up to KT_LEFT_TO_VNNI: the AVX-512 VNNI kernel, which reads at 85 to 100 % of the memory's speed there (measured on Cascade
- *   Lake). Memory is the limit, and 16-row tiles would be half empty.
- * - up to 16: one tile of activations with as many rows as there are tokens, times both halves of the strip. 2 products for 3
- *   loads, and only two chains of sums; about 30 cycles a KiB of weights, where memory gives one in 200.
- * - more: 2 x 2 tiles, 4 products for 4 loads: 64 cycles of products hide 32 of loads if those hit L1. With 8 tiles no shape loads
- *   less: 1 x 4 loads 5 for 4, 2 x 3 loads 7 for 6. A last block of up to 16 tokens is done as above, with 16 rows.
+ * - up to KT_LEFT_TO_VNNI: the AVX-512 VNNI kernel, which reads at 85 to 100 % of the memory's speed there (measured on
+ * Cascade Lake). Memory is the limit, and 16-row tiles would be half empty.
+ * - up to 16: one tile of activations with as many rows as there are tokens, times both halves of the strip. 2 products
+ * for 3 loads, and only two chains of sums; about 30 cycles a KiB of weights, where memory gives one in 200.
+ * - more: 2 x 2 tiles, 4 products for 4 loads: 64 cycles of products hide 32 of loads if those hit L1. With 8 tiles no
+ * shape loads less: 1 x 4 loads 5 for 4, 2 x 3 loads 7 for 6. A last block of up to 16 tokens is done as above, with 16
+ * rows.
  *
- * Order. The columns are cut into panels of 512 (a strip's: 16 KiB of int8, in L1 48 KiB). With more than 32 tokens: for each 512
- * columns, for each strip, for each 32 tokens. So the panel comes from L2 once and from L1 for every other block; activations
- * (256 tokens x 512: 128 KiB) and sums (KT_MAX_STRIPS: 512 KiB) stay in L2. Per block of 8 steps, 512 cycles of products, L2 gives
- * 16 KiB of activations and 4 KiB of sums, and takes those back; it would be 32 KiB if panels were longer than L1 holds, and that
- * was measured (Sapphire Rapids, registers 6.7 TOP/s): both operands from L2 3.4 to 3.8, one of them from L1 4.9 to 5.4.
- * With at most 32 tokens a panel is used once, so it is strip by strip and the sums stay in their tiles until the strip is done.
+ * Order. The columns are cut into panels of 512 (a strip's: 16 KiB of int8, in L1 48 KiB). With more than 32 tokens:
+ * for each 512 columns, for each strip, for each 32 tokens. So the panel comes from L2 once and from L1 for every other
+ * block; activations (256 tokens x 512: 128 KiB) and sums (KT_MAX_STRIPS: 512 KiB) stay in L2. Per block of 8 steps,
+ * 512 cycles of products, L2 gives 16 KiB of activations and 4 KiB of sums, and takes those back; it would be 32 KiB if
+ * panels were longer than L1 holds, and that was measured (Sapphire Rapids, registers 6.7 TOP/s): both operands from
+ * L2 3.4 to 3.8, one of them from L1 4.9 to 5.4. With at most 32 tokens a panel is used once, so it is strip by strip
+ * and the sums stay in their tiles until the strip is done.
  *
- * Errands, spread over the steps, in the shade of the products: memory to L2 for the panel to come; for int4 also its unpacking,
- * into the half of scratch that is not in use: with one block of tokens 80 operations and 32 stores a step, against 64 cycles of
- * products. It makes sign-extended codes, 5 operations for 128; 16 * code takes 3, and a pass over all sums in the end. */
+ * Errands, spread over the steps, in the shade of the products: memory to L2 for the panel to come; for int4 also its
+ * unpacking, into the half of scratch that is not in use: with one block of tokens 80 operations and 32 stores a step,
+ * against 64 cycles of products. It makes sign-extended codes, 5 operations for 128; 16 * code takes 3, and a pass over
+ * all sums in the end. */
 #ifndef KT_GEMM_AMX_H
 #define KT_GEMM_AMX_H
 
@@ -33,9 +37,10 @@ typedef struct {
 
 enum {
     KT_LEFT_TO_VNNI = 8, /* tokens */
-    KT_LAST_CHUNK = KT_CHUNK * 3 / 2, /* what is left of a column block is not cut in two if it is this short: 768 columns */
+    /* what is left of a column block is not cut in two if it is this short: 768 columns */
+    KT_LAST_CHUNK = KT_CHUNK * 3 / 2,
     KT_PANEL_BYTES = KT_STRIP_ROWS * KT_LAST_CHUNK,
-    KT_LINES = 4,                      /* of an errand that are done at a time; a panel and a tile have multiples of it */
+    KT_LINES = 4, /* of an errand that are done at a time; a panel and a tile have multiples of it */
     KT_SUMS_PITCH = KT_STRIP_ROWS * 4, /* bytes from token to token */
 };
 
@@ -91,22 +96,25 @@ KT_INLINE KT_TARGET_AMX void kt_run_errand(int bits, kt_errand *errand, int64_t 
 #pragma GCC unroll 4
         for (int i = 0; i < KT_LINES; i++) {
             _mm_prefetch((const char *)errand->ahead + offset + i * 64, _MM_HINT_T1);
-            if (bits == 4) kt_unpack_line(errand->packed + offset + i * 64, errand->codes + 2 * offset - in_tile + i * 64);
+            if (bits == 4)
+                kt_unpack_line(errand->packed + offset + i * 64, errand->codes + 2 * offset - in_tile + i * 64);
         }
     }
 }
 
 /* The errand for `panel`, which is multiplied next: int8: to L2; int4: unpacked, and the one after it to L2. */
-static inline kt_errand kt_errand_for(const kt_gemm *job, int bits, int by_strip, const kt_panel *panel, uint8_t *codes) {
+static inline kt_errand kt_errand_for(const kt_gemm *job, int bits, int by_strip, const kt_panel *panel,
+                                      uint8_t *codes) {
     const uint8_t *tiles = kt_panel_tiles(job, bits, panel), *ahead = tiles;
     kt_panel after = *panel;
     if (bits == 4 && kt_next_panel(job, by_strip, &after)) ahead = kt_panel_tiles(job, bits, &after);
-    return (kt_errand){.lines = KT_STRIP_ROWS * panel->columns * bits / 8 / 64, .ahead = ahead, .packed = tiles, .codes = codes};
+    return (kt_errand){
+        .lines = KT_STRIP_ROWS * panel->columns * bits / 8 / 64, .ahead = ahead, .packed = tiles, .codes = codes};
 }
 
 /* Adds the products of up to 16 (two = 0) or 32 tokens with a panel's codes to the sums in tiles 4, 5 (and 6, 7). */
-KT_INLINE KT_TARGET_AMX void kt_multiply_panel(int bits, int two, const int8_t *a, int64_t a_pitch, const uint8_t *codes,
-                                               int64_t columns, kt_errand *errand) {
+KT_INLINE KT_TARGET_AMX void kt_multiply_panel(int bits, int two, const int8_t *a, int64_t a_pitch,
+                                               const uint8_t *codes, int64_t columns, kt_errand *errand) {
     const int8_t *a1 = a + 16 * a_pitch;
     for (int64_t j = 0; j < columns; j += 64, codes += KT_TILE_BYTES) {
         KT_TILE_LOAD(0, a + j, a_pitch);
@@ -150,9 +158,10 @@ KT_INLINE KT_TARGET_AMX void kt_end_block(int two, int32_t *c) {
     }
 }
 
-/* One panel with all tokens. stay: the sums are left in their tiles from panel to panel of a strip (there is one block). */
-KT_INLINE KT_TARGET_AMX void kt_work_panel(int bits, const kt_gemm *job, int stay, const kt_panel *panel, const uint8_t *codes,
-                                           kt_errand *errand) {
+/* One panel with all tokens. stay: the sums are left in their tiles from panel to panel of a strip (there is one
+ * block). */
+KT_INLINE KT_TARGET_AMX void kt_work_panel(int bits, const kt_gemm *job, int stay, const kt_panel *panel,
+                                           const uint8_t *codes, kt_errand *errand) {
     int64_t steps = (job->m + 31) / 32 * (panel->columns / 64);
     errand->pace = (errand->lines + steps - 1) / steps;
     for (int64_t t = 0; t < job->m; t += 32) {

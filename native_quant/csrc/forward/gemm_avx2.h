@@ -1,4 +1,5 @@
-/* The code shared by the 256-bit kernels for dot products. A register holds 8 rows x 4 columns of codes, 8 sums, or 4 activations 8 times. */
+/* The code shared by the 256-bit kernels for dot products. A register holds 8 rows x 4 columns of codes, 8 sums, or 4
+ * activations 8 times. */
 #ifndef KT_GEMM_AVX2_H
 #define KT_GEMM_AVX2_H
 
@@ -36,8 +37,8 @@ KT_INLINE void kt_fetch_next(int quad, const uint8_t **ahead, int64_t step) {
     *ahead += step;
 }
 
-/* sum + x. Compilers know that the order of additions is free; where loops are unrolled GCC 12 adds up late and runs out of
-   registers. Here they see nothing to reorder. */
+/* sum + x. Compilers know that the order of additions is free; where loops are unrolled GCC 12 adds up late and runs
+   out of registers. Here they see nothing to reorder. */
 KT_INLINE KT_TARGET_AVX2 __m256i kt_add16(__m256i sum, __m256i x) {
     sum = _mm256_add_epi16(sum, x);
     __asm__("" : "+x"(sum));
@@ -79,21 +80,25 @@ KT_TARGET_AVX2 static inline void kt_copy_bytes(const int8_t *a, int64_t columns
 
 /* The tables' functions for 1 .. KT_FEW tokens, from two inline ones that take the number of tokens first:
    tile_few(tokens, tile, a, c) for one tile of a strip, and block as in kt_block_fn. */
-#define KT_DEFINE_FEW(N, TARGET, TILE_COLUMNS)                                                                                      \
-    TARGET static void few_##N(int64_t strips, const uint8_t *const *tiles, int64_t columns, const int8_t *a, int32_t *const *c) {  \
-        for (int64_t j = 0; j < columns; j += (TILE_COLUMNS))                                                                       \
-            for (int64_t s = 0; s < strips; s++) tile_few(N, tiles[s] + j / (TILE_COLUMNS) * KT_TILE_BYTES, a + j, c[s]);           \
+#define KT_DEFINE_FEW(N, TARGET, TILE_COLUMNS)                                                                         \
+    TARGET static void few_##N(int64_t strips, const uint8_t *const *tiles, int64_t columns, const int8_t *a,          \
+                               int32_t *const *c) {                                                                    \
+        for (int64_t j = 0; j < columns; j += (TILE_COLUMNS))                                                          \
+            for (int64_t s = 0; s < strips; s++)                                                                       \
+                tile_few(N, tiles[s] + j / (TILE_COLUMNS) * KT_TILE_BYTES, a + j, c[s]);                               \
     }
-#define KT_DEFINE_BLOCK(N, TARGET)                                                                                                  \
-    TARGET static void block_##N(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c, const uint8_t *ahead,          \
-                                 int64_t step) {                                                                                    \
-        block(N, codes, columns, a, c, ahead, step);                                                                                \
+#define KT_DEFINE_BLOCK(N, TARGET)                                                                                     \
+    TARGET static void block_##N(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,                   \
+                                 const uint8_t *ahead, int64_t step) {                                                 \
+        block(N, codes, columns, a, c, ahead, step);                                                                   \
     }
-#define KT_DEFINE_ALL(TARGET, TILE_COLUMNS)                                                                                         \
-    KT_DEFINE_FEW(1, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(2, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(3, TARGET, TILE_COLUMNS)            \
-    KT_DEFINE_FEW(4, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(5, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(6, TARGET, TILE_COLUMNS)            \
-    KT_DEFINE_BLOCK(1, TARGET) KT_DEFINE_BLOCK(2, TARGET) KT_DEFINE_BLOCK(3, TARGET)                                                \
-    KT_DEFINE_BLOCK(4, TARGET) KT_DEFINE_BLOCK(5, TARGET) KT_DEFINE_BLOCK(6, TARGET)
+#define KT_DEFINE_ALL(TARGET, TILE_COLUMNS)                                                                            \
+    KT_DEFINE_FEW(1, TARGET, TILE_COLUMNS)                                                                             \
+    KT_DEFINE_FEW(2, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(3, TARGET, TILE_COLUMNS)                                      \
+        KT_DEFINE_FEW(4, TARGET, TILE_COLUMNS) KT_DEFINE_FEW(5, TARGET, TILE_COLUMNS)                                  \
+            KT_DEFINE_FEW(6, TARGET, TILE_COLUMNS) KT_DEFINE_BLOCK(1, TARGET) KT_DEFINE_BLOCK(2, TARGET)               \
+                KT_DEFINE_BLOCK(3, TARGET) KT_DEFINE_BLOCK(4, TARGET) KT_DEFINE_BLOCK(5, TARGET)                       \
+                    KT_DEFINE_BLOCK(6, TARGET)
 #define KT_ALL(name) {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6}
 
 #endif

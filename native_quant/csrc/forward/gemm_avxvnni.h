@@ -1,4 +1,5 @@
-/* vpdpbusd: four unsigned by four signed bytes, added to an int32, in one instruction. Weights are the unsigned ones. */
+/* vpdpbusd: four unsigned by four signed bytes, added to an int32, in one instruction. Weights are the unsigned ones.
+ */
 #ifndef KT_GEMM_AVXVNNI_H
 #define KT_GEMM_AVXVNNI_H
 

@@ -1,5 +1,5 @@
-/* Dot products with AMXINT4 weights by vpmaddubsw: code + 8 (a flipped sign bit) is unsigned, 0..15. A sum of two products is
- * at most 2 * 15 * 127 = 3810: eight of them fit int16 and are widened together. */
+/* Dot products with AMXINT4 weights by vpmaddubsw: code + 8 (a flipped sign bit) is unsigned, 0..15. A sum of two
+ * products is at most 2 * 15 * 127 = 3810: eight of them fit int16 and are widened together. */
 #include "gemm_avx2.h"
 
 /* c += the two halves of each 32 bits. */

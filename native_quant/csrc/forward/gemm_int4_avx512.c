@@ -1,5 +1,6 @@
-/* Dot products with AMXINT4 weights, without VNNI: vpmaddubsw multiplies code + 8 (0..15) by the activation. What it gives, two
- * products, is at most 2 * 15 * 127 = 3810, so the eight of 4 quads are added as int16; then they go to the int32 in memory. */
+/* Dot products with AMXINT4 weights, without VNNI: vpmaddubsw multiplies code + 8 (0..15) by the activation. What it
+ * gives, two products, is at most 2 * 15 * 127 = 3810, so the eight of 4 quads are added as int16; then they go to the
+ * int32 in memory. */
 #include <string.h>
 
 #include "gemm_avx512.h"

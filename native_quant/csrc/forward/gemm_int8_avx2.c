@@ -1,8 +1,8 @@
 /* Dot products with AMXINT8 weights.
  *
  * Few tokens: vpmaddubsw of |code| with the activation that got the code's sign; 2 * 128 * 127 fits int16.
- * Many: codes and activations as int16 and vpmaddwd, columns 0 and 2 of a quad in one register and 1 and 3 in another, which
- * is how shifts unpack them. */
+ * Many: codes and activations as int16 and vpmaddwd, columns 0 and 2 of a quad in one register and 1 and 3 in another,
+ * which is how shifts unpack them. */
 #include "gemm_avx2.h"
 
 KT_INLINE KT_TARGET_AVX2 void tile_few(int tokens, const uint8_t *tile, const int8_t *a, int32_t *c) {

@@ -1,6 +1,6 @@
-/* Dot products with AMXINT8 weights, without VNNI: vpmaddubsw multiplies |code| by the activation with the sign of the code. Two
- * products are at most 2 * 128 * 127 = 32512 and fit into its int16; vpmaddwd with ones adds these in pairs. Widening both to int16
- * for vpmaddwd takes as many instructions, and twice the bytes. */
+/* Dot products with AMXINT8 weights, without VNNI: vpmaddubsw multiplies |code| by the activation with the sign of the
+ * code. Two products are at most 2 * 128 * 127 = 32512 and fit into its int16; vpmaddwd with ones adds these in pairs.
+ * Widening both to int16 for vpmaddwd takes as many instructions, and twice the bytes. */
 #include <string.h>
 
 #include "gemm_avx512.h"

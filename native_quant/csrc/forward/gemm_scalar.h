@@ -7,7 +7,8 @@
 /* Code (r, j) of a strip's column block: r < 32, j counted from the block's first column. */
 static inline int kt_code(int bits, const uint8_t *tiles, int64_t r, int64_t j) {
     int64_t tile_columns = kt_geometry_of(bits)->tile_columns, in_tile = j % tile_columns;
-    uint8_t byte = tiles[j / tile_columns * KT_TILE_BYTES + r / 16 * KT_HALF_BYTES + kt_byte_in_half(r % 16, in_tile % 64)];
+    uint8_t byte =
+        tiles[j / tile_columns * KT_TILE_BYTES + r / 16 * KT_HALF_BYTES + kt_byte_in_half(r % 16, in_tile % 64)];
     if (bits == 8) return (int8_t)byte;
     return (int8_t)(in_tile < 64 ? byte << 4 : byte & 0xf0) >> 4;
 }

@@ -3,7 +3,9 @@
 
 #include "gemm_steps.h"
 
-enum { GROUP = (KT_GEMM_SCRATCH - KT_CODES_BYTES) / KT_CHUNK_PITCH }; /* tokens whose activations fit beside the codes */
+enum {
+    GROUP = (KT_GEMM_SCRATCH - KT_CODES_BYTES) / KT_CHUNK_PITCH
+}; /* tokens whose activations fit beside the codes */
 
 static void begin_sums(const kt_gemm *job, int32_t offset) {
     for (int64_t t = 0; t < job->m; t++) {
@@ -18,7 +20,8 @@ static void multiply_few(const kt_gemm *job, const kt_gemm_steps *steps) {
     int8_t *a = (int8_t *)job->scratch;
     for (int64_t first = 0; first < job->k; first += KT_K_BLOCK) {
         int64_t columns = job->k - first < KT_K_BLOCK ? job->k - first : KT_K_BLOCK;
-        for (int64_t t = 0; t < job->m; t++) memcpy(a + t * KT_K_BLOCK, job->a + t * job->a_pitch + first, (size_t)columns);
+        for (int64_t t = 0; t < job->m; t++)
+            memcpy(a + t * KT_K_BLOCK, job->a + t * job->a_pitch + first, (size_t)columns);
         for (int64_t s = 0; s < job->strips; s += 2) {
             int64_t strips = job->strips - s < 2 ? 1 : 2;
             const uint8_t *tiles[2];
@@ -38,11 +41,12 @@ static const uint8_t *chunk_tiles(const kt_gemm *job, int bits, int64_t s, int64
     return kt_strip_tiles(bits, &job->strip[s], job->k, first - in_block) + in_block * KT_STRIP_ROWS * bits / 8;
 }
 
-static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64_t first, int64_t columns, int64_t token,
-                           int64_t tokens) {
+static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64_t first, int64_t columns,
+                           int64_t token, int64_t tokens) {
     uint8_t *codes = job->scratch;
     int8_t *a = (int8_t *)job->scratch + KT_CODES_BYTES;
-    for (int64_t t = 0; t < tokens; t++) steps->copy(job->a + (token + t) * job->a_pitch + first, columns, a + t * KT_CHUNK_PITCH);
+    for (int64_t t = 0; t < tokens; t++)
+        steps->copy(job->a + (token + t) * job->a_pitch + first, columns, a + t * KT_CHUNK_PITCH);
     int64_t blocks = (tokens + KT_FEW - 1) / KT_FEW, bytes = columns * KT_STRIP_ROWS * steps->bits / 8;
     for (int64_t s = 0; s < job->strips; s++) {
         const uint8_t *ahead = s + 1 < job->strips     ? chunk_tiles(job, steps->bits, s + 1, first)
@@ -52,8 +56,8 @@ static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64
         for (int64_t b = 0; b < blocks; b++) {
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             steps->block[to - from - 1](codes, columns, a + from * KT_CHUNK_PITCH,
-                                        job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS, ahead + bytes * b / blocks,
-                                        bytes / blocks / (columns / 4));
+                                        job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS,
+                                        ahead + bytes * b / blocks, bytes / blocks / (columns / 4));
         }
     }
 }

@@ -1,11 +1,13 @@
-/* The order of the work of a 256-bit kernel for dot products (gemm_steps.c), and the steps that an instruction set brings.
+/* The order of the work of a 256-bit kernel for dot products (gemm_steps.c), and the steps that an instruction set
+ * brings.
  *
- * - few tokens (at most KT_FEW): memory is the limit. Each weight is read once, from two strips in turn, and multiplied as it comes.
- * - many: arithmetic is the limit. A chunk of a strip is unpacked to 16 KiB, which stay in L1, and multiplied by blocks of up
- *   to KT_FEW tokens; the chunk's activations of all of them stay in L2.
+ * - few tokens (at most KT_FEW): memory is the limit. Each weight is read once, from two strips in turn, and multiplied
+ * as it comes.
+ * - many: arithmetic is the limit. A chunk of a strip is unpacked to 16 KiB, which stay in L1, and multiplied by blocks
+ * of up to KT_FEW tokens; the chunk's activations of all of them stay in L2.
  *
- * Some instructions multiply unsigned by signed bytes. Then the codes are the unsigned ones: code + offset is what is multiplied,
- * and the sums begin with -offset * (sum of the token's activations) instead of 0. */
+ * Some instructions multiply unsigned by signed bytes. Then the codes are the unsigned ones: code + offset is what is
+ * multiplied, and the sums begin with -offset * (sum of the token's activations) instead of 0. */
 #ifndef KT_GEMM_STEPS_H
 #define KT_GEMM_STEPS_H
 
@@ -17,16 +19,18 @@ enum {
     KT_CHUNK_PITCH = 512,    /* bytes from a token's activations of a chunk to the next one's */
 };
 
-/* Adds to c[strip][token * 32 + row] the products of `columns` columns, at most KT_K_BLOCK, of one or two strips with activations
-   KT_K_BLOCK bytes apart. */
-typedef void kt_few_fn(int64_t strips, const uint8_t *const *tiles, int64_t columns, const int8_t *a, int32_t *const *c);
+/* Adds to c[strip][token * 32 + row] the products of `columns` columns, at most KT_K_BLOCK, of one or two strips with
+   activations KT_K_BLOCK bytes apart. */
+typedef void kt_few_fn(int64_t strips, const uint8_t *const *tiles, int64_t columns, const int8_t *a,
+                       int32_t *const *c);
 /* Tiles to codes, as `block` wants them. */
 typedef void kt_unpack_fn(const uint8_t *tiles, int64_t columns, uint8_t *codes);
 /* One token's activations in the form that `block` reads. */
 typedef void kt_copy_fn(const int8_t *a, int64_t columns, int8_t *out);
-/* Adds to c[token * 32 + row] the products of `columns` unpacked columns with activations KT_CHUNK_PITCH bytes apart. Meanwhile prefetches
-   what will be unpacked next: `step` bytes from `ahead` on for each 8 columns of 16 rows. */
-typedef void kt_block_fn(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c, const uint8_t *ahead, int64_t step);
+/* Adds to c[token * 32 + row] the products of `columns` unpacked columns with activations KT_CHUNK_PITCH bytes apart.
+   Meanwhile prefetches what will be unpacked next: `step` bytes from `ahead` on for each 8 columns of 16 rows. */
+typedef void kt_block_fn(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c, const uint8_t *ahead,
+                         int64_t step);
 
 typedef struct {
     int bits;

@@ -1,10 +1,12 @@
-/* The forward of a layer's routed experts: which token goes where, in which pieces, in which memory. moe_tasks.c does the work.
+/* The forward of a layer's routed experts: which token goes where, in which pieces, in which memory. moe_tasks.c does
+ * the work.
  *
  *     hidden --quantize--> a --gate·up, silu--> h --quantize--> hq --down--> y --weighted sum--> out
  *            per token       per expert and         per row        per expert    per token
  *                            strips of 32                          and strips
  *
- * Rows of a, h, hq and y are (token, expert) pairs, sorted by expert, so that an expert's tokens lie one after the other. */
+ * Rows of a, h, hq and y are (token, expert) pairs, sorted by expert, so that an expert's tokens lie one after the
+ * other. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,7 +27,8 @@ static int check(const ktq_moe *moe, const ktq_call *call) {
     return error ? error : kt_check_shape(moe->bits, moe->hidden, moe->width);
 }
 
-/* --- which token goes where ---------------------------------------------------------------------------------------- */
+/* --- which token goes where ----------------------------------------------------------------------------------------
+ */
 
 /* Callers may change ids and skip meanwhile: each pair is read once. */
 static int64_t expert_at(const kt_pass *pass, int64_t i) {
@@ -39,7 +42,8 @@ static int by_tokens(const void *left, const void *right) {
     return a->expert < b->expert ? -1 : a->expert > b->expert;
 }
 
-/* Fills bucket, the most wanted expert first, and row_of, which holds experts before it holds rows. place: [experts]. */
+/* Fills bucket, the most wanted expert first, and row_of, which holds experts before it holds rows. place: [experts].
+ */
 static void sort_tokens(kt_pass *pass, int64_t *place) {
     int64_t pairs = pass->tokens * pass->call->topk;
     memset(place, 0, (size_t)pass->moe->experts * sizeof *place);
@@ -60,7 +64,8 @@ static void sort_tokens(kt_pass *pass, int64_t *place) {
         if (pass->row_of[i] >= 0) pass->row_of[i] = place[pass->row_of[i]]++;
 }
 
-/* --- in which pieces ----------------------------------------------------------------------------------------------- */
+/* --- in which pieces -----------------------------------------------------------------------------------------------
+ */
 
 static void add(kt_group *group, kt_task task) {
     group->task[group->tasks++] = task;
@@ -126,11 +131,13 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
 
 /* An upper bound of the tasks that plan_group adds. */
 static int64_t most_tasks(const kt_pass *pass, const kt_group *group) {
-    int64_t cells = group->parts * pass->buckets, strips = pass->moe->width / KT_STRIP_ROWS, columns = pass->moe->hidden / KT_STRIP_ROWS;
+    int64_t cells = group->parts * pass->buckets, strips = pass->moe->width / KT_STRIP_ROWS,
+            columns = pass->moe->hidden / KT_STRIP_ROWS;
     return pass->tokens * (1 + pass->panels) + cells * (strips + columns + 1) + group->parts * pass->rows;
 }
 
-/* --- in which memory ------------------------------------------------------------------------------------------------ */
+/* --- in which memory ------------------------------------------------------------------------------------------------
+ */
 
 /* Hands out a block piece by piece; with base NULL it only counts. */
 typedef struct {
@@ -205,7 +212,8 @@ static void lay_out(kt_pass *pass, int workers, arena *arena) {
     if (pass->groups > 1) TAKE(pass->partial, pass->moe->parts * pass->tokens * pass->moe->hidden);
 }
 
-/* --- the forward ---------------------------------------------------------------------------------------------------- */
+/* --- the forward ----------------------------------------------------------------------------------------------------
+ */
 
 static void choose_panels(kt_pass *pass) {
     int64_t hidden = pass->moe->hidden, parts = parts_of_group(pass, 0), rows = pass->rows ? pass->rows : 1;

@@ -15,7 +15,8 @@ enum {
 
 enum { KT_QUANTIZE, KT_GATE_UP, KT_REQUANTIZE, KT_DOWN, KT_COMBINE };
 
-/* The unit that a thread claims. It waits only for tasks that were claimed before it, so the oldest unfinished one never waits. */
+/* The unit that a thread claims. It waits only for tasks that were claimed before it, so the oldest unfinished one
+ * never waits. */
 typedef struct {
     int kind, part;      /* part: counted among those of the group */
     int64_t bucket;      /* GATE_UP, REQUANTIZE, DOWN */

@@ -30,7 +30,8 @@ static void quantize(const kt_pass *pass, kt_group *group, const kt_task *task) 
             int64_t row = pass->row_of[t * topk + j];
             if (row < 0) continue;
             if (made < 0) {
-                group->a_scale[row] = pass->kernels->quantize_row(1, x, k, group->a + row * k, group->a_sums + row * sums);
+                group->a_scale[row] =
+                    pass->kernels->quantize_row(1, x, k, group->a + row * k, group->a_sums + row * sums);
                 made = row;
                 continue;
             }
@@ -70,11 +71,15 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
                                   .c = scratch->c, .c_pitch = c_pitch, .scratch = scratch->gemm});
         for (int64_t i = 0; i < task->count; i++) {
             int64_t column = (task->first + i) * KT_STRIP_ROWS;
-            pass->kernels->swiglu(&(kt_outputs){
-                .exact = pass->call->exact, .m = m, .unit = kt_geometry_of(moe->bits)->unit, .token_scale = group->a_scale + row,
-                .acc = {scratch->c + 2 * i * c_pitch, scratch->c + (2 * i + 1) * c_pitch},
-                .row_scale = {expert->gate_scale + column, expert->up_scale + column},
-                .out = group->h + (task->part * pass->rows + row) * moe->width + column, .out_pitch = moe->width});
+            pass->kernels->swiglu(
+                &(kt_outputs){.exact = pass->call->exact,
+                              .m = m,
+                              .unit = kt_geometry_of(moe->bits)->unit,
+                              .token_scale = group->a_scale + row,
+                              .acc = {scratch->c + 2 * i * c_pitch, scratch->c + (2 * i + 1) * c_pitch},
+                              .row_scale = {expert->gate_scale + column, expert->up_scale + column},
+                              .out = group->h + (task->part * pass->rows + row) * moe->width + column,
+                              .out_pitch = moe->width});
         }
     }
     done(&group->gate_up_left[task->part * pass->buckets + task->bucket]);
@@ -133,22 +138,36 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         strip[i] = kt_strip_of(moe->bits, expert->down, moe->width, first + place[i]);
     }
     wait_for(&group->requantize_left[cell]);
-    if (task->panel >= 2) wait_for(&group->combine_left[task->panel - 2]); /* the readers of this half's previous panel */
+    if (task->panel >= 2)
+        wait_for(&group->combine_left[task->panel - 2]); /* the readers of this half's previous panel */
     int64_t rows = bucket->m + atomic_load_explicit(&group->remainders[cell], memory_order_relaxed);
-    float *y = group->y + ((task->panel % 2 * group->parts + task->part) * pass->rows + bucket->first) * pass->panel_columns;
+    float *y =
+        group->y + ((task->panel % 2 * group->parts + task->part) * pass->rows + bucket->first) * pass->panel_columns;
     for (int64_t t = 0; t < rows; t += KT_TOKEN_BLOCK) {
-        int64_t m = rows - t < KT_TOKEN_BLOCK ? rows - t : KT_TOKEN_BLOCK, c_pitch = kt_blocks(m, 32) * 32 * KT_STRIP_ROWS;
+        int64_t m = rows - t < KT_TOKEN_BLOCK ? rows - t : KT_TOKEN_BLOCK,
+                c_pitch = kt_blocks(m, 32) * 32 * KT_STRIP_ROWS;
         int64_t whole = bucket->m < t ? 0 : bucket->m - t < m ? bucket->m - t : m; /* then come remainders */
-        multiply(pass, &(kt_gemm){.m = m, .k = moe->width, .a = group->hq + (h_row + t) * moe->width, .a_pitch = moe->width,
+        multiply(pass, &(kt_gemm){.m = m,
+                                  .k = moe->width,
+                                  .a = group->hq + (h_row + t) * moe->width,
+                                  .a_pitch = moe->width,
                                   .sums = group->h_sums + (h_row + t) * column_blocks(moe->width),
-                                  .sums_pitch = column_blocks(moe->width), .strips = task->count, .strip = strip,
-                                  .c = scratch->c, .c_pitch = c_pitch, .scratch = scratch->gemm});
+                                  .sums_pitch = column_blocks(moe->width),
+                                  .strips = task->count,
+                                  .strip = strip,
+                                  .c = scratch->c,
+                                  .c_pitch = c_pitch,
+                                  .scratch = scratch->gemm});
         for (int64_t i = 0; i < task->count; i++) {
             float *columns = y + (task->first + place[i]) * KT_STRIP_ROWS;
-            kt_outputs job = {
-                .exact = pass->call->exact, .m = whole, .unit = kt_geometry_of(moe->bits)->unit, .token_scale = group->h_scale + h_row + t,
-                .acc = {scratch->c + i * c_pitch}, .row_scale = {expert->down_scale + (first + place[i]) * KT_STRIP_ROWS},
-                .out = columns + t * pass->panel_columns, .out_pitch = pass->panel_columns};
+            kt_outputs job = {.exact = pass->call->exact,
+                              .m = whole,
+                              .unit = kt_geometry_of(moe->bits)->unit,
+                              .token_scale = group->h_scale + h_row + t,
+                              .acc = {scratch->c + i * c_pitch},
+                              .row_scale = {expert->down_scale + (first + place[i]) * KT_STRIP_ROWS},
+                              .out = columns + t * pass->panel_columns,
+                              .out_pitch = pass->panel_columns};
             if (whole) pass->kernels->scale_rows(&job);
             job.m = m - whole;
             job.token_scale += whole;
@@ -159,9 +178,10 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     done(&group->down_left[task->panel]);
 }
 
-/* The parts of columns `column` .. of token t become the output; with `add` its previous value goes into the first part's sum, as
-   in kt-kernel. */
-static void merge_parts(const kt_pass *pass, int64_t parts, float *const *sums, int64_t t, int64_t column, int64_t columns) {
+/* The parts of columns `column` .. of token t become the output; with `add` its previous value goes into the first
+   part's sum, as in kt-kernel. */
+static void merge_parts(const kt_pass *pass, int64_t parts, float *const *sums, int64_t t, int64_t column,
+                        int64_t columns) {
     uint16_t *out = pass->call->out + (pass->first_token + t) * pass->moe->hidden + column;
     if (pass->call->add)
         for (int64_t c = 0; c < columns; c++) sums[0][c] += kt_from_bf16(out[c]);
@@ -197,7 +217,8 @@ static void merge(const kt_pass *pass, int64_t task) {
     float *sums[64];
     int64_t hidden = pass->moe->hidden;
     for (int64_t t = task * KT_ROW_BLOCK; t < (task + 1) * KT_ROW_BLOCK && t < pass->tokens; t++) {
-        for (int64_t part = 0; part < pass->moe->parts; part++) sums[part] = pass->partial + (part * pass->tokens + t) * hidden;
+        for (int64_t part = 0; part < pass->moe->parts; part++)
+            sums[part] = pass->partial + (part * pass->tokens + t) * hidden;
         merge_parts(pass, pass->moe->parts, sums, t, 0, hidden);
     }
 }

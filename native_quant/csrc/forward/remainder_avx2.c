@@ -19,7 +19,8 @@ KT_TARGET_AVX2 static int64_t energy(const int8_t *q, int64_t k) {
     return total(sum);
 }
 
-KT_TARGET_AVX2 float kt_remainder_avx2(const float *x, int64_t k, float scale, const int8_t *q, int8_t *q2, int32_t *sums) {
+KT_TARGET_AVX2 float kt_remainder_avx2(const float *x, int64_t k, float scale, const int8_t *q, int8_t *q2,
+                                       int32_t *sums) {
     float fine = scale * KT_REMAINDER_UNIT;
     if (!(fine > 0) || energy(q, k) >= KT_COARSE_ENERGY * k) return 0;
     const __m256 step = _mm256_set1_ps(scale), reciprocal = _mm256_set1_ps(1.0f / fine);

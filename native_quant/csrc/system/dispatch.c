@@ -95,7 +95,8 @@ const char *ktq_strerror(int error) {
     case KTQ_ESYSTEM: return "the system refused";
     case KTQ_ENOMEM: return "there is not enough memory";
     case KTQ_ECLOSED: return "the pool of threads was closed";
-    case KTQ_EFORK: return "the process was forked before this was computed, so only its parent has the result: submit it again";
+    case KTQ_EFORK:
+        return "the process was forked before this was computed, so only its parent has the result: submit it again";
     case KTQ_ERANGE: return "a code is out of range";
     }
     return "unknown error";

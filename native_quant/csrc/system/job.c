@@ -58,7 +58,8 @@ void ktq_job_submit(void *argument) {
     kt_queue *queue = kt_pool_queue(job->pool, serve);
     if (queue) {
         pthread_mutex_lock(&queue->lock);
-        while (is_pending(job)) pthread_cond_wait(&queue->finished, &queue->lock); /* another thread submitted it, too */
+        while (is_pending(job))
+            pthread_cond_wait(&queue->finished, &queue->lock); /* another thread submitted it, too */
         if (!queue->stop) {
             job->queue = queue;
             job->next = NULL;

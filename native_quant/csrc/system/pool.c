@@ -112,7 +112,8 @@ static void stop_threads(ktq_pool *pool) {
 }
 
 static int start_quietly(pthread_t *thread, void *(*run)(void *), void *argument) {
-    static const int own[] = {SIGBUS, SIGSEGV, SIGILL, SIGFPE, SIGTRAP}; /* what a thread does to itself has its handlers */
+    static const int own[] = {SIGBUS, SIGSEGV, SIGILL, SIGFPE,
+                              SIGTRAP}; /* what a thread does to itself has its handlers */
     sigset_t others, before;                                            /* all else is the callers' */
     sigfillset(&others);
     for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) sigdelset(&others, own[i]);
@@ -186,7 +187,8 @@ int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **mad
     *pool = (ktq_pool){.groups = groups, .workers = workers, .worker = all};
     pthread_mutex_init(&pool->busy, NULL);
     for (int g = 0, i = 0; g < groups; g++)
-        for (int j = 0; j < threads[g]; j++, i++) all[i] = (worker){.pool = pool, .group = g, .cpu = cpus ? cpus[i] : -1};
+        for (int j = 0; j < threads[g]; j++, i++)
+            all[i] = (worker){.pool = pool, .group = g, .cpu = cpus ? cpus[i] : -1};
     pthread_once(&once, watch_forks);
     int error = start_threads(pool);
     if (error) {

@@ -15,17 +15,17 @@ typedef void kt_work_fn(void *job, int group, int worker);
 int kt_pool_groups(const ktq_pool *pool);
 int kt_pool_workers(const ktq_pool *pool);
 
-/* Takes the pool for one job at a time, and starts its threads in a child made by fork(). KTQ_ESYSTEM: they cannot be started, which
-   is tried again next time; KTQ_ECLOSED. */
+/* Takes the pool for one job at a time, and starts its threads in a child made by fork(). KTQ_ESYSTEM: they cannot be
+   started, which is tried again next time; KTQ_ECLOSED. */
 int kt_pool_enter(ktq_pool *pool);
 void kt_pool_leave(ktq_pool *pool);
 
-/* Between enter and leave: work(job, ...) in every thread that is awake in time, the caller among them; returns when none is in it any
-   more. A thread may join late or never: those present must be able to finish the job. */
+/* Between enter and leave: work(job, ...) in every thread that is awake in time, the caller among them; returns when
+   none is in it any more. A thread may join late or never: those present must be able to finish the job. */
 void kt_pool_run(ktq_pool *pool, kt_work_fn *work, void *job);
 
-/* Between enter and leave: a block of at least `size` bytes, on a boundary of 64, that is kept between jobs. If it has to move, its
-   first `keep` bytes move with it. NULL: no memory. */
+/* Between enter and leave: a block of at least `size` bytes, on a boundary of 64, that is kept between jobs. If it has
+   to move, its first `keep` bytes move with it. NULL: no memory. */
 void *kt_pool_block(ktq_pool *pool, size_t size, size_t keep);
 
 /* How many forks lie between the process that loaded the library and this one. */
@@ -39,7 +39,8 @@ typedef struct {
     int started, stop;
     pthread_t thread;
 } kt_queue;
-/* Starts the thread if it is not there (or was left behind by fork()); NULL: the system refused, or the pool is being closed. */
+/* Starts the thread if it is not there (or was left behind by fork()); NULL: the system refused, or the pool is being
+ * closed. */
 kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *));
 
 #endif

@@ -1,5 +1,6 @@
-/* A mapped file whose pages cannot be read (truncated meanwhile, or an I/O error) ends the process by SIGBUS. We cannot go on,
- * but we can say which file it was. The handler only reads memory, writes to stderr and exits: async-signal-safe. */
+/* A mapped file whose pages cannot be read (truncated meanwhile, or an I/O error) ends the process by SIGBUS. We cannot
+ * go on, but we can say which file it was. The handler only reads memory, writes to stderr and exits:
+ * async-signal-safe. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <signal.h>
@@ -49,7 +50,8 @@ static const mapping *mapping_at(const char *address) {
         for (int i = 0; i < MAPPINGS; i++) {
             const mapping *candidate = &one->mapping[i];
             size_t length = atomic_load(&candidate->length);
-            if (length && address >= candidate->address && (size_t)(address - candidate->address) < length) return candidate;
+            if (length && address >= candidate->address && (size_t)(address - candidate->address) < length)
+                return candidate;
         }
     return NULL;
 }
@@ -101,7 +103,8 @@ int ktq_guard_sigbus(const char *sentence, int code) {
     return error;
 }
 
-/* The slot whose mapping begins at an address; NULL: one that is free. Adds a block if there is none. NULL: no such slot, no memory. */
+/* The slot whose mapping begins at an address; NULL: one that is free. Adds a block if there is none. NULL: no such
+ * slot, no memory. */
 static mapping *slot_of(const char *address) {
     for (block *one = &first; one; one = atomic_load(&one->next)) {
         for (int i = 0; i < MAPPINGS; i++) {
@@ -120,7 +123,8 @@ int ktq_register_mapping(const void *address, size_t length, const char *name) {
     mapping *slot = slot_of(NULL);
     if (slot) {
         size_t bytes = strlen(name);
-        const char *tail = bytes < NAME_BYTES ? name : name + bytes - (NAME_BYTES - 1); /* the end of a long path says more */
+        const char *tail =
+            bytes < NAME_BYTES ? name : name + bytes - (NAME_BYTES - 1); /* the end of a long path says more */
         memcpy(slot->name, tail, strlen(tail) + 1);
         slot->address = address;
         atomic_store(&slot->length, length);

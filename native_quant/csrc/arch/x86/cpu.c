@@ -1,6 +1,6 @@
-/* What this CPU and this kernel can run. CPUID says what the CPU has, XCR0 which registers the kernel saves, and the AMX tile
- * registers must be asked for besides (Linux 5.16: arch_prctl ARCH_REQ_XCOMP_PERM, for the whole process).
- * Bit numbers: Intel SDM volume 2A, CPUID, and volume 1, 13.3 (XCR0). */
+/* What this CPU and this kernel can run. CPUID says what the CPU has, XCR0 which registers the kernel saves, and the
+ * AMX tile registers must be asked for besides (Linux 5.16: arch_prctl ARCH_REQ_XCOMP_PERM, for the whole process). Bit
+ * numbers: Intel SDM volume 2A, CPUID, and volume 1, 13.3 (XCR0). */
 #define _GNU_SOURCE /* syscall */
 #include <cpuid.h>
 #include <stdint.h>
@@ -10,7 +10,12 @@
 #include "kernels.h"
 
 enum { LEAF1_ECX_FMA = 1 << 12, LEAF1_ECX_OSXSAVE = 1 << 27, LEAF1_ECX_AVX = 1 << 28, LEAF1_ECX_F16C = 1 << 29 };
-enum { LEAF7_EBX_AVX2 = 1 << 5, LEAF7_EBX_AVX512F = 1 << 16, LEAF7_EBX_AVX512DQ = 1 << 17, LEAF7_EBX_AVX512BW = 1 << 30 };
+enum {
+    LEAF7_EBX_AVX2 = 1 << 5,
+    LEAF7_EBX_AVX512F = 1 << 16,
+    LEAF7_EBX_AVX512DQ = 1 << 17,
+    LEAF7_EBX_AVX512BW = 1 << 30
+};
 #define LEAF7_EBX_AVX512VL (1u << 31)
 enum { LEAF7_ECX_AVX512VNNI = 1 << 11, LEAF7_1_EAX_AVXVNNI = 1 << 4 };
 enum { LEAF7_EDX_AMX_TILE = 1 << 24, LEAF7_EDX_AMX_INT8 = 1 << 25 };
@@ -33,14 +38,16 @@ unsigned kt_cpu_isas(void) {
     unsigned isas = 1u << KT_ISA_scalar;
     unsigned a, b, c, d;
 
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, LEAF1_ECX_FMA | LEAF1_ECX_OSXSAVE | LEAF1_ECX_AVX | LEAF1_ECX_F16C)) return isas;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, LEAF1_ECX_FMA | LEAF1_ECX_OSXSAVE | LEAF1_ECX_AVX | LEAF1_ECX_F16C))
+        return isas;
     uint64_t saved = xcr0();
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return isas;
 
     if (!has(saved, XCR0_AVX) || !has(b, LEAF7_EBX_AVX2)) return isas;
     isas |= 1u << KT_ISA_avx2;
     unsigned more, b1, c1, d1;
-    if (a >= 1 && __get_cpuid_count(7, 1, &more, &b1, &c1, &d1) && has(more, LEAF7_1_EAX_AVXVNNI)) isas |= 1u << KT_ISA_avxvnni;
+    if (a >= 1 && __get_cpuid_count(7, 1, &more, &b1, &c1, &d1) && has(more, LEAF7_1_EAX_AVXVNNI))
+        isas |= 1u << KT_ISA_avxvnni;
 
     unsigned avx512 = (unsigned)LEAF7_EBX_AVX512F | LEAF7_EBX_AVX512DQ | LEAF7_EBX_AVX512BW | LEAF7_EBX_AVX512VL;
     if (!has(saved, XCR0_AVX512) || !has(b, avx512)) return isas;

@@ -1,4 +1,5 @@
-/* The 256-bit dot product of unsigned with signed bytes, added to int32 (eight sums of four products), for KT_TARGET_AVXVNNI. */
+/* The 256-bit dot product of unsigned with signed bytes, added to int32 (eight sums of four products), for
+ * KT_TARGET_AVXVNNI. */
 #ifndef KT_DPBUSD256_H
 #define KT_DPBUSD256_H
 

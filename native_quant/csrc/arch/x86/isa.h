@@ -22,6 +22,7 @@
 #define KT_TARGET_AVXVNNI KT_TARGET_AVX512VNNI
 #endif
 /* cpu.c: AMX tiles and their int8 dot products on top of AVX-512 VNNI. */
-#define KT_TARGET_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")))
+#define KT_TARGET_AMX                                                                                                  \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")))
 
 #endif

@@ -1,7 +1,8 @@
 /* AMX tiles as six statements. A tile is 16 rows of 64 bytes; its number, 0 to 7, is written as a literal.
  *
- * Own asm rather than <immintrin.h>: gcc 12 tells the compiler that _tile_loadconfig reads 8 bytes (so that it drops stores to
- * the other 56, and ldtilecfg faults) and that _tile_loadd reads none (so that it may move a store past it). */
+ * Own asm rather than <immintrin.h>: gcc 12 tells the compiler that _tile_loadconfig reads 8 bytes (so that it drops
+ * stores to the other 56, and ldtilecfg faults) and that _tile_loadd reads none (so that it may move a store past it).
+ */
 #ifndef KT_TILES_H
 #define KT_TILES_H
 
@@ -17,7 +18,8 @@ _Static_assert(sizeof(kt_tile_config) == 64, "ldtilecfg reads 64 bytes");
 
 #ifndef KT_EMULATED
 #define KT_TRAP
-#else /* A CPU with AMX refuses tile instructions as long as no tiles are configured, but not these two (tests/rig/amx_trapped.c). */
+#else /* A CPU with AMX refuses tile instructions as long as no tiles are configured, but not these two                \
+         (tests/rig/amx_trapped.c). */
 #define KT_TRAP "ud2\n\t"
 #endif
 
