@@ -30,7 +30,7 @@ EVENTS: dict[str, dict[str, Any]] = {
 def read(path: Path) -> list[Record]:
     """All whole records; what follows the last whole line, or the first line that is no record, does not count.
 
-    A file that does not begin as ours holds none: what cannot be told was done is done again.
+    A file that does not begin as ours holds none: whatever has no record is done again.
     """
     return _parse(path.read_bytes())[0] if path.exists() else []
 

@@ -27,7 +27,7 @@ NEEDS = {
     "serve": ("torch", "transformers", "accelerate", "fastapi", "uvicorn", "openai", "pydantic"),
 }
 FOREVER = 10**9  # seconds before a bar is drawn
-# The plainest chat template there is, for tokenizers that have none: what was said, one message per line.
+# The plainest chat template there is, for tokenizers that have none: one message per line.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -240,7 +240,7 @@ def write(
 ) -> tuple[str, Speed]:
     """Let the model go on after `inputs` (input_ids [1, T], ...), saying each piece as soon as it is a whole word.
 
-    temperature  0: always the likeliest token. Returns all that was said, and the speed.
+    temperature  0: always the likeliest token. Returns the whole text, and the speed.
     """
     import torch
     from transformers import TextStreamer
