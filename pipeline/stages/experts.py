@@ -189,8 +189,7 @@ def plan_parts(form: Form, names: Names, parts: Iterable[Part], metadata: Mappin
 def append_others(file: publish.DirectFile, others: Sequence[Packed]) -> None:
     """Write what comes after all first tensors; others: the tensors of each part less the first."""
     for kind in zip(*others, strict=True):
-        for data in kind:
-            file.append(data)
+        file.append(np.concatenate(kind))
 
 
 def write_shard(unit: Unit[ExpertsWork], partial: Path, context: Context) -> Result:
