@@ -47,8 +47,7 @@ TARGETS = {
 
 HEADING = (
     f"{'warm':14} {'wall s':>20} {'x cp':>6} {'CPU s':>7} {'user':>6} {'sys':>6} {'hashing':>8} {'x cp':>6} "
-    f"{'without':>8} "
-    f"{'RSS MiB':>8}"
+    f"{'without':>8} {'RSS MiB':>8}"
 )
 
 
@@ -285,8 +284,7 @@ def show(runs: dict[str, list[Run]], sizes: dict[str, int], hash_rate: float, ba
         print(
             f"{what:14} {spread:>20} {wall_ratio:>6} {timing.median(group, 'cpu'):7.2f} "
             f"{timing.median(group, 'user'):6.2f} {timing.median(group, 'system'):6.2f} {hashing:8.2f} {cpu_ratio:>6} "
-            f"{unhashed_ratio:>8} "
-            f"{max(r.max_rss for r in group) / MIB:8.0f}"
+            f"{unhashed_ratio:>8} {max(r.max_rss for r in group) / MIB:8.0f}"
         )
 
 

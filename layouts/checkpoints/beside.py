@@ -45,8 +45,7 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
         if name not in dropped and (what := foreign.beside_experts(source.tensors[name])) is not None:
             raise UnsupportedError(
                 f"{source.shards[source.tensors[name].shard].path}: tensor {name!r} is {what}, and stands outside the "
-                "routed "
-                "experts; that is not an input yet: use the model's BF16 or FP8 (E4M3) release."
+                "routed experts; that is not an input yet: use the model's BF16 or FP8 (E4M3) release."
             )
     kept = [name for name in names if name not in dropped or name in decoded]
     tensors: dict[str, TensorInfo | Weight] = dict(

@@ -36,9 +36,8 @@ def mismatch(value: Any, form: Any, name: str = "it") -> str | None:
     """What is wrong with a value, as a few words; None where it has the form that it must have.
 
     form  a type (True is no int); a range of whole numbers; a tuple of forms, of which one must fit; a list of one
-          form, which each
-          element must have, or of several, one for each; a dict of the forms of members ("key?" may be missing; others
-          may be there); else the value itself
+          form, which each element must have, or of several, one for each; a dict of the forms of members ("key?" may
+          be missing; others may be there); else the value itself
     """
     match form:
         case type():

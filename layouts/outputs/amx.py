@@ -28,14 +28,12 @@ class Amx:
     """One of kt-kernel's AMX formats: codes in the order of the tiles, one float32 scale for each row of a part.
 
     file_prefix  how its loose .kt files start ("INT4")
-    multiple     hidden size and intermediate size per NUMA part must be multiples of it (the tile's columns)
     """
 
     name: str
     version: int
     grid: Grid
     file_prefix: str
-    multiple: int
     notes: tuple[str, ...] = ()
 
     command = "cpu"
@@ -54,6 +52,13 @@ class Amx:
     def title(self) -> str:
         """What the stage does."""
         return f"quantize and pack experts as {self.name}"
+
+    @property
+    def multiple(self) -> int:
+        """Hidden size and intermediate size per NUMA part must be multiples of it: each is rows of one linear and
+        columns of another.
+        """
+        return max(kernels.GEOMETRIES[self.grid.bits])
 
     def configured(self, settings: Mapping[str, Any]) -> Form:
         """It has no settings."""
@@ -197,12 +202,11 @@ AMXINT4 = Amx(
     version=1,
     grid=ROW_GRIDS["int4"],
     file_prefix="INT4",
-    multiple=128,
     notes=(
         "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8",
     ),
 )
-AMXINT8 = Amx("AMXINT8", version=1, grid=ROW_GRIDS["int8"], file_prefix="INT8", multiple=64)
+AMXINT8 = Amx("AMXINT8", version=1, grid=ROW_GRIDS["int8"], file_prefix="INT8")
 # The prefix of loose files -> kt-kernel's name of the method. Only the library that wrote MOE_* files knows what their
 # bytes mean.
 METHODS = {form.file_prefix: form.name for form in (AMXINT4, AMXINT8)} | {

@@ -82,8 +82,7 @@ def check_ignore(model: MoeModel, patterns: Sequence[str]) -> None:
             if is_match(name, pattern):
                 raise UsageError(
                     f"--ignore-patterns: {pattern!r} would leave out the routed expert {name}, and loaders need all of "
-                    "them; "
-                    "remove it or make it narrower"
+                    "them; remove it or make it narrower"
                 )
     missed = [n for n in other_linears(model) if not any(is_match(n, pattern) for pattern in patterns)]
     if missed:

@@ -65,8 +65,7 @@ def open_output(root: Path) -> Output:
             manifest.read(root)  # raises where it is damaged
             raise UnsupportedError(
                 f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that file "
-                "back or "
-                "convert again, else give the directory of an output."
+                "back or convert again, else give the directory of an output."
             )
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
     about = _trusted(root)

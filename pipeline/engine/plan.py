@@ -174,8 +174,7 @@ def require_same_settings(output: Path, old: Mapping[str, Any], plan: Plan) -> N
     if differing:
         raise OutputError(
             f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
-            "--output, "
-            "or start over with --overwrite."
+            "--output, or start over with --overwrite."
         )
 
 

@@ -43,8 +43,7 @@ def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], work: Work
         if path.stat().st_size > limit:
             raise ResourceError(
                 f"{path}: {size(path.stat().st_size)} are over the file size limit of {size(limit)} (ulimit -f), and "
-                "it is "
-                "copied beside the weights; raise the limit."
+                "it is copied beside the weights; raise the limit."
             )
 
 

@@ -101,8 +101,7 @@ def check_model(model: MoeModel) -> None:
     if model.activation != "silu" or model.weights_on != "output":
         raise UnsupportedError(
             f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "
-            "output, "
-            "which GPTQ cannot calibrate yet; use --quant-method RTN."
+            "output, which GPTQ cannot calibrate yet; use --quant-method RTN."
         )
 
 

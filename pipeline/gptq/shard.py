@@ -137,8 +137,7 @@ def report(work: LayerWork, tokens: Tokens, done: Compensate, reporter: Reporter
     if fell_back:
         reporter.warn(
             f"layer {work.layer}: {len(fell_back)} of {3 * len(tokens)} linears rounded to nearest, for their Hessian "
-            "could not be "
-            f"factorized, such as {fell_back[0]}; a larger --dampening-frac or more samples may help"
+            f"could not be factorized, such as {fell_back[0]}; a larger --dampening-frac or more samples may help"
         )
     return {
         "layer": work.layer,

@@ -38,8 +38,7 @@ from ktconvert.pipeline.walk import needs
 
 ONESHOT = (
     "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, "
-    "which is not causal "
-    "for some models; it is for comparison"
+    "which is not causal for some models; it is for comparison"
 )
 
 
@@ -97,8 +96,9 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     metadata = shard_metadata(facts, source, about)
     quantizing = QUANTIZING[settings["quant_method"]](request, model, form, rest, metadata)
     stages = number_shards([quantizing.stage, *_carried(rest, model, settings["max_shard_size"], metadata)])
-    dropped_files = [name for name in source.companions() if name in card.CONFIG_FILES]
-    copied = companions(source.root, [name for name in source.companions() if name not in dropped_files])
+    beside_weights = source.companions()
+    dropped_files = [name for name in beside_weights if name in card.CONFIG_FILES]
+    copied = companions(source.root, [name for name in beside_weights if name not in dropped_files])
     notes = tuple(_notes(model, rest, dropped_files, loading))
     entries = form.config_entries(facts, ignore, tool_version())
     config = card.config_json(source.config, entries, whole=form.whole)
@@ -231,8 +231,7 @@ def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tup
     if decoded:
         notes.append(
             f"{decoded} {' and '.join(titles)} tensors outside the routed experts are written as BF16, multiplied by "
-            "their scales: "
-            "loaders would read them unscaled"
+            "their scales: loaders would read them unscaled"
         )
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"

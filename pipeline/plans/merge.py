@@ -150,8 +150,7 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
         if (e, p, backward, n, what) not in files:
             raise InputError(
                 f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is "
-                "missing; "
-                "convert this layer again."
+                "missing; convert this layer again."
             )
     return [files[key] for key in wanted]
 

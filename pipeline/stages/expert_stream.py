@@ -54,8 +54,7 @@ def non_finite(model: MoeModel, layer: int, expert: int, projection: str, place:
     shard = model.source.shards[info.shard].path
     return InputError(
         f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not "
-        "finite "
-        f"at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
+        f"finite at row {place[0]}, column {place[1]}; download the file again or ask its publisher."
     )
 
 

@@ -61,9 +61,7 @@ def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[flo
     """
     figure = _figure(
         f"{Path(document['cpu_weights'] or document['gpu_weights']).name} against {Path(document['model']).name}: "
-        "perplexity "
-        f"{document['perplexity']['converted']:.4g} against "
-        f"{document['perplexity']['original']:.4g}"
+        f"perplexity {document['perplexity']['converted']:.4g} against {document['perplexity']['original']:.4g}"
     )
     left, right = figure.subplots(1, 2)
     least = 1e-9  # equal distributions stand at the left edge

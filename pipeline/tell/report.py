@@ -149,8 +149,7 @@ class Reporter:
             share = 100 * self._done / max(self._total, 1)
             self.say(
                 f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
-                f"ETA {duration(eta)}  "
-                f"{self._where}  RSS {size(machine.rss())}"
+                f"ETA {duration(eta)}  {self._where}  RSS {size(machine.rss())}"
             )
 
     def end(self) -> None:

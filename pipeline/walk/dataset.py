@@ -188,9 +188,8 @@ def _explained(dataset: str, error: BaseException) -> KtconvertError:
         return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
     return InputError(
         f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({suffixes()}) or a folder of such "
-        "files, or run "
-        f"`hf download --repo-type dataset {dataset}` where there is a network and set HF_HOME to its cache, "
-        "or take --quant-method RTN, which needs no data"
+        f"files, or run `hf download --repo-type dataset {dataset}` where there is a network and set HF_HOME to its "
+        "cache, or take --quant-method RTN, which needs no data"
     )
 
 

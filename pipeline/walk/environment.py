@@ -68,7 +68,6 @@ def require_same(begun: Mapping[str, Any], now: Mapping[str, Any], output: Path,
     if other and not allowed:
         raise OutputError(
             f"{output} was begun on another machine ({'; '.join(other)}), where sums are rounded in another order. "
-            "Finish it there or "
-            "with those values, or give --allow-machine-change to keep what is finished and make the rest here, or "
-            "--overwrite."
+            "Finish it there or with those values, or give --allow-machine-change to keep what is finished and make "
+            "the rest here, or --overwrite."
         )

@@ -80,8 +80,7 @@ class LayeredModel:
             if place.zero_ids:
                 raise UnsupportedError(
                     f"{source.root}: {place.name} has experts that give back what they get, which GPTQ cannot "
-                    "calibrate yet;"
-                    " use --quant-method RTN."
+                    "calibrate yet; use --quant-method RTN."
                 )
             module = self.model.get_submodule(place.name)
             for name in list(module._parameters):
@@ -126,9 +125,8 @@ class LayeredModel:
         if not usable:
             raise InputError(
                 f"{self.source.root}: has no tokenizer that transformers can load, and calibration needs one; put its "
-                "files"
-                " (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it brings "
-                "code of its own."
+                "files (tokenizer.json, tokenizer_config.json) beside config.json, or give --trust-remote-code if it "
+                "brings code of its own."
             )
         return tokenizer
 
@@ -184,8 +182,7 @@ class LayeredModel:
         if kind is None:
             raise UnsupportedError(
                 f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which GPTQ cannot "
-                "compute"
-                " with; use the model's BF16 release, or --quant-method RTN."
+                "compute with; use the model's BF16 release, or --quant-method RTN."
             )
         if carried.stored is info and info.start % kind.itemsize == 0:
             raw = self.source.view(info).reshape(-1).view(np.uint8)
@@ -305,6 +302,5 @@ class LayeredModel:
         if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
             raise VerificationError(
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "
-                "wrong; "
-                "use --quant-method RTN, and tell us the model."
+                "wrong; use --quant-method RTN, and tell us the model."
             )

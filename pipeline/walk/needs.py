@@ -100,8 +100,7 @@ class Needs:
 
 
 def working_bytes(rows: int, width: int) -> int:
-    """Bytes that quantizing a linear [rows, width] takes beside itself and its Hessian; measured on a CPU, 66 to 96 %
-    of this.
+    """Bytes that quantizing a linear [rows, width] takes at most beside itself and its Hessian; a CPU takes less.
 
     Three float32 copies of the linear, its BF16 and codes; three float32 copies of the Hessian; the matrices of a block
     of columns."""
@@ -216,11 +215,9 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
     shared = "shared by all its experts" if shape.calibrate == "all" else "for each expert"
     sentences = [
         f"GPTQ keeps {size(needed.disk)} of activations on disk while it runs: {shape.samples} samples of "
-        f"{shape.length} tokens are "
-        f"{size(needed.boundary)} at each layer's entrance",
+        f"{shape.length} tokens are {size(needed.boundary)} at each layer's entrance",
         f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; the Hessian of gate and "
-        "up is "
-        f"{size(shape.hidden**2 * FLOAT)}, {shared}, that of down {size(shape.width**2 * FLOAT)} for each expert",
+        f"up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down {size(shape.width**2 * FLOAT)} for each expert",
     ]
     on_gpu = needed if shape.on_gpu else needs(replace(shape, on_gpu=True))
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}

@@ -68,8 +68,7 @@ def _require_known_tokens(calibration: Calibration, lm: LayeredModel, ids: npt.N
     if int(ids.max()) >= size:
         raise InputError(
             f"{lm.source.root}: its tokenizer gives token {int(ids.max())} for {calibration.dataset}, and the model "
-            f"has {size}; "
-            "put the right tokenizer files beside config.json."
+            f"has {size}; put the right tokenizer files beside config.json."
         )
 
 

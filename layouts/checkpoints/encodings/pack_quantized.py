@@ -75,15 +75,13 @@ def _group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
     if groups and (k % groups or (groups > 1 and named and all(k % size for size in named))):
         raise UnsupportedError(
             f"tensor {scale.name!r}: groups of {max(named, default=k // groups)} columns do not divide the {k} columns "
-            "of "
-            f"{codes.name!r}; use the model's BF16 or FP8 (E4M3) release"
+            f"of {codes.name!r}; use the model's BF16 or FP8 (E4M3) release"
         )
     if not groups or (groups > 1 and quantization.groups and not named):
         sizes = " or ".join(map(str, quantization.groups)) or "any size"
         raise InputError(
             f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of "
-            f"{sizes}; "
-            "check group_size in config.json, or download both again"
+            f"{sizes}; check group_size in config.json, or download both again"
         )
     return k // groups
 
