@@ -54,19 +54,18 @@ class HotWeights:
         The caller owns the arrays. Raises InputError for scales that are not finite.
         """
         linear = self.model.linear(layer, expert, projection)
-        scales = linear.scales
-        if linear.kind not in (INT4, INT8) or scales is None:
-            values: npt.NDArray[Any] = kernels.decode(linear)
-        else:
-            values = integers(linear)
-            largest = float(np.max(np.abs(scales)))
-            if largest > LARGEST:
-                scale = self.model.weight(layer, expert, projection).tensors["scale"]
-                raise InputError(
-                    f"{self._source.shards[scale.shard].path}: tensor {scale.name!r} holds {largest}, "
-                    "more than BF16 weights can have; make this checkpoint again"
-                )
-            return values, scales
+        is_packed = linear.kind in (INT4, INT8)
+        values: npt.NDArray[Any] = integers(linear) if is_packed else kernels.decode(linear)
         for info in self.model.expert_tensors(layer, expert):
             self._source.release(info)
-        return values, None
+        if not is_packed:
+            return values, None
+        assert linear.scales is not None
+        largest = float(np.max(np.abs(linear.scales)))
+        if largest > LARGEST:
+            scale = self.model.weight(layer, expert, projection).tensors["scale"]
+            raise InputError(
+                f"{self._source.shards[scale.shard].path}: tensor {scale.name!r} holds {largest}, "
+                "more than BF16 weights can have; make this checkpoint again"
+            )
+        return values, linear.scales
