@@ -43,12 +43,12 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **made) {
-    if (!pool || !moe || !call || !made) return KTQ_EINVAL;
+int ktq_job_new(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, ktq_job **out) {
+    if (!pool || !moe || !call || !out) return KTQ_EINVAL;
     ktq_job *job = calloc(1, sizeof *job);
     if (!job) return KTQ_ENOMEM;
     *job = (ktq_job){.pool = pool, .moe = *moe, .call = *call};
-    *made = job;
+    *out = job;
     return KTQ_OK;
 }
 

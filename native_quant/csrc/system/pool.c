@@ -169,8 +169,8 @@ static void stop_queue(kt_queue *queue) {
     pthread_join(queue->thread, NULL);
 }
 
-int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **made) {
-    if (groups < 1 || groups > MAX_WORKERS || !threads || !made) return KTQ_EINVAL;
+int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **out) {
+    if (groups < 1 || groups > MAX_WORKERS || !threads || !out) return KTQ_EINVAL;
     int workers = 0;
     for (int g = 0; g < groups; g++) {
         if (threads[g] < 1 || threads[g] > MAX_WORKERS - workers) return KTQ_EINVAL;
@@ -196,7 +196,7 @@ int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **mad
         free(pool);
         return error;
     }
-    *made = pool;
+    *out = pool;
     return KTQ_OK;
 }
 

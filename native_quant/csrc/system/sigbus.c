@@ -42,7 +42,7 @@ static void say(const char *text) {
     }
 }
 
-static atomic_flag told = ATOMIC_FLAG_INIT;
+static atomic_flag reported = ATOMIC_FLAG_INIT;
 
 /* The mapping that holds an address, or NULL. */
 static const mapping *mapping_at(const char *address) {
@@ -60,7 +60,7 @@ static void on_sigbus(int number, siginfo_t *info, void *context) {
     int is_fault = info->si_code > 0; /* otherwise a process sent it, and there is no address */
     const mapping *ours = is_fault ? mapping_at(info->si_addr) : NULL;
     if (ours) {
-        if (atomic_flag_test_and_set(&told))
+        if (atomic_flag_test_and_set(&reported))
             for (;;) pause(); /* another thread reports it and ends the process */
         say(opening);
         say(ours->name);
