@@ -88,21 +88,18 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     default=None,
     help="Cut shards between experts, e.g. 5GB. [default: one shard per layer]",
 )
-@click.option("--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume.")
-@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
-@options.arch_file
+@options.checkpoint
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
 @options.max_memory
 @options.reporting
 def cpu(**params: Any) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
 
-    FP8, FP16, BF16 and F32 safetensors are read; no GPU is used. Memory is bounded by a few experts, whatever the
-    model's size."""
-    from ktconvert.pipeline.engine.execute import execute
+    Safetensors in BF16, FP16, F32, FP8, and packed INT4 or INT8 are read; no GPU is used. Memory is bounded by a few
+    experts, whatever the model's size.
+    """
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert
-    from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     method = params["quant_method"]
@@ -147,9 +144,4 @@ def cpu(**params: Any) -> None:
     first = convert.machine_note(plan)
     if first:
         reporter.note(first)
-    for note in plan.notes:
-        reporter.note(note)
-    if params["dry_run"]:
-        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
-        return
-    execute(plan, reporter, overwrite=params["overwrite"])
+    options.carry_out(plan, reporter, params)

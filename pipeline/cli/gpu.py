@@ -194,9 +194,7 @@ class SeveralValues(click.Command):
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards between experts. [default: 5GB]")
-@click.option("--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume.")
-@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
-@options.arch_file
+@options.checkpoint
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output-dir, once the new output is complete.")
 @options.max_memory
 @options.reporting
@@ -207,10 +205,8 @@ def gpu(**params: Any) -> None:
     FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts (RTN) or by one layer (GPTQ),
     whatever the model's size. All other tensors are copied as they are.
     """
-    from ktconvert.pipeline.engine.execute import execute
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.gpu import plan_gpu, require_available
-    from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     require_available(params["quant_method"], params["torch_dtype"])
@@ -242,12 +238,7 @@ def gpu(**params: Any) -> None:
         },
     )
     plan = plan_gpu(request, None if params["dry_run"] else options.hashing(reporter))
-    for note in plan.notes:
-        reporter.note(note)
-    if params["dry_run"]:
-        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
-        return
-    execute(plan, reporter, overwrite=params["overwrite"])
+    options.carry_out(plan, reporter, params)
 
 
 def calibration(params: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:

@@ -45,10 +45,8 @@ def merge(**params: Any) -> None:
     """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an
     index. Can be resumed.
     """
-    from ktconvert.pipeline.engine.execute import execute
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.merge import plan_merge
-    from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     original = params["original_path"]
@@ -66,7 +64,4 @@ def merge(**params: Any) -> None:
         },
     )
     plan = plan_merge(request)
-    if params["dry_run"]:
-        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
-        return
-    execute(plan, reporter, overwrite=params["overwrite"])
+    options.carry_out(plan, reporter, params)

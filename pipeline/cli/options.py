@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.tell.report import Reporter, size
+
+if TYPE_CHECKING:
+    from ktconvert.pipeline.engine.plan import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
 MOST = 1 << 62
@@ -113,6 +116,19 @@ def arch_file(command: F) -> F:
     )(command)
 
 
+def checkpoint(command: F) -> F:
+    """How the input of a conversion is read: --verify-inputs, --revision, --arch-file."""
+    for option in (
+        arch_file,
+        click.option("--revision", default=None, help="Branch, tag or commit of a hub id."),
+        click.option(
+            "--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def gpu_experts(command: F) -> F:
     """Which experts come from MODEL and not from --cpu-weights: --gpu-experts-mask, --num-gpu-experts."""
     for option in (
@@ -208,3 +224,16 @@ def text_of(option: str, path: Path | None) -> str | None:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {path}: cannot be read ({error}).") from error
+
+
+def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
+    """Show a plan with --dry-run, else execute it; with its notes first."""
+    from ktconvert.pipeline.engine.execute import execute
+    from ktconvert.pipeline.tell import show
+
+    for note in plan.notes:
+        reporter.note(note)
+    if params["dry_run"]:
+        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
+    else:
+        execute(plan, reporter, overwrite=params["overwrite"])

@@ -14,7 +14,7 @@ from ktconvert.layouts.files.documents import NUMBER
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.plan import FORMAT, Plan, changed_files, require_same_settings, require_same_source
 from ktconvert.pipeline.engine.units import Status, statuses
-from ktconvert.pipeline.engine.workdir import INSIDE, Places, done_reason, locate
+from ktconvert.pipeline.engine.workdir import INSIDE, Places, done_reason, has_size, locate
 
 IGNORED = {INSIDE, "lost+found"}
 SOURCE = {
@@ -84,7 +84,7 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     if done is not None:
         require_same_settings(output, done, plan)
         require_same_source(output, done["source"], plan)
-        damaged = [f["name"] for f in done["files"] if not _has_size(output / f["name"], f["size"])]
+        damaged = [f["name"] for f in done["files"] if not has_size(output / f["name"], f["size"])]
         if damaged:
             raise VerificationError(
                 f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with "
@@ -148,10 +148,3 @@ def agree(plan: Plan, old: dict[str, Any], overwrite: bool) -> tuple[bool, list[
             "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over."
         )
     return False, touched
-
-
-def _has_size(path: Path, nbytes: int) -> bool:
-    try:
-        return path.stat().st_size == nbytes
-    except OSError:
-        return False

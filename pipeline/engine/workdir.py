@@ -209,7 +209,7 @@ def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[
     stored = places.store / unit.stored_name
     reason = "finished before"
     for path, nbytes, sha256 in record["files"]:
-        if _has_size(stored / path, nbytes):
+        if has_size(stored / path, nbytes):
             continue
         reason = "finished, in place"
         if not any(_is(folder / unit.final / path, nbytes, sha256) for folder in places.finals):
@@ -217,7 +217,8 @@ def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[
     return reason
 
 
-def _has_size(path: Path, nbytes: int) -> bool:
+def has_size(path: Path, nbytes: int) -> bool:
+    """Whether a file is there and has this size."""
     try:
         return path.stat().st_size == nbytes
     except (OSError, ValueError):  # a damaged record may name what no file can be called
@@ -225,7 +226,7 @@ def _has_size(path: Path, nbytes: int) -> bool:
 
 
 def _is(path: Path, nbytes: int, sha256: str) -> bool:
-    return _has_size(path, nbytes) and _hash(path, path.stat().st_mtime_ns) == sha256
+    return has_size(path, nbytes) and _hash(path, path.stat().st_mtime_ns) == sha256
 
 
 @functools.cache
