@@ -147,8 +147,9 @@ class DirectFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        fd, self._fd = self._fd, -1  # a late write_at must not reach a file that gets the number next
+        if fd >= 0:
+            os.close(fd)
 
 
 @functools.cache
