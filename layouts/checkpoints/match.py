@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ class _Rule:
 
 def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
     """Goes through the names once. Raises InputError where one layer is stored in two ways."""
-    rules, containers = _rules(styles)
+    rules, containers = _rules(tuple(styles), tuple(encodings.roles().items()))
     out = Scan()
     known: dict[str, tuple[_Rule | None, str | None, str | None]] = {}
     for name, info in tensors.items():
@@ -131,7 +132,9 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, name: str, info: Tens
     tensors[rule.role] = info
 
 
-def _rules(styles: Iterable[Style]) -> tuple[dict[str, _Rule], set[str]]:
+@functools.lru_cache(maxsize=16)
+def _rules(styles: tuple[Style, ...], roles: tuple[tuple[str, str], ...]) -> tuple[Mapping[str, _Rule], frozenset[str]]:
+    """(rule of each name whose numbers are "#", what precedes the name of anything among experts)."""
     rules: dict[str, _Rule] = {}
     containers: set[str] = set()
     for style in styles:
@@ -140,14 +143,14 @@ def _rules(styles: Iterable[Style]) -> tuple[dict[str, _Rule], set[str]]:
                 slots = SLOT.findall(name)
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
-                for suffixed, role, unread in _beside(name):
+                for suffixed, role, unread in _beside(name, roles):
                     rules.setdefault(
                         _shape(suffixed), _Rule(style, prefix, part, role, unread, suffixed, layer, expert)
                     )
                 shape = _shape(name)
                 if "experts." in shape:
                     containers.add(shape[: shape.rindex("experts.") + len("experts.")])
-    return rules, containers
+    return rules, frozenset(containers)
 
 
 def _prefixed(template: str) -> Iterator[tuple[str, str]]:
@@ -157,9 +160,9 @@ def _prefixed(template: str) -> Iterator[tuple[str, str]]:
         yield from ((p, template.replace("{prefix}", p)) for p in PREFIXES)
 
 
-def _beside(template: str) -> Iterator[tuple[str, str, bool]]:
+def _beside(template: str, roles: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
     """(name, role, whether it is foreign) of every tensor that may belong to the weight of this template."""
-    known = [(pattern, role, False) for pattern, role in encodings.roles().items()]
+    known = [(pattern, role, False) for pattern, role in roles]
     known += [(pattern, BIAS, False) for pattern in foreign.BIASES]
     known += [(pattern, ASIDE, False) for pattern in foreign.ASIDE]
     known += [(pattern, what, True) for pattern, what in foreign.FOREIGN.items()]

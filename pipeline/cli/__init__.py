@@ -85,6 +85,7 @@ class LazyGroup(click.Group):
         """Import it."""
         if name not in COMMANDS:
             return None
+        _import_numpy()
         module = importlib.import_module(f"ktconvert.pipeline.cli.{COMMANDS[name][0]}")
         command: click.Command = getattr(module, name)
         return command
@@ -103,6 +104,18 @@ class LazyGroup(click.Group):
         """From the table, without importing anything."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+def _import_numpy() -> None:
+    """Import NumPy without its linear algebra library's threads, one per CPU: nothing here multiplies with it."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    importlib.import_module("numpy")
+    if before is None:  # children, and PyTorch where it has OpenBLAS, keep the threads that they would have
+        del os.environ[name]
+    else:
+        os.environ[name] = before
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
