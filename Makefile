@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(shell find native_quant/csrc -type f)
 
-.PHONY: setup demo test test-fast test-long lint types asan emulated golden bench peer clean
+.PHONY: setup demo test test-fast test-long lint types asan emulated numa golden bench peer clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -62,6 +62,10 @@ asan: setup
 # The kernels for AMX and AVX-VNNI on a CPU without them.
 emulated: setup
 	sh tests/emulated.sh $(BIN)/python
+
+# What holds on machines with several NUMA nodes, seen in a guest; skipped where there is neither QEMU nor root to install it.
+numa: setup
+	$(BIN)/python tests/numa/guest.py all
 
 bench: setup
 	$(BIN)/python benchmarks/kernels.py

@@ -1,0 +1,249 @@
+"""A guest with real NUMA nodes: Debian's kernel under QEMU, on the host's own file system.
+
+    tests/numa/guest.py run VARIANT COMMAND...   boot, run COMMAND in this checkout, print what it prints, power off
+    tests/numa/guest.py all [VARIANT...]         the suite (SUITE below) in every variant; `make numa`
+
+The guest sees the host's file system read-only, so the checkout, its .venv and every other file are where they are
+here; what it writes is gone afterwards. Kernel and initramfs are made once, in build/numa or $OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import lzma
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from variants import VARIANTS, Variant
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[1]
+STATE = Path(os.environ.get("OUT", CHECKOUT / "build" / "numa")).resolve()
+QEMU = "qemu-system-x86_64"
+KERNEL = "linux-image-amd64"  # not the cloud kernel: it has no 9p file system
+MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
+LIMIT = 3600  # seconds; an emulated guest takes minutes for what takes the host seconds
+ENDED = re.compile(r"=== guest: exit (\d+)")
+
+
+class Unavailable(Exception):
+    """What a guest needs is not on this machine; the message is one sentence."""
+
+
+# ---- what is booted -------------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Kernel and initramfs in STATE, from Debian's packages; made again when init.sh changes."""
+    for tool, package in ((QEMU, "qemu-system-x86"), ("dpkg-deb", "dpkg"), ("apt-get", "apt")):
+        if not shutil.which(tool):
+            install(package)
+    STATE.mkdir(parents=True, exist_ok=True)
+    tree, initrd, init = STATE / "initramfs", STATE / "initrd", HERE / "init.sh"
+    if not tree.exists():
+        with tempfile.TemporaryDirectory(dir=STATE) as folder:
+            packages, new = Path(folder) / "packages", Path(folder) / "initramfs"
+            download(["busybox-static", kernel_package()], packages)
+            unpack(packages, new)
+            new.rename(tree)
+    if initrd.exists() and initrd.stat().st_mtime >= init.stat().st_mtime:
+        return
+    shutil.copy(init, tree / "init")
+    (tree / "init").chmod(0o755)
+    names = "\n".join(str(path.relative_to(tree)) for path in sorted(tree.rglob("*")))
+    cpio = [str(tree / "bin/busybox"), "cpio", "-o", "-H", "newc"]
+    with (STATE / "initrd.new").open("wb") as archive:
+        subprocess.run(cpio, cwd=tree, input=names.encode(), stdout=archive, stderr=subprocess.DEVNULL, check=True)
+    (STATE / "initrd.new").rename(initrd)
+
+
+def unpack(packages: Path, tree: Path) -> None:
+    """The initramfs, but for its init, and the kernel beside it."""
+    for folder in ("bin", "modules", "proc", "sys", "dev", "host", "changes", "root"):
+        (tree / folder).mkdir(parents=True)
+    kernel = next(packages.glob("boot/vmlinuz-*"))
+    shutil.copy(kernel, STATE / "vmlinuz")
+    shutil.copy(packages / "bin/busybox", tree / "bin/busybox")
+    order = []
+    for name, data in modules(packages / "lib/modules" / kernel.name.removeprefix("vmlinuz-")):
+        (tree / "modules" / name).write_bytes(data)
+        order.append(name)
+    (tree / "modules/order").write_text("\n".join(order))
+
+
+def install(package: str) -> None:
+    """Install a Debian package, for root only."""
+    if not shutil.which("apt-get") or os.geteuid() != 0:
+        raise Unavailable(f"{package} is not installed, and installing it needs root and apt-get")
+    done = subprocess.run(
+        ["apt-get", "install", "-y", "--no-install-recommends", package], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise Unavailable(f"apt-get cannot install {package} ({last_line(done.stderr)})")
+
+
+def kernel_package() -> str:
+    """The package of the kernel that KERNEL stands for now."""
+    text = subprocess.run(["apt-cache", "depends", KERNEL], capture_output=True, text=True).stdout
+    found = re.search(r"Depends: (linux-image-\S+)", text)
+    if not found:
+        raise Unavailable(f"apt-cache knows no {KERNEL}: the guest needs the packages of Debian (or `apt-get update`)")
+    return found[1]
+
+
+def download(names: list[str], into: Path) -> None:
+    """Unpack Debian packages without installing them."""
+    with tempfile.TemporaryDirectory(dir=STATE) as folder:
+        done = subprocess.run(["apt-get", "download", *names], cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise Unavailable(f"apt-get cannot download {' and '.join(names)} ({last_line(done.stderr)})")
+        for package in sorted(Path(folder).glob("*.deb")):
+            subprocess.run(["dpkg-deb", "-x", package, into], check=True)
+
+
+def modules(root: Path) -> Iterator[tuple[str, bytes]]:
+    """(file name, content) of MODULES and all that they depend on, each after those that it needs."""
+    paths = {path.name.partition(".")[0].replace("-", "_"): path for path in root.rglob("*.ko*")}
+    done: set[str] = set()
+
+    def visit(name: str) -> Iterator[tuple[str, bytes]]:
+        if name in done or name not in paths:  # not there: built into the kernel
+            return
+        done.add(name)
+        data = paths[name].read_bytes()
+        data = lzma.decompress(data) if paths[name].suffix == ".xz" else data
+        found = re.search(rb"\0depends=([\w,-]*)\0", data)
+        for other in found[1].decode().replace("-", "_").split(",") if found else ():
+            yield from visit(other)
+        yield f"{name}.ko", data
+
+    for name in MODULES:
+        yield from visit(name)
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
+
+
+# ---- booting --------------------------------------------------------------------------------------------------------
+
+
+def machine(variant: Variant) -> list[str]:
+    """QEMU's options for a variant."""
+    options = ["-machine", "q35", "-cpu", variant.cpu, "-m", f"{variant.mib}M", "-smp", variant.smp]
+    for node, (cpus, mib) in variant.nodes.items():
+        parts = ["node", f"nodeid={node}"]
+        if cpus:
+            parts.append(f"cpus={cpus}")
+        if mib:
+            options += ["-object", f"memory-backend-ram,id=memory{node},size={mib}M"]
+            parts.append(f"memdev=memory{node}")
+        options += ["-numa", ",".join(parts)]
+    return options
+
+
+def boot(name: str, command: list[str], accelerator: str, limit: int = LIMIT) -> Iterator[str]:
+    """Run a command in a guest; its lines as they come, the last one ENDED's unless the guest did not get that far."""
+    with tempfile.NamedTemporaryFile("w", dir=STATE, suffix=".sh") as job:
+        job.write(
+            f"export PATH={shlex.quote(str(CHECKOUT / '.venv/bin'))}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
+            f"export HOME=/root LANG=C.UTF-8 TMPDIR=/dev/shm PYTHONDONTWRITEBYTECODE=1 VARIANT={name}\n"
+            f"cd {shlex.quote(str(CHECKOUT))} && {shlex.join(command)}\n"
+        )
+        job.flush()
+        arguments = [QEMU, "-accel", accelerator, *machine(VARIANTS[name])]
+        arguments += ["-kernel", str(STATE / "vmlinuz"), "-initrd", str(STATE / "initrd")]
+        arguments += ["-append", f"console=ttyS0 quiet panic=-1 mitigations=off job={job.name}"]
+        arguments += ["-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"]
+        arguments += ["-nodefaults", "-no-reboot", "-display", "none", "-net", "none", "-serial", "stdio"]
+        with subprocess.Popen(
+            ["timeout", str(limit), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as guest:
+            assert guest.stdout is not None
+            for line in guest.stdout:
+                yield line.replace("\r", "").rstrip("\n")
+
+
+def accelerator() -> str:
+    """ "kvm" where a guest boots with it, else emulation; tried once."""
+    known = STATE / "accelerator"
+    if not known.exists():
+        works = os.access("/dev/kvm", os.W_OK) and any(ENDED.match(line) for line in boot("one", ["true"], "kvm", 60))
+        known.write_text("kvm" if works else "tcg,thread=multi")
+    return known.read_text()
+
+
+def run(name: str, command: list[str]) -> tuple[int, list[str]]:
+    """Boot, print what comes, and return the command's exit status and the lines; one guest at a time on a machine."""
+    prepare()
+    with (Path(tempfile.gettempdir()) / "ktconvert-numa.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = []
+        for line in boot(name, command, accelerator()):
+            print(line, flush=True)
+            lines.append(line)
+    ends = [int(found[1]) for line in lines if (found := ENDED.match(line))]
+    return (ends[-1] if ends else 1), lines
+
+
+# ---- the suite ------------------------------------------------------------------------------------------------------
+
+TESTS = ("tests/test_machine.py", "tests/test_pool.py", "tests/test_runtime_load.py")
+
+
+def suite(names: list[str]) -> int:
+    """Tests and checks in each variant, and a line for each at the end; the number of variants that fail."""
+    model, source = STATE / "model", STATE / "source"
+    if not source.exists():
+        STATE.mkdir(parents=True, exist_ok=True)
+        subprocess.run([CHECKOUT / ".venv/bin/python", HERE / "model.py", model, source], check=True)
+    checks = [str(path.relative_to(CHECKOUT)) for path in sorted(HERE.glob("check_*.py"))]
+    pytest = ["python", "-m", "pytest", "-q", "--color=no", "--tb=short", "-p", "no:cacheprovider", *TESTS, *checks]
+    results = {}
+    for name in names:
+        print(f"--- {name}", flush=True)
+        begin = time.monotonic()
+        status, lines = run(name, ["env", f"MODEL={model}", f"SOURCE={source}", *pytest])
+        counts = next((line for line in reversed(lines) if re.search(r"\d (passed|failed|error)", line)), "no result")
+        results[name] = (status, f"{counts.strip('= ')}, {time.monotonic() - begin:.0f} s with the boot")
+    width = max(map(len, results))
+    for name, (status, text) in results.items():
+        print(f"{name:<{width}}  {'good' if status == 0 else 'BAD'}: {text}")
+    return sum(status != 0 for status, _ in results.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    one = commands.add_parser("run")
+    one.add_argument("variant", choices=VARIANTS)
+    one.add_argument("command", nargs=argparse.REMAINDER)
+    every = commands.add_parser("all")
+    every.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
+    arguments = parser.parse_args()
+    try:
+        if arguments.what == "run":
+            return run(arguments.variant, arguments.command)[0]
+        prepare()
+        return suite(arguments.variants or list(VARIANTS))
+    except Unavailable as error:
+        print(f"make numa: skipped: {error}.")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

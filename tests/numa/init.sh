@@ -1,0 +1,22 @@
+#!/bin/busybox sh
+# The guest's first process, from its initramfs: the host's file system, read-only, with all changes kept in memory;
+# then the script that the kernel's command line names.
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+mount -t devtmpfs devtmpfs /dev
+for module in $(cat /modules/order); do insmod "/modules/$module"; done
+mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=524288,cache=loose host /host
+mount -t tmpfs tmpfs /changes
+mkdir /changes/upper /changes/work
+mount -t overlay -o lowerdir=/host,upperdir=/changes/upper,workdir=/changes/work overlay /root
+for folder in proc sys dev; do mount --move "/$folder" "/root/$folder"; done
+mkdir -p /root/dev/shm
+mount -t tmpfs -o mode=1777 tmpfs /root/dev/shm
+mount -t cgroup2 cgroup2 /root/sys/fs/cgroup
+ip link set lo up
+# shellcheck disable=SC2154  # the kernel hands `job=...` of its command line to us as a variable
+chroot /root /bin/bash "$job" </root/dev/null
+echo "=== guest: exit $?"
+sleep 1 # until the serial line has sent it
+poweroff -f

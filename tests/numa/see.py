@@ -1,0 +1,201 @@
+"""What the kernel says about a process's threads and pages, and processes of their own to look at from the checks."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = os.sysconf("SC_PAGE_SIZE")
+# x86-64's numbers of the calls that libc lacks, and <linux/mempolicy.h>, <linux/seccomp.h>, <linux/prctl.h>.
+MBIND, SET_MEMPOLICY, GET_MEMPOLICY, MOVE_PAGES = 237, 238, 239, 279
+MPOL_BIND, MPOL_INTERLEAVE = 2, 3
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO, EPERM = 0x7FFF0000, 0x00050000, 1
+NO_NUMA_CALLS = (MBIND, SET_MEMPOLICY, GET_MEMPOLICY, MOVE_PAGES)  # what Docker's default profile denies
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+# ---- pages ----------------------------------------------------------------------------------------------------------
+
+
+def nodes_of(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
+    """Node -> number of pages that these arrays have there; pages that were never touched are left out."""
+    count: Counter[int] = Counter()
+    for array in arrays:
+        first, last = array.ctypes.data // PAGE, (array.ctypes.data + array.nbytes - 1) // PAGE
+        pages = np.arange(first, last + 1, dtype=np.uint64) * np.uint64(PAGE)
+        status = np.full(len(pages), -1, np.int32)
+        addresses = (ctypes.c_void_p(x.ctypes.data) for x in (pages, status))
+        if libc.syscall(MOVE_PAGES, 0, ctypes.c_ulong(len(pages)), next(addresses), None, next(addresses), 0):
+            raise OSError(ctypes.get_errno(), "move_pages")
+        count.update(int(node) for node in status[status >= 0])
+    return dict(sorted(count.items()))
+
+
+def parts_of(experts: Any) -> list[dict[int, int]]:
+    """nodes_of each NUMA part of an Experts."""
+    arrays: list[list[npt.NDArray[Any]]] = [[] for _ in range(experts.parts)]
+    for part, pair in experts.packed.arrays.items():
+        arrays[part.numa] += pair
+    return [nodes_of(each) for each in arrays]
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+def parse_list(text: str) -> frozenset[int]:
+    """The kernel's `0-3,8` as numbers."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return frozenset(n for pair in ends for n in range(int(pair[0]), int(pair[-1]) + 1))
+
+
+def threads() -> dict[int, list[int]]:
+    """The CPUs on which each thread of this process may run, by thread number."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        status = (task / "status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("Cpus_allowed_list:"))
+        found[int(task.name)] = sorted(parse_list(line.split()[1]))
+    return found
+
+
+class New:
+    """The CPUs of the threads that are started after this was made."""
+
+    def __init__(self) -> None:
+        self.before = set(threads())
+
+    def cpus(self) -> list[list[int]]:
+        return [cpus for thread, cpus in sorted(threads().items()) if thread not in self.before]
+
+
+# ---- processes of their own -----------------------------------------------------------------------------------------
+
+
+def bind_memory(nodes: Collection[int], mode: int = MPOL_BIND) -> None:
+    """`numactl --membind` for this process and what it starts."""
+    mask = ctypes.c_ulong(sum(1 << node for node in nodes))
+    if libc.syscall(SET_MEMPOLICY, mode, ctypes.byref(mask), 64):
+        raise OSError(ctypes.get_errno(), "set_mempolicy")
+
+
+def deny(calls: Collection[int]) -> None:
+    """Let these system calls fail with EPERM from now on, as a container's seccomp profile does."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    # Classic BPF: load the call's number; per call: if equal, return EPERM; then allow.
+    steps = [(0x20, 0, 0, 0)]
+    for call in calls:
+        steps += [(0x15, 0, 1, call), (0x06, 0, 0, SECCOMP_RET_ERRNO | EPERM)]
+    steps.append((0x06, 0, 0, SECCOMP_RET_ALLOW))
+    code = np.array(steps, np.dtype([("code", "u2"), ("jt", "u1"), ("jf", "u1"), ("k", "u4")]))
+    program = Program(len(code), code.ctypes.data)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def run(
+    *command: object,
+    cpus: Collection[int] = (),
+    membind: Collection[int] = (),
+    without: Collection[int] = (),
+    cgroup: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command on these CPUs only, with memory of these nodes only, without these system calls, in this cgroup."""
+
+    def begin() -> None:
+        if cgroup:
+            (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+        if membind:
+            bind_memory(membind)
+        if without:
+            deny(without)
+
+    return subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(TESTS), **(env or {})},
+        preexec_fn=begin,
+    )
+
+
+@contextmanager
+def hogs(cpus: list[int]) -> Iterator[None]:
+    """Real-time threads that leave nothing of these CPUs to anyone else."""
+    limit = Path("/proc/sys/kernel/sched_rt_runtime_us")
+    before = limit.read_text()
+    limit.write_text("-1")
+    code = """
+import os, sys
+os.sched_setaffinity(0, [int(sys.argv[1])])
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+print(flush=True)
+while True: pass
+"""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for cpu in cpus:
+            running.append(subprocess.Popen([sys.executable, "-c", code, str(cpu)], stdout=subprocess.PIPE))
+            assert running[-1].stdout is not None
+            running[-1].stdout.readline()
+        yield
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+        limit.write_text(before)
+
+
+PRELUDE = """
+import json, os, sys, warnings
+import numpy as np
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool, default_pool
+from pathlib import Path
+from numa.see import *
+rng = np.random.default_rng(0)
+def pack(parts, pool=None, layer=0, width=1024, hidden=1024, experts=4):
+    shapes = (experts, width, hidden), (experts, width, hidden), (experts, hidden, width)
+    bits = [rng.integers(0x3C00, 0x3D00, shape, np.uint16) for shape in shapes]
+    return Experts.from_bf16(*bits, method="AMXINT8", parts=parts, pool=pool, layer=layer)
+def call(experts, tokens=8):
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal((tokens, experts.hidden)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    ids = rng.integers(0, experts.num_experts, (tokens, 2))
+    return x, ids, rng.random((tokens, 2)).astype(np.float32)
+def say(**facts):
+    print(json.dumps(facts))
+"""
+
+
+def seen_by(code: str, **how: Any) -> Any:
+    """What a Python program says (`say(name=value)`, once), run as `run` does, with PRELUDE before it.
+
+    Also its `stderr`. Raises AssertionError with that where the program fails.
+    """
+    done = run(sys.executable, "-W", "always", "-c", PRELUDE + textwrap.dedent(code), **how)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}

@@ -1,0 +1,59 @@
+"""The machines that tests/numa/guest.py boots, and what the checks expect of ktconvert on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A guest, node by node.
+
+    nodes    node -> (its CPUs as the kernel writes a list, its memory in MiB); "" and 0: none
+    smp      QEMU's topology: packages, cores of each, hyperthreads of each core
+    workers  what a pool with default settings must be: node -> threads
+    home     node whose memory a node without any uses; every other node uses its own
+    """
+
+    nodes: dict[int, tuple[str, int]]
+    smp: str
+    workers: dict[int, int]
+    home: dict[int, int] = field(default_factory=dict)
+    cpu: str = "max"
+
+    @property
+    def mib(self) -> int:
+        """The memory of all nodes."""
+        return sum(mib for _, mib in self.nodes.values())
+
+    def cpus(self, *nodes: int) -> list[int]:
+        """The CPUs of these nodes."""
+        ends = [self.nodes[node][0].split("-") for node in nodes]
+        return [cpu for pair in ends for cpu in range(int(pair[0]), int(pair[-1]) + 1)]
+
+    def memory_of(self, node: int) -> int:
+        """The node from which the kernel gives memory to a thread on this one."""
+        return self.home.get(node, node)
+
+
+VARIANTS = {
+    "one": Variant({0: ("0-3", 2048)}, "4,sockets=1,cores=4", {0: 4}),
+    "two": Variant({0: ("0-1", 1024), 1: ("2-3", 1024)}, "4,sockets=2,cores=2", {0: 2, 1: 2}),
+    "four": Variant(
+        {0: ("0", 512), 1: ("1", 512), 2: ("2", 512), 3: ("3", 512)},
+        "4,sockets=4,cores=1",
+        {0: 1, 1: 1, 2: 1, 3: 1},
+    ),
+    "asym": Variant({0: ("0-2", 1024), 1: ("3", 1024)}, "4,sockets=4,cores=1", {0: 3, 1: 1}),
+    "hyperthreads": Variant(
+        {0: ("0-3", 1024), 1: ("4-7", 1024)},
+        "8,sockets=2,cores=2,threads=2",
+        {0: 2, 1: 2},
+        cpu="max,vendor=GenuineIntel",
+    ),
+    "memoryless": Variant({0: ("0-1", 2048), 1: ("2-3", 0)}, "4,sockets=2,cores=2", {0: 2, 1: 2}, home={1: 0}),
+    "memoryless0": Variant({0: ("0-1", 0), 1: ("2-3", 2048)}, "4,sockets=2,cores=2", {0: 2, 1: 2}, home={0: 1}),
+    "cpuless": Variant({0: ("0-1", 512), 1: ("2-3", 512), 2: ("", 1024)}, "4,sockets=2,cores=2", {0: 2, 1: 2}),
+    "hole": Variant({0: ("0-1", 512), 1: ("", 1024), 2: ("2-3", 512)}, "4,sockets=2,cores=2", {0: 2, 2: 2}),
+    "small": Variant({0: ("0-1", 1888), 1: ("2-3", 160)}, "4,sockets=2,cores=2", {0: 2, 1: 2}),
+}
