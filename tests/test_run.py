@@ -171,7 +171,7 @@ def test_a_model_that_is_quantized_itself(tmp_path: Path, example: Path, weights
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     refused = call(quantized, "--prompt", "x", "--cpu-weights", weights).exception
     assert type(refused) is UnsupportedError
-    assert "is quantized itself (fp8)" in str(refused)
+    assert "is quantized itself (fp8)" in str(refused) and f"`ktconvert dequantize {quantized} BF16`" in str(refused)
 
 
 @pytest.mark.parametrize(("command", "package"), [("run", "transformers"), ("serve", "uvicorn")])

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint outside its routed experts, and how the quantized ones become BF16."""
+"""The tensors of a checkpoint, or those outside its routed experts, and which of them become BF16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 
 @dataclass(frozen=True)
 class Beside:
-    """Everything but routed experts, by the names of a BF16 release, in the order of the checkpoint.
+    """All tensors, or all but routed experts, by the names of a BF16 release, in the order of the checkpoint.
 
     tensors  those that are copied unchanged, and the weights that become BF16.
     dropped  scales and other tensors of such weights.
@@ -25,7 +25,8 @@ class Beside:
 
 
 def beside(source: TensorSource, taken: Collection[str], quantization: Quantization) -> Beside:
-    """Sorts all tensors but `taken`: quantized weights are decoded, their scales dropped, all others copied.
+    """Sorts all tensors but `taken`, the routed experts: quantized weights are decoded, their scales dropped, all
+    others copied.
 
     Raises UnsupportedError for a tensor that is quantized in a way that cannot be read, InputError for a weight without
     scales."""
@@ -43,14 +44,18 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
             dropped |= {t.name for t in weight[1].tensors.values()} | _aside(source, weight[0])
     for name in names:
         if name not in dropped and (what := foreign.beside_experts(source.tensors[name])) is not None:
+            where = ", and stands outside the routed experts" if taken else ""
             raise UnsupportedError(
-                f"{source.shards[source.tensors[name].shard].path}: tensor {name!r} is {what}, and stands outside the "
-                "routed experts; that is not an input yet: use the model's BF16 or FP8 (E4M3) release."
+                f"{source.shards[source.tensors[name].shard].path}: tensor {name!r} is {what}{where}; that is not an "
+                "input yet: use the model's BF16 or FP8 (E4M3) release."
             )
-    kept = [name for name in names if name not in dropped or name in decoded]
-    tensors: dict[str, TensorInfo | Weight] = dict(
-        decoded[name] if name in decoded else (name, source.tensors[name]) for name in kept
-    )
+    tensors: dict[str, TensorInfo | Weight] = {}
+    for name in names:
+        if name not in dropped or name in decoded:
+            key, stored = decoded.get(name, (name, source.tensors[name]))
+            if key in tensors:
+                raise InputError(f"{source.root}: {key!r} is stored twice; remove the tensor that does not belong")
+            tensors[key] = stored
     return Beside(tensors, tuple(sorted(dropped - decoded.keys())))
 
 

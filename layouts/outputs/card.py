@@ -21,20 +21,25 @@ def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whol
 
     whole: for a whole model the source's own quantization entries are removed, at any depth; else they are kept beside
     ours."""
-    config = _plain(original) if whole else dict(original)
+    config = unquantized(original) if whole else dict(original)
     before = config.pop("quantization_config", None)
     if before is not None:
         config["original_quantization_config"] = before
-    config |= entries
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return encoded({**config, **entries})
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config without what it says of quantization, at any depth."""
     return {
-        key: _plain(value) if isinstance(value, dict) else value
+        key: unquantized(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in CONFIG_KEYS
     }
+
+
+def encoded(config: Mapping[str, Any]) -> bytes:
+    """config.json as we write it."""
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def model_card(

@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY, read_he
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, read_index
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, manifest
-from ktconvert.layouts.outputs import FORMS, Form, loose
+from ktconvert.layouts.outputs import FORMS, Form, decoded, loose
 from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import Place
@@ -22,12 +22,15 @@ FOREIGN_NAME = "not a name that kt-kernel reads"
 
 
 def is_output(path: Path) -> bool:
-    """Whether a directory holds experts in one of our forms (whole or not), rather than a checkpoint."""
+    """Whether a directory holds experts in one of our forms (whole or not), rather than a checkpoint.
+
+    What `ktconvert dequantize` wrote is a checkpoint like any other.
+    """
     if not path.is_dir():
         return False
     try:
-        if manifest.read(path) is not None:
-            return True
+        if (about := manifest.read(path)) is not None:
+            return bool(about["command"] != decoded.COMMAND)
     except VerificationError:
         pass  # not our manifest.json; the weights decide
     if loose.layers_in(path):
@@ -43,6 +46,14 @@ def is_output(path: Path) -> bool:
         except InputError:
             continue
     return False
+
+
+def is_decoded(path: Path) -> bool:
+    """Whether `ktconvert dequantize` wrote a directory, as its manifest says. Raises VerificationError for a manifest
+    that cannot be read.
+    """
+    about = manifest.read(path) if path.is_dir() else None
+    return about is not None and about["command"] == decoded.COMMAND
 
 
 def is_whole_model(path: Path) -> bool:
@@ -69,11 +80,7 @@ def open_output(root: Path) -> Output:
             )
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
     about = _trusted(root)
-    shards = sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.safetensors")
-        if WORK_INSIDE not in path.relative_to(root).parts
-    )
+    shards = _shards(root)
     folders = loose.layers_in(root)
     is_loose = bool(folders) and not shards
     if about is not None:
@@ -100,6 +107,36 @@ def open_output(root: Path) -> Output:
     else:
         _walk_shards(output, headers)
     return output
+
+
+def open_decoded(root: Path) -> Output:
+    """Open an output of `ktconvert dequantize`, finished or damaged; its defects are recorded in the result, not
+    raised.
+    """
+    damaged: dict[str, str] = {}
+    shards = _shards(root)
+    output = Output(
+        root,
+        False,
+        (),
+        decoded.NoExperts(),
+        True,
+        manifest.read(root),
+        _json(root, "config.json", damaged),
+        *_index(root, damaged),
+        shards,
+        damaged=damaged,
+    )
+    _walk_shards(output, dict(_headers(root, shards, damaged)))
+    return output
+
+
+def _shards(root: Path) -> list[str]:
+    return sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.safetensors")
+        if WORK_INSIDE not in path.relative_to(root).parts
+    )
 
 
 def _form_of(about: Mapping[str, Any]) -> Form:

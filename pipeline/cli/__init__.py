@@ -19,6 +19,7 @@ import click
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "cpu": ("cpu", "Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights."),
     "gpu": ("gpu", "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU."),
+    "dequantize": ("dequantize", "Write a quantized checkpoint as a BF16 release."),
     "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
     "resume": ("resume", "Finish a conversion that was cut off."),
     "verify": ("verify", "Check an output, alone or against its source or another output."),

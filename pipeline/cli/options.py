@@ -117,9 +117,13 @@ def arch_file(command: F) -> F:
 
 
 def checkpoint(command: F) -> F:
-    """How the input of a conversion is read: --verify-inputs, --revision, --arch-file."""
+    """How the input of a conversion of experts is read: --verify-inputs, --revision, --arch-file."""
+    return input_files(arch_file(command))
+
+
+def input_files(command: F) -> F:
+    """Which files are read, and how closely they are looked at: --verify-inputs, --revision."""
     for option in (
-        arch_file,
         click.option("--revision", default=None, help="Branch, tag or commit of a hub id."),
         click.option(
             "--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume."

@@ -116,7 +116,7 @@ def run_check(report: Report, threads: int) -> Check:
 
     Raises UnsupportedError for a method that this runtime cannot compute.
     """
-    from ktconvert.layouts.errors import InputError, UnsupportedError
+    from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
     from ktconvert.native_quant.runtime import kt_methods, smoke
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.pipeline.cli.bench import experts_per_token
@@ -124,6 +124,8 @@ def run_check(report: Report, threads: int) -> Check:
     from ktconvert.pipeline.verify.structure import weights_whole
 
     output, measure = report.output, report.measure
+    if not output.methods:
+        raise UsageError(f"{output.root} is a checkpoint, which transformers runs: leave out --run.")
     if not weights_whole(output) or not measure.shapes:
         return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
     if measure.method != "unknown" and measure.method not in kt_methods.OURS:

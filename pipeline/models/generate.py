@@ -188,7 +188,8 @@ def prepare(choice: Choice) -> Any:
     if own and (method != METHOD or own.get("format") != FORMAT):
         raise UnsupportedError(
             f"{choice.model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can "
-            "be combined with others; give a BF16 copy of the model, with the same --cpu-weights"
+            f"be combined with others; give what `ktconvert dequantize {choice.model} BF16` writes, with the same "
+            "--cpu-weights"
         )
     for part in quantized:  # transformers takes one quantization per model, and the config's before an argument
         vars(part).pop("quantization_config", None)
@@ -216,7 +217,8 @@ def load(choice: Choice) -> tuple[Any, Any]:
     if choice.cpu_weights is not None and packed and loading["missing_keys"]:
         raise UnsupportedError(
             f"{choice.model}: is quantized beyond its routed experts ({packed[0]}), and only these can be combined "
-            "with others; give a model that `ktconvert gpu` made, or a BF16 copy"
+            f"with others; give a model that `ktconvert gpu` made, or what `ktconvert dequantize {choice.model} BF16` "
+            "writes"
         )
     if missing := sorted(loading["missing_keys"]):
         raise InputError(

@@ -12,6 +12,7 @@ from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.plans.cpu import plan_cpu
+from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
 from ktconvert.quantizers.choice import QUANTIZERS
@@ -19,6 +20,7 @@ from ktconvert.quantizers.choice import QUANTIZERS
 PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
     "cpu": plan_cpu,
     "gpu": plan_gpu,
+    "dequantize": plan_dequantize,
     "merge": plan_merge,
 }
 
@@ -46,6 +48,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "torch_dtype": str,
         **COMMON,
     },
+    "dequantize": {"max_shard_size": COMMON["max_shard_size"]},
     "merge": {"max_tensors": COUNT, "companions": bool, "layers?": (str, None)},
 }
 GPTQ = {

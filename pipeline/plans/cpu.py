@@ -76,7 +76,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [quantizing]
-    if settings["non_experts"] == "copy" and (others := carry_over.renamed(model)):
+    others = carry_over.renamed(model) if settings["non_experts"] == "copy" else ()
+    if others:
         stages.append(carry_over.stage(source, others, settings["max_shard_size"], metadata))
     notes = tuple(_notes(model, form, layers, settings))
     entries = form.config_entries(facts, (), tool_version())
@@ -94,7 +95,9 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
             loose=not merge,
             kept_layers=kept,
         ),
-        conversion=CpuConversion(CheckpointFiles(source, files), form, quantizing.units, facts, notes, settings),
+        conversion=CpuConversion(
+            CheckpointFiles(source, files), form, quantizing.units, others, facts, notes, settings
+        ),
     )
 
 
@@ -105,13 +108,15 @@ class CpuConversion:
     files: CheckpointFiles
     form: Form
     units: tuple[Unit[experts.ExpertsWork], ...]
+    others: tuple[carry_over.Carried, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
         """The buffers of all packing threads; they do not grow with the model."""
-        return BASE_MEMORY + experts.peak_memory(self.units, threads + WAITING)
+        copying = carry_over.peak_memory(self.others) if self.others else 0
+        return BASE_MEMORY + max(experts.peak_memory(self.units, threads + WAITING), copying)
 
     def require_ready(self) -> None:
         """Any machine will do."""

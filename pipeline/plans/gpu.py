@@ -90,12 +90,13 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     loading = form.check_loading(model, request.tuning.get("tp_size") or (1,))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
     rest = beside(source, model.expert_tensor_names(), model.quantization)
+    tensors = carry_over.carried(rest)
 
     facts = _facts(model, form, settings)
     about = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
     metadata = shard_metadata(facts, source, about)
     quantizing = QUANTIZING[settings["quant_method"]](request, model, form, rest, metadata)
-    stages = number_shards([quantizing.stage, *_carried(rest, model, settings["max_shard_size"], metadata)])
+    stages = number_shards([quantizing.stage, *_carried(tensors, model, settings["max_shard_size"], metadata)])
     beside_weights = source.companions()
     dropped_files = [name for name in beside_weights if name in card.CONFIG_FILES]
     copied = companions(source.root, [name for name in beside_weights if name not in dropped_files])
@@ -110,7 +111,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         facts=facts,
         notes=(*notes, *quantizing.notes),
         assembly=Assembly(companions=copied, config=config, loose=False),
-        conversion=GpuConversion(CheckpointFiles(source, files), form, quantizing, facts, notes),
+        conversion=GpuConversion(CheckpointFiles(source, files), form, quantizing, tensors, facts, notes),
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,
@@ -124,12 +125,13 @@ class GpuConversion:
     files: CheckpointFiles
     form: Form
     quantizing: Quantizing
+    carried: tuple[carry_over.Carried, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
 
     def peak_memory(self, threads: int) -> int:
-        """As the way of quantizing needs it."""
-        return self.quantizing.peak_memory(threads)
+        """As the way of quantizing needs it, and the tensors beside the experts."""
+        return max(self.quantizing.peak_memory(threads), BASE_MEMORY + carry_over.peak_memory(self.carried))
 
     def require_ready(self) -> None:
         """Calibration goes on only on the machine where it began."""
@@ -200,9 +202,9 @@ QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Form, Beside, Mapping[str,
 
 
 def _carried(
-    rest: Beside, model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]
+    tensors: Sequence[carry_over.Carried], model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]
 ) -> list[Stage[Any]]:
-    stage = carry_over.stage(model.source, carry_over.carried(rest), max_shard_size, metadata)
+    stage = carry_over.stage(model.source, tensors, max_shard_size, metadata)
     return [stage] if stage.units else []
 
 

@@ -1,12 +1,12 @@
-"""Tensors outside the routed experts: streamed and copied bit for bit; in a GPU output, quantized ones are decoded to
-BF16.
-"""
+"""Tensors that are carried over: streamed and copied bit for bit, or decoded to BF16 where they are quantized."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,24 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.shards import Entry, group_by_limit, plan_shard
+from ktconvert.layouts.files.shards import ALIGNMENT, Entry, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import merged
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import Matrix
+from ktconvert.pipeline.engine.loop import LANES
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
+from ktconvert.pipeline.stages.expert_stream import READ_AHEAD
+from ktconvert.pipeline.stages.ordered import in_order
 
 NAME = "carry_over"
+TITLE = "copy tensors that are no routed experts"
 VERSION = 1
 DEFAULT_SHARD = 5 * 10**9  # bytes; what transformers writes
+WINDOW = publish.STAGING_BYTES  # bytes of a shard that a thread makes at a time
+WINDOWS = 4  # of a unit that are being made or wait to be hashed
+COPIED = 16 << 20  # bytes of a copied tensor that are prefetched and released together
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -83,9 +93,15 @@ def carried(rest: Beside) -> tuple[Carried, ...]:
 
 
 def stage(
-    source: TensorSource, tensors: Collection[Carried], max_shard_size: int | None, metadata: Mapping[str, str]
+    source: TensorSource,
+    tensors: Collection[Carried],
+    max_shard_size: int | None,
+    metadata: Mapping[str, str],
+    *,
+    name: str = NAME,
+    title: str = TITLE,
 ) -> Stage[CarryOverWork]:
-    """The stage that copies these tensors."""
+    """The stage that copies and decodes these tensors."""
     tensors = tuple(tensors)
     shards = [(s.header_sha256, s.size, s.blob) for s in source.shards]
     units = []
@@ -101,7 +117,7 @@ def stage(
         params += [("decoded", decoded)] if decoded else []
         units.append(
             Unit(
-                stage=NAME,
+                stage=name,
                 key=f"{number:03d}",
                 versions=(VERSION,),
                 params=tuple(params),
@@ -112,36 +128,145 @@ def stage(
                 work=CarryOverWork(source, group, metadata),
             )
         )
-    return Stage(NAME, "copy tensors that are no routed experts", ("source",), tuple(units), write_shard)
+    return Stage(name, title, ("source",), tuple(units), write_shard)
+
+
+def peak_memory(tensors: Iterable[Carried]) -> int:
+    """Bytes for the windows of the units in flight, what decoding one takes, and the scales of the largest linears; the
+    source is only mapped.
+    """
+    weights = [tensor.stored for tensor in tensors if isinstance(tensor.stored, Weight)]
+    reading = max((weight.reading_bytes(False) for weight in weights), default=0)
+    row = max((2 * weight.shape[-1] for weight in weights), default=0)
+    return LANES * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * LANES * reading
+
+
+# --- a unit ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of bytes of an output tensor: of a weight one linear, of a copied tensor some MiB.
+
+    reads   what of the source it comes from.
+    opened  -> a function that gives its bytes start..stop-1; scales are read, the values are not.
+    """
+
+    nbytes: int
+    reads: tuple[TensorInfo, ...]
+    opened: Callable[[], Callable[[int, int], Bytes]]
+
+
+@dataclass
+class Window:
+    """WINDOW bytes of a shard, or fewer at its end: what fills them, by their position, and the spans that end here."""
+
+    runs: list[tuple[int, Callable[[int, int], Bytes], int, int]] = field(default_factory=list)
+    nbytes: int = 0
+    ended: list[Span] = field(default_factory=list)
+
+    def fill(self, place: Bytes) -> None:
+        """Read, decode and put together."""
+        for at, read, start, stop in self.runs:
+            place[at : at + stop - start] = read(start, stop)
 
 
 def write_shard(unit: Unit[CarryOverWork], partial: Path, context: Context) -> Result:
-    """One shard of copied tensors."""
+    """One shard: windows are made and written by many threads, and hashed in order."""
     work = unit.work
     plan = plan_shard([t.entry for t in work.tensors], work.metadata)
+    places = [publish.aligned_buffer(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
+    spans = (span for tensor in work.tensors for span in spans_of(work.source, tensor))
     with publish.DirectFile(partial, plan.size) as file:
         file.append(plan.header)
-        for tensor in work.tensors:
-            for piece in pieces(work.source, tensor):
-                file.append(piece)
-            for info in tensor.reads:
-                work.source.release(info)
-            context.reporter.advance(sum(info.nbytes for info in tensor.reads))
+
+        def make(item: tuple[int, Window], place: Bytes) -> None:
+            number, window = item
+            window.fill(place)
+            if window.nbytes % ALIGNMENT == 0:
+                file.write_at(len(plan.header) + number * WINDOW, place[: window.nbytes])
+
+        todo = enumerate(windows(read_ahead(work.source, spans)))
+        for (_, window), place, _ in in_order(context.pool, todo, places, make):
+            (file.append if window.nbytes % ALIGNMENT else file.skip)(place[: window.nbytes])
+            for span in window.ended:
+                for info in span.reads:
+                    work.source.release(info)
+                context.reporter.advance(sum(info.nbytes for info in span.reads))
         digest = file.close()
     return Result((Written("", plan.size, digest),), len(plan.entries))
 
 
-def pieces(source: TensorSource, tensor: Carried) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of an output tensor, a few MiB at a time."""
+def windows(spans: Iterable[Span]) -> Iterator[Window]:
+    """Spans one after the other, cut into windows."""
+    window = Window()
+    for span in spans:
+        read, start = span.opened(), 0
+        while start < span.nbytes:
+            stop = min(span.nbytes, start + WINDOW - window.nbytes)
+            window.runs.append((window.nbytes, read, start, stop))
+            window.nbytes += stop - start
+            start = stop
+            if window.nbytes == WINDOW and start < span.nbytes:
+                yield window
+                window = Window()
+        window.ended.append(span)
+        if window.nbytes == WINDOW:
+            yield window
+            window = Window()
+    if window.ended:
+        yield window
+
+
+def read_ahead(source: TensorSource, spans: Iterable[Span]) -> Iterator[Span]:
+    """The spans, while the kernel is asked to prefetch the next ones: on a cold cache the disk is never idle."""
+    ahead: deque[Span] = deque()
+    waiting = 0
+    for span in spans:
+        for info in span.reads:
+            source.prefetch(info)
+        ahead.append(span)
+        waiting += span.nbytes
+        while waiting > READ_AHEAD:
+            waiting -= ahead[0].nbytes
+            yield ahead.popleft()
+    yield from ahead
+
+
+def spans_of(source: TensorSource, tensor: Carried) -> Iterator[Span]:
+    """The bytes of an output tensor, in order."""
     stored = tensor.stored
-    if not isinstance(stored, Weight):
-        data = source.view(replace(stored, dtype="U8", shape=(stored.nbytes,)))
-        for start in range(0, data.size, publish.STAGING_BYTES):
-            yield np.ascontiguousarray(data[start : start + publish.STAGING_BYTES])
+    if isinstance(stored, Weight):
+        for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):
+            reads = tuple(stored.one(expert).values())
+            yield Span(2 * math.prod(stored.shape[-2:]), reads, functools.partial(_opened, source, stored, expert))
         return
-    for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):
-        linear = stored.matrix(source, expert)
-        rows = max(1, publish.STAGING_BYTES // (2 * linear.shape[1]))
-        for start in range(0, linear.shape[0], rows):
-            bits = kernels.decode(linear.rows(start, min(start + rows, linear.shape[0])))
-            yield bits.reshape(-1).view(np.uint8)
+    for start in range(0, stored.nbytes, COPIED):
+        nbytes = min(COPIED, stored.nbytes - start)
+        part = replace(stored, dtype="U8", shape=(nbytes,), start=stored.start + start, nbytes=nbytes)
+        yield Span(nbytes, (part,), functools.partial(_mapped, source, part))
+
+
+def _mapped(source: TensorSource, part: TensorInfo) -> Callable[[int, int], Bytes]:
+    data = source.view(part)
+    return lambda start, stop: data[start:stop]
+
+
+def _opened(source: TensorSource, weight: Weight, expert: int) -> Callable[[int, int], Bytes]:
+    return functools.partial(_decoded, weight.matrix(source, expert))
+
+
+def _decoded(linear: Matrix, start: int, stop: int) -> Bytes:
+    """Bytes start..stop-1 of a linear in BF16; of the rows that they cut, only what is wanted."""
+    row = 2 * linear.shape[1]
+    first, last = start // row, -(-stop // row)
+    bits = kernels.decode(linear.rows(first, last))
+    return bits.reshape(-1).view(np.uint8)[start - first * row : stop - first * row]
+
+
+def pieces(source: TensorSource, tensor: Carried) -> Iterator[Bytes]:
+    """The bytes of an output tensor, a few MiB at a time."""
+    for span in spans_of(source, tensor):
+        read = span.opened()
+        for start in range(0, span.nbytes, WINDOW):
+            yield np.ascontiguousarray(read(start, min(start + WINDOW, span.nbytes)))

@@ -36,7 +36,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
             for key in ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
             if key in facts
         ),
-        f"{'layers':<13} {len(facts['layers'])}",
+        *([f"{'layers':<13} {len(facts['layers'])}"] if "layers" in facts else []),
         "",
         "stages",
     ]

@@ -12,15 +12,17 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
+from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
-from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
+from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.checks import Check, LayerError
+from ktconvert.pipeline.verify.dequantized import MEASURE, check_decoded, compare_decoded
 from ktconvert.pipeline.verify.numbers import check_numbers
 from ktconvert.pipeline.verify.other import compare_outputs
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
@@ -96,6 +98,8 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     source, UsageError for what cannot be asked of this output.
     """
     require_finished(wish.output)
+    if is_decoded(wish.output):
+        return _verify_decoded(wish, reporter)
     output = open_output(wish.output)
     if output.whole and wish.numa is not None:
         raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
@@ -129,7 +133,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         if other is not None:
             checks.append(compare_outputs(output, measured, other, threads=wish.threads, reporter=reporter))
         elif model is not None and whole:
-            notes += _other_source(output, model)
+            notes += _other_source(output, model.source)
             check, errors = compare_source(
                 output, measured, model, full=wish.full, threads=wish.threads, reporter=reporter
             )
@@ -146,6 +150,32 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         checks += loaded
     notes = [note for check in checks for note in check.notes] + notes
     return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions)
+
+
+def _verify_decoded(wish: Wish, reporter: Reporter) -> Report:
+    """What `ktconvert dequantize` wrote, by itself and against its source."""
+    if wish.numa is not None or wish.method is not None:
+        raise UsageError(f"{wish.output} is a checkpoint: leave out --numa and --quant-method.")
+    output = open_decoded(wish.output)
+    source = None if wish.against is None else open_checkpoint(wish.against, wish.revision)
+    checks, notes, bad = check_decoded(output), [], unreadable(output)
+    hashed = [file for file in files_told(output) if file["name"] not in bad]
+    total = sum(file["size"] for file in hashed)
+    total += 0 if source is None else sum(stored.nbytes for stored in output.others.values())
+    reporter.begin(total, 0)
+    try:
+        checks.append(check_hashes(output, hashed, wish.threads, reporter))
+        if source is not None and weights_whole(output):
+            notes += _other_source(output, source)
+            checks.append(compare_decoded(output, source, threads=wish.threads, reporter=reporter))
+        elif source is not None:
+            notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
+    finally:
+        reporter.end()
+        if source is not None:
+            source.close()
+    notes = [note for check in checks for note in check.notes] + notes
+    return Report(output, MEASURE, tuple(checks), tuple(notes), against=wish.against)
 
 
 def _load(
@@ -246,13 +276,13 @@ def _open_source(wish: Wish, output: Output) -> MoeModel:
     return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
 
 
-def _other_source(output: Output, model: MoeModel) -> list[str]:
+def _other_source(output: Output, source: TensorSource) -> list[str]:
     """A note where the files of the source are not those that the manifest names; equal bytes may come of it all the
     same.
     """
-    if output.manifest is None or output.manifest["command"] not in ("cpu", "gpu"):
+    if output.manifest is None or output.manifest["command"] not in ("cpu", "gpu", decoded.COMMAND):
         return []
     made_of = {(f.get("header_sha256"), f["size"]) for f in output.manifest["source"] if f.get("header_sha256")}
-    if made_of == {(shard.header_sha256, shard.size) for shard in model.source.shards}:
+    if made_of == {(shard.header_sha256, shard.size) for shard in source.shards}:
         return []
-    return [f"{model.source.root}: its files are not those that the manifest says this output was made from"]
+    return [f"{source.root}: its files are not those that the manifest says this output was made from"]

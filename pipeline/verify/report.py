@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
 from ktconvert.layouts.outputs.output import Output
@@ -22,6 +23,7 @@ FORMS = {
     "merged": "{shards} safetensors shards",
     "loose": "loose .kt folders",
     "pack-quantized": "a whole model for the GPU, pack-quantized, in {shards} safetensors shards",
+    decoded.ARRANGEMENT: "a whole checkpoint, not quantized, in {shards} safetensors shards",
 }
 
 
@@ -38,7 +40,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "output": str(output.root),
         "made_by": f"ktconvert {manifest['tool']['version']}" if manifest else None,
         "command": manifest["command"] if manifest else None,
-        "form": "loose" if output.loose else forms_of_names(output)[0].arrangement,
+        "form": _arrangement(output),
         **sizes_of(measure),
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
@@ -47,6 +49,12 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "other_bytes": sum(s.nbytes for s in output.others.values()),
         "shards": 0 if output.loose else len(output.shards),
     }
+
+
+def _arrangement(output: Output) -> str:
+    if output.loose or not output.methods:
+        return "loose" if output.loose else decoded.ARRANGEMENT
+    return forms_of_names(output)[0].arrangement
 
 
 def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -58,6 +66,10 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)",
         ),
         ("form", FORMS[document["form"]].format(**document)),
+    ]
+    if document["form"] == decoded.ARRANGEMENT:
+        return [*rows, ("weights", f"{size(document['other_bytes'])} in {document['other_tensors']} tensors")]
+    rows += [
         ("method", document["method"]),
         *([("NUMA parts", _text(document["numa"]))] if document["form"] != "pack-quantized" else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),

@@ -4,13 +4,15 @@ by byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import PROJECTIONS, merged
 from ktconvert.layouts.outputs.card import ranges
@@ -20,6 +22,7 @@ from ktconvert.layouts.outputs.output import Bytes, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork
+from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
 from ktconvert.pipeline.verify.checks import Check, ExpertComparison, LayerError, first_difference, gather, sample
@@ -41,8 +44,9 @@ class Comparison:
 
 
 def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
-    """How many bytes of the source compare_source will read."""
-    return sum(t.nbytes for n in measure.shapes if n in model.moe_layers for t in model.layer_tensors(n))
+    """How many bytes compare_source will count: those of the source's experts, and of all else in the output."""
+    experts = sum(t.nbytes for n in measure.shapes if n in model.moe_layers for t in model.layer_tensors(n))
+    return experts + sum(stored.nbytes for stored in output.others.values())
 
 
 def compare_source(
@@ -77,13 +81,13 @@ def compare_source(
         return _compare_expert(compared, work, measured=full or expert in sample(count))
 
     differing, equal, errors = gather(model, layers, one, threads, reporter)
-    copied, others = _compare_others(output, model)
-    problems += [*differing, *others]
+    carried = _carried(output, model)
+    problems += [*differing, *compare_carried(output, model.source, carried, threads=threads, reporter=reporter)]
     summary = f"{equal} tensors quantized again: the same bytes"
     if compared.calibrated is not None:
         summary = calibrated_summary(compared.calibrated)
         notes += calibrated_notes(compared.calibrated)
-    summary += f"; {copied} other tensors are the source's" if copied else ""
+    summary += f"; {len(carried)} other tensors are the source's" if carried else ""
     return Check("source", summary, tuple(problems), tuple(notes)), errors
 
 
@@ -183,19 +187,6 @@ def _absent(output: Output, part: Part, tensor: Tensor, stored: Stored | None) -
 # --- all else -------------------------------------------------------------------------------------
 
 
-def _compare_others(output: Output, model: MoeModel) -> tuple[int, list[str]]:
-    """Tensors that are no routed experts: how many there are, and what is wrong with them."""
-    wanted = _carried(output, model)
-    problems = [
-        f"{name} in {stored.file} is not in {model.source.root}"
-        for name, stored in output.others.items()
-        if name not in wanted
-    ]
-    for tensor in wanted.values():
-        problems += _compare_carried(output, model, tensor)
-    return len(wanted), problems
-
-
 def _carried(output: Output, model: MoeModel) -> dict[str, carry_over.Carried]:
     """What must be there beside the experts: all else of a whole model; of others, what is
     there must be the source's.
@@ -207,21 +198,45 @@ def _carried(output: Output, model: MoeModel) -> dict[str, carry_over.Carried]:
     return {name: carry_over.Carried(name, info) for name, info in renamed if name in output.others}
 
 
-def _compare_carried(output: Output, model: MoeModel, tensor: carry_over.Carried) -> Iterator[str]:
+def compare_carried(
+    output: Output,
+    source: TensorSource,
+    carried: Mapping[str, carry_over.Carried],
+    *,
+    threads: int,
+    reporter: Reporter,
+) -> list[str]:
+    """What is wrong with the tensors that are no routed experts, which are to be these, by name."""
+    problems = [
+        f"{name} in {stored.file} is not in {source.root}"
+        for name, stored in output.others.items()
+        if name not in carried
+    ]
+
+    def one(tensor: carry_over.Carried, _slot: int) -> str | None:
+        return _difference(output, source, tensor)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        for tensor, _, problem in in_order(pool, carried.values(), list(range(2 * threads)), one):
+            problems += [] if problem is None else [problem]
+            stored = output.others.get(tensor.key)
+            reporter.advance(0 if stored is None else stored.nbytes)
+    return problems
+
+
+def _difference(output: Output, source: TensorSource, tensor: carry_over.Carried) -> str | None:
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
     if stored is None:
-        yield f"{tensor.key} is missing"
-        return
+        return f"{tensor.key} is missing"
     if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
         here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
-        yield f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
-        return
+        return f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
     at = 0
-    for piece in carry_over.pieces(model.source, tensor):
+    for piece in carry_over.pieces(source, tensor):
         difference = first_difference(output.read(stored, at, at + piece.size), piece)
         if difference is not None:
-            yield f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"
-            break
+            return f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"
         at += piece.size
     for read in tensor.reads:
-        model.source.release(read)
+        source.release(read)
+    return None

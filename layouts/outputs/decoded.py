@@ -1,0 +1,71 @@
+"""What `ktconvert dequantize` writes, a whole checkpoint in which nothing is quantized: its config.json, card and
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.outputs.card import encoded, unquantized
+from ktconvert.layouts.outputs.form import Card
+from ktconvert.layouts.outputs.parts import Place
+
+COMMAND = "dequantize"
+METHOD, VERSION = "BF16", 1
+ARRANGEMENT = "unquantized"
+DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class NoExperts:
+    """The names of an output whose tensors are all called as in a checkpoint: none is a part of an expert in a form."""
+
+    def key(self, place: Place, suffix: str) -> str:
+        """There is no such part."""
+        return ""
+
+    def find(self, name: str) -> tuple[Place, str] | None:
+        """There is no such part."""
+        return None
+
+    def stray(self, name: str) -> str | None:
+        """Any tensor may be here."""
+        return None
+
+    def describe(self, place: Place, suffix: str) -> str:
+        """There is no such part."""
+        return ""
+
+
+def config_json(original: Mapping[str, Any]) -> bytes:
+    """The source's config without quantization at any depth; dtype bfloat16 where the model or its text model says
+    one.
+    """
+    config = unquantized(original)
+    for scope in cfg.scopes(config):
+        scope.update({key: "bfloat16" for key in DTYPE_KEYS if key in scope})
+    if not any(key in config for key in DTYPE_KEYS):
+        config["torch_dtype"] = "bfloat16"  # the older of the two names, which all versions of transformers read
+    return encoded(config)
+
+
+def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
+    """The lines of the model card."""
+    decoded = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items()) or "none"
+    return Card(
+        head=(),
+        tags=(),
+        title=f"{base_model or 'Model'} in BF16",
+        about=(
+            "The whole model, dequantized: each quantized weight is BF16, rounded once to nearest even from its value",
+            "in float32, under the name and in the shape of a BF16 release. All else is as in the original.",
+        ),
+        rows=(
+            ("quantized weights of the source, now BF16", decoded),
+            ("tensors", f"{facts['tensors']}"),
+        ),
+        use=('`AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, or as the input of `ktconvert`.',),
+    )

@@ -1,0 +1,130 @@
+"""The plan of `ktconvert dequantize`: a whole checkpoint in which every quantized weight is BF16."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.beside import beside
+from ktconvert.layouts.checkpoints.encodings import Weight
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.outputs import card, decoded
+from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
+from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.plans.checkpoint import (
+    BASE_MEMORY,
+    CheckpointFiles,
+    base_model,
+    collector_at_rest,
+    companions,
+    number_shards,
+    shard_metadata,
+    source_files,
+)
+from ktconvert.pipeline.stages import carry_over
+
+STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
+
+
+@collector_at_rest()
+def plan_dequantize(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
+    --verify-inputs reads them.
+
+    Raises UnsupportedError or InputError before any weight is read.
+    """
+    source = open_checkpoint(request.input, request.tuning.get("revision"))
+    if not (source.root / CONFIG).is_file():
+        raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
+    everything = beside(source, (), cfg.quantization(source.config))
+    tensors = carry_over.carried(everything)
+    facts = _facts(source, tensors)
+    metadata = shard_metadata(facts, source, ("method", "layout_version"))
+    limit = request.settings["max_shard_size"]
+    stage = carry_over.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
+    names = source.companions()
+    dropped_files = [name for name in names if name in card.CONFIG_FILES]
+    notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
+    files = source_files(source, request, hashed)
+    return Plan(
+        request=request,
+        source=files,
+        stages=number_shards([stage]),
+        facts=facts,
+        notes=notes,
+        assembly=Assembly(
+            companions=companions(source.root, [name for name in names if name not in dropped_files]),
+            config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
+            loose=False,
+        ),
+        conversion=DequantizeConversion(CheckpointFiles(source, files), tensors, facts, notes),
+    )
+
+
+@dataclass(frozen=True)
+class DequantizeConversion:
+    """`ktconvert dequantize`; a Conversion."""
+
+    files: CheckpointFiles
+    tensors: tuple[carry_over.Carried, ...]
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    def peak_memory(self, threads: int) -> int:
+        """A few windows of each shard in flight, whatever the number of threads."""
+        return BASE_MEMORY + carry_over.peak_memory(self.tensors)
+
+    def require_ready(self) -> None:
+        """Any machine will do."""
+
+    def changed_sources(self) -> list[str]:
+        """Source files that changed since they were opened."""
+        return self.files.changed()
+
+    def files_read(self, unit: Unit[Any]) -> set[str]:
+        """The shards that hold a unit's tensors."""
+        return self.files.read_by(unit)
+
+    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
+        """README.md of the output."""
+        base = base_model(self.files.source)
+        return card.model_card(decoded.card(self.facts, base), base, self.facts, self.notes, stats, tool_version())
+
+    def check(self, assembled: Path) -> None:
+        """Raise VerificationError for an output that is not what its manifest says."""
+        from ktconvert.pipeline.verify.dequantized import require_decoded
+
+        require_decoded(assembled)
+
+
+def _facts(source: TensorSource, tensors: Sequence[carry_over.Carried]) -> dict[str, Any]:
+    """decoded: the title of an encoding -> the number of weights that were stored in it."""
+    count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
+    quantization = cfg.quantization(source.config)
+    if not count and (quantization.method or card.unquantized(source.config) != source.config):
+        raise UnsupportedError(
+            f"{source.root}: its {CONFIG} says that it is quantized ({quantization.method or 'by an unnamed method'}), "
+            "but no tensor has the names of a format that can be read; use the model's BF16 or FP8 (E4M3) release."
+        )
+    return {
+        "architecture": ", ".join(cfg.families(source.config)) or "unknown",
+        "method": decoded.METHOD,
+        "layout_version": decoded.VERSION,
+        "decoded": dict(sorted(count.items())),
+        "tensors": len(tensors),
+    }
+
+
+def _notes(facts: Mapping[str, Any], scales: int, dropped_files: Sequence[str]) -> list[str]:
+    weights = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())
+    if not weights:
+        return ["nothing is quantized here: the output is a copy"]
+    notes = [f"{weights} become BF16; {scales} tensors of scales and the like are dropped, all others copied"]
+    if dropped_files:
+        notes.append(f"{', '.join(dropped_files)} is left out: it tells how the source was quantized")
+    return notes

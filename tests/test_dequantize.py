@@ -1,0 +1,456 @@
+"""`ktconvert dequantize`: from every encoding of whole checkpoints the values of its definition in BF16, all else bit for
+bit, in a checkpoint that nothing takes for a quantized one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.checkpoints import encodings
+from ktconvert.quantizers import groups, reference
+from rig import families, killpoint
+from rig.conversion import KTCONVERT, edit, tree
+from rig.safetensors import Tensors, header_of, read_file, read_folder, write_file
+
+H, I = 192, 320  # neither is a multiple of an FP8 block  # noqa: E741
+Stored = tuple[dict[str, tuple[str, Any]], Any]  # a weight's tensors by the end of their names, and its bits in BF16
+
+
+def fp8(block: tuple[int, int] | None, suffix: str, dtype: str = "F32") -> Callable[..., Stored]:
+    """Random codes; block None: one scale."""
+
+    def make(rng: np.random.Generator, n: int, k: int) -> Stored:
+        codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0  # NaN
+        rows, columns = block or (n, k)
+        scales = rng.uniform(1e-4, 1e-2, (-(-n // rows), -(-k // columns))).astype(np.float32)
+        bits = reference.f32_to_bf16(scales) if dtype == "BF16" else scales
+        if dtype == "BF16":
+            scales = reference.bf16_to_f32(bits)
+        each = np.repeat(np.repeat(scales, rows, axis=0)[:n], columns, axis=1)[:, :k]
+        x = np.where(codes >> 7, -1, 1) * reference.fp8_e4m3_magnitude(codes & 0x7F)
+        stored = bits.reshape(()) if block is None else bits
+        return {
+            ".weight": ("F8_E4M3", codes),
+            f".{suffix}": (dtype, stored),
+        }, reference.f32_to_bf16(x.astype(np.float32) * each)
+
+    return make
+
+
+def packed(bits: int, group: int) -> Callable[..., Stored]:
+    def make(rng: np.random.Generator, n: int, k: int) -> Stored:
+        half = 1 << (bits - 1)
+        codes = rng.integers(-half, half, (n, k)).astype(np.int8)
+        scales = reference.f32_to_bf16(rng.uniform(1e-3, 1e-2, (n, k // group)).astype(np.float32))
+        words = groups.pack_words(bits, codes)
+        return {
+            ".weight_packed": ("I32", words),
+            ".weight_scale": ("BF16", scales),
+            ".weight_shape": ("I64", np.array([n, k], "<i8")),
+        }, reference.f32_to_bf16(groups.dequantize_groups(bits, words, scales))
+
+    return make
+
+
+def scheme(bits: int, group: int) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "group_size": group}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return method | {"config_groups": {"group_0": {"weights": weights}}}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+ENCODERS: dict[str, tuple[Callable[..., Stored], dict[str, Any]]] = {
+    "FP8 in blocks": (fp8((128, 128), "weight_scale_inv"), FP8),
+    "FP8 in rows": (fp8((1, 1 << 20), "weight_scale", "BF16"), {"quant_method": "compressed-tensors"}),
+    "FP8, one scale": (fp8(None, "weight_scale"), {"quant_method": "modelopt"}),
+    "INT4": (packed(4, 32), scheme(4, 32)),
+    "INT8": (packed(8, 64), scheme(8, 64)),
+}
+
+
+def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, int]]:
+    """The stems of the linears that are stored quantized, MTP's among them: (n, k)."""
+    stems = {}
+    for layer in range(layers + 1):  # the last is of MTP
+        base = f"model.layers.{layer}."
+        stems[f"{base}self_attn.q_proj"] = (H, H)
+        for expert in range(experts):
+            stems |= {f"{base}mlp.experts.{expert}.{part}_proj": (I, H) for part in ("gate", "up")}
+            stems[f"{base}mlp.experts.{expert}.down_proj"] = (H, I)
+    return stems
+
+
+def others(rng: np.random.Generator) -> dict[str, tuple[str, Any]]:
+    """Tensors that stay as they are, in all kinds of types and odd sizes; subnormals, infinities and NaN included."""
+    return {
+        "model.embed_tokens.weight": ("BF16", rng.integers(0, 1 << 16, (33, H), np.uint16)),
+        "model.layers.0.input_layernorm.weight": ("BF16", rng.integers(0, 1 << 16, 7, np.uint16)),
+        "model.layers.0.mlp.gate.weight": ("F32", rng.standard_normal((3, H)).astype(np.float32)),
+        "model.layers.0.mlp.gate.e_score_correction_bias": ("F32", np.array([1e-40, np.nan, np.inf], np.float32)),
+        "model.layers.0.mlp.experts.0.gate_proj.bias": ("BF16", rng.integers(0, 1 << 16, I, np.uint16)),
+        "model.layers.2.eh_proj.weight": ("F16", rng.integers(0, 1 << 16, (H, 2 * H), np.uint16)),
+        "visual.patch_embed.proj.weight": ("F32", rng.standard_normal((5, 3, 2, 7)).astype(np.float32)),
+        "visual.position_ids": ("I64", np.arange(11)),
+        "visual.mask": ("BOOL", np.array([True, False, True])),
+    }
+
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 3,
+    "hidden_size": H,
+    "moe_intermediate_size": I,
+    "torch_dtype": "float16",
+}
+
+
+def checkpoint(folder: Path, kind: str, **config: Any) -> tuple[Path, Tensors]:
+    """A checkpoint in this encoding, in two shards that part a weight from its scales; and what it must become."""
+    folder.mkdir(parents=True)
+    make, quantization = ENCODERS[kind]
+    rng = np.random.default_rng(len(kind))
+    stored, release = others(rng), {}
+    release |= stored
+    for stem, (n, k) in quantized_names().items():
+        tensors, bits = make(rng, n, k)
+        stored |= {f"{stem}{end}": tensor for end, tensor in tensors.items()}
+        stored[f"{stem}.input_scale"] = ("F32", np.ones((), np.float32))
+        release[f"{stem}.weight"] = ("BF16", bits)
+    halves = list(stored)[::2], list(stored)[1::2]
+    weight_map = {}
+    for number, names in enumerate(halves, 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        write_file(folder / file, {name: stored[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    document = {**CONFIG, "quantization_config": quantization, **config}
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "hf_quant_config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    write_file(folder.with_suffix(".expected"), release)
+    return folder, read_file(folder.with_suffix(".expected"))
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    return checkpoint(tmp_path_factory.mktemp("blocks") / "model", "FP8 in blocks")
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_encoding_becomes_its_bf16_release(kind: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    source, release = checkpoint(tmp_path / "model", kind)
+    out = tmp_path / "out"
+    cli("dequantize", source, out)
+    assert read_folder(out) == release
+    config = json.loads((out / "config.json").read_text())
+    assert config == {**CONFIG, "torch_dtype": "bfloat16"}
+    assert not (out / "hf_quant_config.json").exists() and (out / "tokenizer.json").exists()
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(len(tensor.data) for tensor in release.values())
+    assert index["weight_map"].keys() == release.keys()
+    done = cli("verify", out, "--against", source)
+    assert f"{len(quantized_names())} weights decoded again: the same bytes" in done.stdout
+
+
+def test_every_row_is_proved_here() -> None:
+    """A row that is new in the table of encodings needs a checkpoint of its own above, or in a file of its own."""
+    elsewhere = {"MXFP4", "MXFP8", "NVFP4", "AWQ", "GPTQ"}
+    rows = {row.title for row in encodings.ENCODINGS if row.quantized}
+    proved = {"FP8", "INT4", "INT8"}
+    assert rows <= proved | elsewhere, rows
+
+
+def test_the_bits_of_kt_kernels_scripts(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Their formulas, convert_kimi_k2_fp8_to_bf16_cpu.py block by block, convert_moe_to_bf16.py group by group."""
+    torch = pytest.importorskip("torch")
+    source, _ = blocks
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    stored = read_folder(source)
+    x = torch.tensor(stored[name].bits).view(torch.float8_e4m3fn)
+    s = torch.tensor(stored[f"{name}_scale_inv"].bits)
+    y = torch.empty(x.shape, dtype=torch.bfloat16)
+    for m in range(s.shape[0]):
+        for n in range(s.shape[1]):
+            rows, columns = slice(128 * m, 128 * m + 128), slice(128 * n, 128 * n + 128)
+            y[rows, columns] = (x[rows, columns].to(torch.float32) * s[m, n].item()).to(torch.bfloat16)
+    cli("dequantize", source, tmp_path / "fp8")
+    assert (read_folder(tmp_path / "fp8")[name].bits == y.view(torch.uint16).numpy()).all()
+
+    source, _ = checkpoint(tmp_path / "int4", "INT4")
+    stored = read_folder(source)
+    words = torch.tensor(stored[f"{name}_packed"].bits)
+    codes = torch.stack([(words >> (4 * p)) & 15 for p in range(8)], dim=2).reshape(H, I) - 8
+    scales = torch.tensor(stored[f"{name}_scale"].bits).view(torch.bfloat16).to(torch.float32)
+    y = (codes.to(torch.float32) * scales.repeat_interleave(32, dim=1)).to(torch.bfloat16)
+    cli("dequantize", source, tmp_path / "bf16")
+    assert (read_folder(tmp_path / "bf16")[name].bits == y.view(torch.uint16).numpy()).all()
+
+
+def test_transformers_loads_the_model_that_it_was(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """A model whose weights FP8 holds exactly, and its FP8 release: the same model comes back."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    plain = families.make("qwen3_moe", False, tmp_path / "plain")
+    fp8_release = tmp_path / "fp8"
+    shutil.copytree(plain, fp8_release)
+    tensors, stored = load_file(plain / "model.safetensors"), {}
+    for name, weight in tensors.items():
+        if name.endswith("_proj.weight"):
+            scale = 2.0 ** torch.ceil(torch.log2(weight.float().abs().max() / 448))
+            codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+            tensors[name] = (codes.float() * scale).to(torch.bfloat16)
+            shape = [-(-size // 128) for size in weight.shape]
+            stored |= {name: codes, f"{name}_scale_inv": scale.repeat(shape)}
+        else:
+            stored[name] = weight
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, fp8_release / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (fp8_release / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    cli("dequantize", fp8_release, tmp_path / "out")
+    assert read_folder(tmp_path / "out") == read_folder(plain)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, keys = load(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not keys["missing_keys"] and not keys["unexpected_keys"] and model.dtype == torch.bfloat16
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids).logits, load(plain, dtype="auto")(ids).logits)
+
+
+def test_tensors_that_end_anywhere_in_a_window(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Larger than the 4 MiB that a thread makes at a time, of odd sizes, and empty; with one thread and with two."""
+    rng = np.random.default_rng(0)
+    wide, bits = fp8((128, 128), "weight_scale_inv")(rng, 2999, 1001)
+    tensors = {
+        "odd": ("U8", rng.integers(0, 256, (5 << 20) + 1, np.uint8)),
+        "none": ("BF16", np.zeros((0, 8), np.uint16)),
+        **{f"wide{end}": tensor for end, tensor in wide.items()},
+        "one": ("U8", np.ones(1, np.uint8)),
+        "a window": ("U8", rng.integers(0, 256, 4 << 20, np.uint8)),
+    }
+    source = tmp_path / "model"
+    source.mkdir()
+    write_file(source / "model.safetensors", tensors)
+    (source / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    expected = dict(tensors) | {"wide.weight": ("BF16", bits)}
+    del expected["wide.weight_scale_inv"]
+    for threads in (1, 2):
+        out = tmp_path / f"out{threads}"
+        cli("dequantize", source, out, "--cpuinfer-threads", threads)
+        got = read_folder(out)
+        assert got.keys() == expected.keys()
+        for name, (dtype, values) in expected.items():
+            assert got[name].dtype == dtype and got[name].data == np.ascontiguousarray(values).tobytes(), name
+    assert tree(tmp_path / "out1") == tree(tmp_path / "out2")
+    cli("verify", out, "--against", source)
+
+
+# ---- which models, which configs -------------------------------------------------------------------------------------
+
+
+def test_a_dense_model(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """No expert at all: `cpu` refuses it."""
+    rng = np.random.default_rng(1)
+    stem = "model.layers.0.mlp.gate_proj"
+    stored, bits = ENCODERS["FP8 in blocks"][0](rng, I, H)
+    source = tmp_path / "model"
+    source.mkdir()
+    write_file(source / "model.safetensors", {f"{stem}{end}": tensor for end, tensor in stored.items()})
+    config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": FP8}
+    (source / "config.json").write_text(json.dumps(config))
+    cli("cpu", "-i", source, "-o", tmp_path / "no", code=3)
+    cli("dequantize", source, tmp_path / "out")
+    assert (read_folder(tmp_path / "out")[f"{stem}.weight"].bits == bits).all()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"model_type": "llama", "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+
+
+def test_quantization_anywhere_in_the_config(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """What the vision part is in stays as it was: its tensors do."""
+    nested = {"model_type": "qwen3_vl_moe_text", "dtype": "float16", "quantization_config": FP8}
+    vision = {"dtype": "float32", "depth": 2, "compression_config": {"quant_method": "x"}}
+    top = {"text_config": nested, "vision_config": vision, "quantization_config": None, "torch_dtype": None}
+    source, release = checkpoint(tmp_path / "model", "FP8 in blocks", **top)
+    cli("dequantize", source, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"] == {"model_type": "qwen3_vl_moe_text", "dtype": "bfloat16"}
+    assert config["vision_config"] == {"dtype": "float32", "depth": 2}
+    assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
+    assert read_folder(tmp_path / "out") == release
+
+
+def test_what_is_not_quantized_is_copied(example: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    done = cli("dequantize", example, tmp_path / "out")
+    assert "nothing is quantized here: the output is a copy" in done.stderr
+    assert read_folder(tmp_path / "out") == read_folder(example)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((example / "config.json").read_text())
+
+
+def test_what_gpu_wrote_comes_back(example: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    """A whole circle; the output is a checkpoint for every other command."""
+    packed, out = tmp_path / "w8", tmp_path / "bf16"
+    cli("gpu", "-i", example, "-o", packed, "--quant-method", "RTN", "--quant-type", "W8A16")
+    cli("dequantize", packed, out)
+    original, ours = read_folder(example), read_folder(out)
+    assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in original.items()}
+    assert {t.dtype for t in ours.values()} == {"BF16"}
+    assert json.loads(cli("inspect", out, "--json").stdout)["kind"] == "checkpoint"
+    cli("cpu", "-i", out, "-o", tmp_path / "int8", "--quant-method", "int8", "--threadpool-count", 1)
+    cli("cpu", "-i", packed, "-o", tmp_path / "same", "--quant-method", "int8", "--threadpool-count", 1)
+    assert read_folder(tmp_path / "int8") == read_folder(tmp_path / "same")
+    cli("verify", tmp_path / "int8", "--against", out)
+    cli("verify", tmp_path / "int8", "--against", packed)
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+def verified(cli: Callable[..., Any], *arguments: object, code: int = 6) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(cli("verify", *arguments, "--json", code=code).stdout)
+    document["problems"] = [problem for check in document["checks"] for problem in check["problems"]]
+    return document
+
+
+def test_verify_finds_a_bit(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+    """In a decoded weight and in a copied tensor."""
+    source, release = blocks
+    out = tmp_path / "out"
+    cli("dequantize", source, out, "--max-shard-size", "300KB")
+    good = verified(cli, out, "--against", source, code=0)
+    assert good["ok"] and good["method"] == "BF16" and good["other_tensors"] == len(release) and good["shards"] > 3
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in ("model.layers.1.mlp.experts.2.down_proj.weight", "visual.position_ids"):
+        file = out / weight_map[name]
+        whole, start = file.read_bytes(), int.from_bytes(file.read_bytes()[:8], "little") + 8
+        file.chmod(0o644)
+        edit(file, start + header_of(file)[name]["data_offsets"][1] - 1)
+        bad = verified(cli, out, "--against", source)
+        assert any("sha256" in problem for problem in bad["problems"])
+        assert any(problem.startswith(f"{name} in {file.name} differs from") for problem in bad["problems"])
+        file.write_bytes(whole)
+    (out / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    assert "config.json still says that the model is quantized" in verified(cli, out)["problems"]
+    (out / weight_map[name]).unlink()
+    bad = verified(cli, out, "--against", source)
+    assert f"{weight_map[name]} is missing" in bad["problems"]
+
+
+def test_verify_against_another_model(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+    source, _ = blocks
+    cli("dequantize", source, tmp_path / "out")
+    problems = verified(cli, tmp_path / "out", "--against", checkpoint(tmp_path / "other", "INT4")[0])["problems"]
+    assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
+    for options in (("--numa", 1), ("--quant-method", "int4"), ("--run",)):
+        cli("verify", tmp_path / "out", *options, code=2)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_killed_and_resumed_to_the_same_bytes(blocks: tuple[Path, Tensors], tmp_path: Path) -> None:
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+
+    def run(out: Path, n: int, *command: str) -> int:
+        command = command or ("dequantize", str(blocks[0]), str(out), "--max-shard-size", "1MB")
+        return killpoint.run([*KTCONVERT, *command, "-q"], out, n, shim, log).returncode
+
+    assert run(tmp_path / "whole", 0) == 0
+    wanted, calls = tree(tmp_path / "whole"), killpoint.count(log)
+    assert len([name for name in wanted if name.endswith(".safetensors")]) > 3
+    for n in (calls // 4, calls // 3, calls // 5):
+        assert run(tmp_path / "out", n) == killpoint.KILLED
+    assert run(tmp_path / "out", 0, "resume", str(tmp_path / "out")) == 0
+    assert tree(tmp_path / "out") == wanted
+    assert not (tmp_path / "out.work").exists()
+
+
+def test_other_options_and_what_lies_there(
+    blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    source, release = blocks
+    out = tmp_path / "out"
+    assert "nothing to do" not in cli("dequantize", source, out).stderr
+    assert "nothing to do" in cli("dequantize", source, out).stderr
+    assert "--max-shard-size was not given" in cli("dequantize", source, out, "--max-shard-size", "1MB", code=7).stderr
+    cli("dequantize", source, out, "--max-shard-size", "1MB", "--overwrite")
+    assert read_folder(out) == release
+    cli("dequantize", source, source / "inside", code=2)
+
+
+def test_the_plan_and_its_events(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+    source, release = blocks
+    plan = json.loads(cli("dequantize", source, tmp_path / "out", "--dry-run", "--json").stdout.splitlines()[-1])
+    assert plan["model"]["decoded"] == {"FP8": len(quantized_names())}
+    assert plan["bytes_out"] == sum(len(tensor.data) for tensor in release.values())
+    text = cli("dequantize", source, tmp_path / "out", "--dry-run").stdout
+    assert "decode what is quantized to BF16, copy all else; 1 units, 1 to run" in text
+    assert not (tmp_path / "out").exists()
+    assert "one thread needs" in cli("dequantize", source, tmp_path / "out", "--max-memory", "1MB", code=4).stderr
+    events = [json.loads(line) for line in cli("dequantize", source, tmp_path / "out", "--json").stdout.splitlines()]
+    assert events[-1]["event"] == "finished" and events[-1]["bytes"] == plan["bytes_out"]
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["command"] == "dequantize"
+
+
+def test_kt_kernels_spellings(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+    source, release = blocks
+    done = cli("dequantize", "--model-dir", source, "--output-dir", tmp_path / "a", "--config-path", "config.json")
+    assert "--config-path is accepted for kt-kernel's sake" in done.stderr
+    cli("dequantize", "--input-fp8-hf-path", source, "--output-bf16-hf-path", tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") and read_folder(tmp_path / "a") == release
+    assert "SRC is missing" in cli("dequantize", "--output-dir", tmp_path / "c", code=2).stderr
+    assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_dequantized(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+    """One sentence, with the tensor, before any work."""
+
+    def broken(name: str, change: Callable[[dict[str, Any]], object]) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        tensors: dict[str, Any] = dict(read_folder(blocks[0]))
+        change(tensors)
+        write_file(folder / "model.safetensors", tensors)
+        (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FP8}))
+        return folder
+
+    stem = "model.layers.1.mlp.experts.2.down_proj"
+    codes = np.zeros((4, 4), np.int8)
+    unknown = {"a.W_q": ("U8", codes.view(np.uint8))}
+    cases: dict[str, Any] = {
+        "no scale": (lambda t: t.pop(f"{stem}.weight_scale_inv"), 5, f"{stem}.weight_scale_inv is missing"),
+        "integers": (lambda t: t.update({"lm_head.weight": ("I8", codes)}), 3, "'lm_head.weight' is INT8; that is not"),
+        "no format": (lambda t: (t.clear(), t.update(unknown)), 3, "says that it is quantized (fp8)"),
+    }
+    for name, (change, code, words) in cases.items():
+        done = cli("dequantize", broken(name, change), tmp_path / "out", code=code)
+        assert words in done.stderr and "routed experts" not in done.stderr, done.stderr
+    both: dict[str, Any] = {"a.weight": ("I64", np.zeros((4, 8), np.int64))}
+    both |= {f"a{end}": tensor for end, tensor in packed(4, 8)(np.random.default_rng(0), 4, 8)[0].items()}
+    (tmp_path / "both").mkdir()
+    write_file(tmp_path / "both" / "model.safetensors", both)
+    (tmp_path / "both" / "config.json").write_text("{}")
+    assert "'a.weight' is stored twice" in cli("dequantize", tmp_path / "both", tmp_path / "out", code=5).stderr
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
+    assert "GGUF" in cli("dequantize", tmp_path / "gguf", tmp_path / "out", code=3).stderr
+    (blocks[0] / "config.json").rename(tmp_path / "config.json")
+    try:
+        assert "has no config.json" in cli("dequantize", blocks[0], tmp_path / "out", code=5).stderr
+    finally:
+        (tmp_path / "config.json").rename(blocks[0] / "config.json")
