@@ -121,10 +121,11 @@ BF16 = Kind("bf16", np.dtype(np.uint16), lib.KTQ_BF16)
 FP16 = Kind("fp16", np.dtype(np.uint16), lib.KTQ_FP16)
 F32 = Kind("f32", np.dtype(np.float32), lib.KTQ_F32)
 FP8_E4M3 = Kind("fp8_e4m3", np.dtype(np.uint8), lib.KTQ_FP8_E4M3, scaled=True)
-# A code of b bits is stored as code + 2^(b-1); of 4 bits, the even column is the lower half of a byte.
+# An integer of b bits is stored as code + 2^(b-1); of 4 bits, the even column is the lower half of a byte.
 INT4 = Kind("int4", np.dtype(np.uint8), lib.KTQ_INT4, scaled=True, columns=2)
 INT8 = Kind("int8", np.dtype(np.uint8), lib.KTQ_INT8, scaled=True, by_rows=True)
-KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8)}  # those that C reads
+FP4_E2M1 = Kind("fp4_e2m1", np.dtype(np.uint8), lib.KTQ_FP4_E2M1, scaled=True, columns=2)
+KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4_E2M1)}  # those that C reads
 
 
 def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:

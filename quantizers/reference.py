@@ -19,6 +19,8 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 STRIP_ROWS, HALF_ROWS, K_BLOCK = 32, 16, 3584
 ROW_BLOCK = {8: 64, 4: 128}
 TILE_COLUMNS = {8: 64, 4: 128}
+# What the codes of FP4 E2M1 stand for: sign, 2 exponent bits with bias 1, 1 fraction bit.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 # --- to BF16 --------------------------------------------------------------------------------------
@@ -59,17 +61,23 @@ def decode(matrix: Matrix) -> U16:
             return unsigned ^ sign
         if kind in ("int4", "int8"):
             return f32_to_bf16(integers(matrix).astype(np.float32) * matrix.each_scale())
+        if kind == "fp4_e2m1":
+            return f32_to_bf16(E2M1[stored_codes(matrix)] * matrix.each_scale())
     raise ValueError(f"no definition of {kind}")
 
 
-def integers(matrix: Matrix) -> I8:
-    """The codes of packed integers: int8 [n, k]; of 4 bits, the even column is the lower half of a byte."""
-    stored: U8 = matrix.values
-    if matrix.kind.name == "int4":
-        stored = np.stack([stored & 15, stored >> 4], axis=2).reshape(len(stored), -1)
-    half = 8 if matrix.kind.name == "int4" else 128
-    codes = (stored.astype(np.int16) - half).astype(np.int8)
+def stored_codes(matrix: Matrix) -> U8:
+    """The codes of a linear as they are stored: uint8 [n, k]; of 4 bits, the even column is the lower half of a byte."""
+    codes: U8 = matrix.values
+    if matrix.kind.columns == 2:
+        codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
     return codes[:, matrix.skip : matrix.skip + matrix.shape[1]]
+
+
+def integers(matrix: Matrix) -> I8:
+    """The codes of packed integers: int8 [n, k]."""
+    half = 8 if matrix.kind.name == "int4" else 128
+    return (stored_codes(matrix).astype(np.int16) - half).astype(np.int8)
 
 
 # --- to codes and scales --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Packed integers with a scale for each group of columns: every kernel equals the definition,
+"""Codes with a scale for each group of columns, packed integers, FP4 and FP8: every kernel equals the definition,
 however the linear is sliced."""
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, INT4, INT8, KINDS, Matrix
 from ktconvert.quantizers import groups, reference
 
-BITS = {"int4": 4, "int8": 8}
+BITS = {"int4": 4, "int8": 8, "fp4_e2m1": 4, "fp8_e4m3": 8}
+INTEGERS = ("int4", "int8")
 
 
 def linear(kind: str, n: int, k: int, group: int, seed: int = 0, scales: Any = None) -> Matrix:
     """Random codes; scales of every size and either sign."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (n, k * BITS[kind] // 8)).astype(np.uint8)
+    if kind == "fp8_e4m3":
+        codes[1:][codes[1:] & 0x7F == 0x7F] = 0x40  # NaN in the first row only
     if scales is None:
         scales = np.exp(rng.uniform(-95, 80, (n, -(-k // group)))) * rng.choice([-1, 1], (n, -(-k // group)))
         scales[0] = 0
@@ -54,8 +57,8 @@ def test_every_code_times_scales_of_every_size(kind: str) -> None:
 
 def test_the_definition_is_that_of_our_own_output() -> None:
     """What `ktconvert gpu` packs is the code times the scale, and BF16 scales make that exact in float32."""
-    for kind, bits in BITS.items():
-        matrix = linear(kind, 4, 256, 128)
+    for kind in INTEGERS:
+        bits, matrix = BITS[kind], linear(kind, 4, 256, 128)
         assert matrix.scales is not None
         scales = reference.f32_to_bf16(matrix.scales)
         exact = groups.dequantize_groups(bits, matrix.values.view("<i4"), scales)
@@ -84,7 +87,7 @@ def test_any_slice_finds_its_codes_and_scales(kind: str, group: int, k: int, n: 
         assert part.shape == (bottom - top, stop - first) and part.origin == (top, first)
         assert (kernels.decode(part) == expected[top:bottom, first:stop]).all()
         assert (kernels.decode(part.T) == expected[top:bottom, first:stop].T).all()
-        assert part.T.kind is BF16 and part.T.origin == (first, top)
+        assert (part.T.kind is BF16) == (kind != "fp8_e4m3") and part.T.origin == (first, top)
         again = part.columns(inner, stop - first)
         assert (kernels.decode(again) == expected[top:bottom, first + inner : stop]).all()
         assert (reference.decode(again) == expected[top:bottom, first + inner : stop]).all()

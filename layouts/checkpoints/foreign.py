@@ -16,8 +16,6 @@ BIASES = ("{s}.bias", "{s}_bias")
 # Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take
 # precedence.
 FOREIGN = {
-    "{t}_blocks": "MXFP4",
-    "{t}_scales": "MXFP4",
     "{t}_zero_point": "compressed-tensors integer",
     "{t}_scale_2": "NVFP4",
     "{t}_global_scale": "NVFP4",

@@ -1,4 +1,4 @@
-/* ktq: BF16, FP16, F32 and FP8 linears in, kt-kernel's AMXINT8 and AMXINT4 bytes out.
+/* ktq: linears in any encoding in, kt-kernel's AMXINT8 and AMXINT4 bytes out.
  *
  * Buffers in, buffers out: nothing is allocated, printed or kept but the choice of instruction set. Every function may
  * be called from many threads at once. What the numbers mean: quantizers/NUMERICS.md. Where the bytes lie:
@@ -28,13 +28,14 @@ enum {
 };
 
 /* The encodings of a source. */
-enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3, KTQ_INT4, KTQ_INT8 };
+enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3, KTQ_INT4, KTQ_INT8, KTQ_FP4_E2M1 };
 
 /* One linear [n, k] as it is stored; element (r, c) is at values + r*row_stride + c*column_stride (bytes, any
-   alignment). One of the two strides is the size of an element. FP8 and integers only: element (r, c) is multiplied by
-   scales[(first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns].
-   Integers: a code q of b bits is stored as q + 2^(b-1), 4 bits with the even column in the lower half of a byte.
-   Columns lie one after the other (column_stride is not read), and `skip` of them come before the first. */
+   alignment). One of the two strides is the size of an element. FP8, FP4 and integers only: element (r, c) is
+   multiplied by scales[(first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns].
+   FP4 and integers: of 4 bits, the even column is the lower half of a byte; an integer q of b bits is stored as
+   q + 2^(b-1). Columns lie one after the other (column_stride is not read), and `skip` of them come before the first.
+ */
 typedef struct {
     int kind;
     const void *values;

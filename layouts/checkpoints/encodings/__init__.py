@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import fp8, pack_quantized, plain
+from ktconvert.layouts.checkpoints.encodings import fp8, mxfp4, pack_quantized, plain
 from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, Weight
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError
@@ -28,7 +28,7 @@ __all__ = [
     "weight",
 ]
 
-ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *pack_quantized.ROWS)
+ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *mxfp4.ROWS, *pack_quantized.ROWS)
 
 
 def roles() -> dict[str, str]:

@@ -14,9 +14,11 @@ from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant.matrix import PIECE, Kind, Matrix
+from ktconvert.quantizers.scales import e8m0
 
 Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
 FLOATS = ("F32", "BF16", "F16")
+E8M0 = ("F8_E8M0", "U8")  # as which E8M0 scales are stored
 
 
 def shape_of_values(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
@@ -58,6 +60,7 @@ class Encoding:
                  names, dtypes and shapes (FP8: the rows and columns of a block).
     claims       whether tensors are of this row, where rows share roles and dtypes.
     optional     roles whose tensors may be missing.
+    bits         of a value; 4 is coarse enough for a warning.
     quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16.
     input_types  its names in --input-type.
     """
@@ -72,6 +75,7 @@ class Encoding:
     fit: Callable[[Tensors, Quantization, bool], Any] = nothing_to_fit
     claims: Callable[[Tensors, Quantization], bool] = always
     optional: frozenset[str] = frozenset()
+    bits: int = 8
     quantized: bool = True
     input_types: tuple[str, ...] = ()
 
@@ -148,17 +152,34 @@ def aligned(source: TensorSource, info: TensorInfo) -> npt.NDArray[Any]:
 def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
     """The scales as float32 [shape]. Raises InputError, naming the place, where one is not finite."""
     raw = source.view(scale)
-    if scale.dtype == "BF16":
+    if scale.dtype in E8M0:
+        values = e8m0(raw)
+    elif scale.dtype == "BF16":
         values = (raw.astype(np.uint32) << 16).view(np.float32)
     elif scale.dtype == "F16":
         values = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
     else:
         values = raw.astype(np.float32)
     values = values.reshape(shape)
+    require_finite(source, scale, values)
+    return values
+
+
+def require_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[np.float32]) -> None:
+    """Raises InputError, naming the place, where one of the scales is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise InputError(
             f"{source.shards[scale.shard].path}: tensor {scale.name!r}: scale [{row}, {column}] is "
             f"{values[row, column]}; download it again"
         )
-    return values
+
+
+def nibble_columns(codes: TensorInfo) -> tuple[int, ...]:
+    """The logical shape of codes of 4 bits in bytes [n, k/2], or [E, n, k/2]. InputError where they are no such."""
+    if len(codes.shape) not in (2, 3) or 0 in codes.shape:
+        raise InputError(
+            f"tensor {codes.name!r} has shape {list(codes.shape)}, but must be a matrix of bytes or a stack of such; "
+            "download it again"
+        )
+    return *codes.shape[:-1], 2 * codes.shape[-1]
