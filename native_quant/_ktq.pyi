@@ -21,6 +21,7 @@ class Lib:
     KTQ_FP8_E4M3: int
     KTQ_INT4: int
     KTQ_INT8: int
+    KTQ_FP4_E2M1: int
     KTQ_LIBRARY: int
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int

@@ -67,7 +67,7 @@ def decode(matrix: Matrix) -> U16:
 
 
 def stored_codes(matrix: Matrix) -> U8:
-    """The codes of a linear as they are stored: uint8 [n, k]; of 4 bits, the even column is the lower half of a byte."""
+    """The codes as they are stored: uint8 [n, k]; of 4 bits, the even column is the lower half of a byte."""
     codes: U8 = matrix.values
     if matrix.kind.columns == 2:
         codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)

@@ -166,7 +166,7 @@ def test_rows_name_each_family_once_and_refusals_say_why() -> None:
     for arch in ARCHS:
         assert arch.activation in ACTIVATIONS
         assert arch.weights_on in ("output", "input")
-        assert bool(arch.stored) != bool(arch.refusal)
+        assert arch.stored or arch.refusal
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a.refusal], ids=lambda a: a.name)
@@ -627,16 +627,10 @@ U8, I32 = np.uint8, np.int32
 @pytest.mark.parametrize(
     "suffix, dtype, scale, words",
     [
-        ("", ("I8", U8), (".scale", "F8_E8M0"), "MXFP4"),
-        ("", ("U8", U8), ("_scale", "F8_E4M3"), "NVFP4"),
-        ("", ("F8_E4M3", U8), ("_scale_inv", "U8"), "MXFP8"),
         ("", ("F8_E5M2", U8), ("_scale_inv", "U8"), "E5M2"),
         ("", ("F64", np.float64), None, "float64"),
-        ("", ("I8", U8), None, "integer"),
-        ("_packed", ("U8", U8), ("_scale", "U8"), "MXFP4"),
-        ("_packed", ("U8", U8), ("_scale", "F8_E4M3"), "NVFP4"),
+        ("", ("I8", U8), ("_scale", "F8_E5M2"), "integer"),
         (".qweight", ("I32", I32), (".scales", "U8"), "GPTQ or AWQ"),
-        ("_blocks", ("U8", U8), ("_scales", "U8"), "MXFP4"),
     ],
 )
 def test_formats_that_are_no_input_yet(

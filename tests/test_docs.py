@@ -137,7 +137,8 @@ def test_every_example_parses(page: str, line: str) -> None:
 def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
     """Their commands and ours stand in pairs; only the program's name differs."""
     scripts = {"scripts/convert_cpu_weights.py": "cpu", "scripts/merge_cpu_weights.py": "merge"}
-    scripts |= {"scripts/convert_gpu_weights.py": "gpu", "scripts/convert_moe_to_bf16.py": "dequantize"}
+    scripts |= {"scripts/convert_cpu_weights_ds4.py": "cpu", "scripts/convert_gpu_weights.py": "gpu"}
+    scripts["scripts/convert_moe_to_bf16.py"] = "dequantize"
     scripts["scripts/convert_kimi_k2_fp8_to_bf16_cpu.py"] = "dequantize"
     block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_cpu_weights.py" in b)
     lines = [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
@@ -145,7 +146,7 @@ def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
     lines += [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
     block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_moe_to_bf16.py" in b)
     lines += [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
-    assert len(lines) == 2 * (9 + 3 + 2)
+    assert len(lines) == 2 * (10 + 3 + 2)
     for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
         assert theirs[0] == "python"
         assert ours == ["ktconvert", scripts[theirs[1]], *theirs[2:]]
@@ -338,7 +339,7 @@ def _row(arch: Arch) -> str:
         verdict = "converted"
     computes = (
         ""
-        if arch.refusal
+        if not arch.stored
         else f"`{arch.activation}`" + (", weights on the input" if arch.weights_on == "input" else "")
     )
     return f"| {arch.name} | {', '.join(f'`{m}`' for m in arch.matches)} | {stored} | {computes} | {verdict} |"

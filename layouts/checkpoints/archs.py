@@ -79,7 +79,8 @@ class Arch:
     activation   key of ACTIVATIONS.
     weights_on   where a token's routing weight is multiplied: "output" or "input" of the expert.
     instead      what to use where activation or weights_on is not what kt-kernel's AMX experts compute.
-    refusal      why this family cannot be represented at all, and what to do; None if it can.
+    refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
+                 all the same, they can be read.
     """
 
     name: str
@@ -109,9 +110,9 @@ def _separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: st
     return Separate(f"{base}{gate}.weight", f"{base}{up}.weight", f"{base}{down}.weight")
 
 
-def _fused(block: str, gate_up: str = "experts.gate_up_proj", down: str = "experts.down_proj") -> Fused:
+def _fused(block: str, interleaved: bool = False) -> Fused:
     base = "{prefix}layers.{layer}." + block
-    return Fused(base + gate_up, base + down)
+    return Fused(f"{base}experts.gate_up_proj", f"{base}experts.down_proj", interleaved)
 
 
 W132 = ("w1", "w3", "w2")
@@ -167,6 +168,9 @@ ARCHS = (
     Arch(
         "gpt-oss",
         ("gpt_oss", "GptOssForCausalLM"),
+        (_fused("mlp.", interleaved=True),),
+        width=DENSE_WIDTH,
+        activation="swiglu_oai",
         refusal="its experts have biases and a clamped activation, which no expert format of kt-kernel can hold; "
         "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
     ),

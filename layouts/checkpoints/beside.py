@@ -33,15 +33,20 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
     names = [name for name in source.tensors if name not in taken]
     decoded: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
     dropped: set[str] = set()
+    failed: dict[str, Exception] = {}  # a scale may look like values without scales until its weight is seen
     for name in names:
         info = source.tensors[name]
         try:
             weight = _weight(source, info, quantization)
         except (InputError, UnsupportedError) as error:
-            raise type(error)(f"{source.shards[info.shard].path}: {error}") from None
+            failed[name] = type(error)(f"{source.shards[info.shard].path}: {error}")
+            continue
         if weight is not None:
             decoded[name] = weight
             dropped |= {t.name for t in weight[1].tensors.values()} | _aside(source, weight[0])
+    for name, failure in failed.items():
+        if name not in dropped:
+            raise failure
     for name in names:
         if name not in dropped and (what := foreign.beside_experts(source.tensors[name])) is not None:
             where = ", and stands outside the routed experts" if taken else ""

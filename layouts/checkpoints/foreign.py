@@ -10,6 +10,7 @@ ASIDE = (
     "{s}_input_scale",
     "{s}.qscale_act",
     "{s}.activation_scale",
+    "{s}.input_global_scale",
     "{s}_activation_scale",
 )
 BIASES = ("{s}.bias", "{s}_bias")
@@ -17,9 +18,6 @@ BIASES = ("{s}.bias", "{s}_bias")
 # precedence.
 FOREIGN = {
     "{t}_zero_point": "compressed-tensors integer",
-    "{t}_scale_2": "NVFP4",
-    "{t}_global_scale": "NVFP4",
-    "{s}.input_global_scale": "NVFP4",
     "{s}.qweight": "GPTQ or AWQ 4-bit",
     "{s}.qzeros": "GPTQ or AWQ 4-bit",
     "{s}.scales": "GPTQ or AWQ 4-bit",

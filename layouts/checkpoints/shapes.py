@@ -97,8 +97,14 @@ def _weights(stored: Layer, prefix: str, n: int, quantization: Quantization) -> 
 
 
 def _unread(name: str, tensors: encodings.Tensors) -> Exception:
-    """No row reads these tensors: they are of a foreign format, or the one that holds the values is missing."""
+    """No row reads these tensors: they are of a foreign format, or scales or the tensor with the values are missing."""
     held = [(row, info) for row in encodings.ENCODINGS if (info := tensors.get(row.values)) is not None]
+    unscaled = [row for row, info in held if info.dtype in row.dtypes and "scale" in row.tensors]
+    if unscaled and "scale" not in tensors:
+        info, scale = held[0][1], encodings.spelled(unscaled[0].tensors["scale"][0], name)
+        return InputError(
+            f"tensor {info.name!r} is {info.dtype}, and its scales ({scale}) are missing; download it again"
+        )
     if held:
         return no_input(held[0][1].name, of_values(held[0][1], tensors.get("scale")))
     info = next(iter(tensors.values()))

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.checkpoints.encodings import ENCODINGS
+from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-INPUT_TYPES = ["awq", *(name for row in ENCODINGS for name in row.input_types)]
+INPUT_TYPES = ["awq", *input_types()]
 LATER = {  # what kt-kernel's script takes and we do not
     "awq": "AWQ checkpoints are not an input yet",
     "moe_int4": "MOE_INT4 exists on aarch64 only",
@@ -95,8 +95,8 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 def cpu(**params: Any) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
 
-    Safetensors in BF16, FP16, F32, FP8, and packed INT4 or INT8 are read; no GPU is used. Memory is bounded by a few
-    experts, whatever the model's size.
+    Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, and packed INT4 or INT8 are read; no GPU is used. Memory
+    is bounded by a few experts, whatever the model's size.
     """
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.encodings import ENCODINGS
+from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
 from ktconvert.layouts.outputs import forms_of
@@ -70,7 +70,7 @@ TUNING = {
     "verify_inputs?": (bool, None),
     "revision?": (str, None),
     "resume_layer?": NUMBER,
-    "input_type?": (*(name for row in ENCODINGS for name in row.input_types), None),
+    "input_type?": (*input_types(), None),
     "tp_size?": [COUNT],
     "force_cpu?": bool,
     "max_gpu_memory?": (SIZE, None),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import fp8, mxfp4, pack_quantized, plain
+from ktconvert.layouts.checkpoints.encodings import fp8, mxfp4, nvfp4, pack_quantized, plain
 from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, Weight
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError
@@ -21,6 +21,7 @@ __all__ = [
     "Tensors",
     "Weight",
     "beside_weight",
+    "input_types",
     "of_tensors",
     "quantized",
     "roles",
@@ -28,12 +29,17 @@ __all__ = [
     "weight",
 ]
 
-ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *mxfp4.ROWS, *pack_quantized.ROWS)
+ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *mxfp4.ROWS, *nvfp4.ROWS, *pack_quantized.ROWS)
 
 
 def roles() -> dict[str, str]:
     """Every name that a tensor of a weight may have, as a pattern, and its role."""
     return {pattern: role for row in ENCODINGS for role, patterns in row.tensors.items() for pattern in patterns}
+
+
+def input_types() -> list[str]:
+    """What --input-type may claim."""
+    return list(dict.fromkeys(name for row in ENCODINGS for name in row.input_types))
 
 
 def spelled(pattern: str, template: str) -> str:

@@ -60,7 +60,6 @@ class Encoding:
                  names, dtypes and shapes (FP8: the rows and columns of a block).
     claims       whether tensors are of this row, where rows share roles and dtypes.
     optional     roles whose tensors may be missing.
-    bits         of a value; 4 is coarse enough for a warning.
     quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16.
     input_types  its names in --input-type.
     """
@@ -75,7 +74,6 @@ class Encoding:
     fit: Callable[[Tensors, Quantization, bool], Any] = nothing_to_fit
     claims: Callable[[Tensors, Quantization], bool] = always
     optional: frozenset[str] = frozenset()
-    bits: int = 8
     quantized: bool = True
     input_types: tuple[str, ...] = ()
 

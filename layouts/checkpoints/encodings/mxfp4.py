@@ -48,7 +48,6 @@ def _row(role: str, pattern: str, scales: tuple[str, ...], dtypes: tuple[str, ..
         shape=shape,
         fit=fit,
         claims=claims,
-        bits=4,
         input_types=("mxfp4", "fp4"),
     )
 

@@ -55,7 +55,6 @@ def _row(bits: int, kind: Kind) -> Encoding:
         shape=shape,
         fit=fit,
         claims=claims,
-        bits=bits,
         input_types=(kind.name,),
     )
 

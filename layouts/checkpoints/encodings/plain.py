@@ -13,15 +13,7 @@ def _row(dtype: str, title: str, kind: Kind, *input_types: str) -> Encoding:
         return Matrix(aligned(source, tensors["weight"]), kind)
 
     return Encoding(
-        dtype,
-        title,
-        {"weight": ("{t}",)},
-        (dtype,),
-        kind,
-        matrix,
-        bits=8 * kind.dtype.itemsize,
-        quantized=False,
-        input_types=input_types,
+        dtype, title, {"weight": ("{t}",)}, (dtype,), kind, matrix, quantized=False, input_types=input_types
     )
 
 
