@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ktconvert.native_quant import own_cpus  # noqa: F401  looks at the CPUs before torch binds the thread
+
 if TYPE_CHECKING:
     from ktconvert.native_quant.runtime.experts import Experts
     from ktconvert.native_quant.runtime.hf import KTConvertConfig

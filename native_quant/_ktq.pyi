@@ -15,6 +15,8 @@ class Lib:
     KTQ_ECLOSED: int
     KTQ_EFORK: int
     KTQ_ERANGE: int
+    KTQ_POOL_THREADS: int
+    KTQ_CPU_BYTES: int
     KTQ_BF16: int
     KTQ_FP16: int
     KTQ_F32: int

@@ -13,6 +13,8 @@ import resource
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
+from ktconvert.native_quant import own_cpus
+
 ROOT = Path("/")
 # cgroup v1 spells "no limit" as the largest page-aligned int64; no real limit reaches an exbibyte.
 UNLIMITED = 1 << 60
@@ -21,13 +23,14 @@ UNLIMITED = 1 << 60
 # ---- CPUs -----------------------------------------------------------------------------------------------------------
 
 
-def affinity() -> frozenset[int]:
-    """The numbers of the CPUs on which this process may be scheduled (affinity mask and cpuset)."""
-    return frozenset(os.sched_getaffinity(0))
+def affinity(root: Path = ROOT) -> frozenset[int]:
+    """The numbers of the CPUs that this process may use (own_cpus.py) and that are not switched off."""
+    own, online = own_cpus.own_cpus(), _parse_list(_read(root / "sys/devices/system/cpu/online") or "")
+    return own & online or own
 
 
 def logical_cpus() -> int:
-    """How many CPUs this process may be scheduled on, hyperthreads counted, CPU time quotas not."""
+    """How many CPUs this process may use, hyperthreads counted, CPU time quotas not."""
     return len(affinity())
 
 
@@ -42,7 +45,7 @@ def allowed_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
 
     `cpus` are the CPU numbers to count, this process's affinity by default.
     """
-    count = len(affinity() if cpus is None else cpus)
+    count = len(affinity(root) if cpus is None else cpus)
     quota = cpu_quota(root)
     if quota is not None:
         count = min(count, -int(-quota // 1))
@@ -51,37 +54,47 @@ def allowed_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
 
 def physical_cores(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
     """How many physical cores this process can use: hyperthreads count once; never more than `allowed_cpus`."""
-    cpus = affinity() if cpus is None else cpus
+    cpus = affinity(root) if cpus is None else cpus
     cores = {_core_of(cpu, root) for cpu in cpus}
     return max(1, min(len(cores), allowed_cpus(root, cpus)))
 
 
 def cores_with_hyperthreads(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
     """How many of the usable cores appear twice or more among the usable CPUs."""
-    cpus = affinity() if cpus is None else cpus
+    cpus = affinity(root) if cpus is None else cpus
     cores = [_core_of(cpu, root) for cpu in cpus]
     return sum(cores.count(core) > 1 for core in set(cores))
 
 
 def numa_nodes(root: Path = ROOT, cpus: Collection[int] | None = None) -> tuple[int, ...]:
-    """The memory nodes that have CPUs (with `cpus`: one of these), in order; (0,) where the kernel shows none."""
-    nodes = []
-    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        members = _parse_list(_read(folder / "cpulist") or "")
-        if members if cpus is None else members.intersection(cpus):
-            nodes.append(int(folder.name.removeprefix("node")))
-    return tuple(sorted(nodes)) or (0,)
+    """The memory nodes with CPUs that this process may use, in order; (0,) where the kernel shows none."""
+    return tuple(node_cpus(root, cpus))
+
+
+def machine_nodes(root: Path = ROOT) -> tuple[int, ...]:
+    """The memory nodes that have CPUs, whether this process may use these or not; (0,) where the kernel shows none."""
+    return tuple(_nodes(root)) or (0,)
+
+
+def node_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[int, tuple[int, ...]]:
+    """The numbers of the CPUs that this process may use, by memory node, in order."""
+    cpus = frozenset(affinity(root) if cpus is None else cpus)
+    nodes = {node: tuple(sorted(members & cpus)) for node, members in _nodes(root).items() if members & cpus}
+    return nodes or {0: tuple(sorted(cpus))}
 
 
 def core_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[int, tuple[int, ...]]:
     """One CPU number per physical core of this process, by memory node; hyperthreads of a core count once."""
-    cpus = affinity() if cpus is None else cpus
     nodes: dict[int, tuple[int, ...]] = {}
-    for node in numa_nodes(root, cpus):
-        members = _parse_list(_read(root / f"sys/devices/system/node/node{node}/cpulist") or "") or frozenset(cpus)
-        first = {_core_of(cpu, root): cpu for cpu in sorted(members.intersection(cpus), reverse=True)}
+    for node, members in node_cpus(root, cpus).items():
+        first = {_core_of(cpu, root): cpu for cpu in reversed(members)}
         nodes[node] = tuple(sorted(first.values()))
     return nodes
+
+
+def pool_count(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
+    """How many pools of threads suit this process, and so NUMA parts: one per node, but each has a core at least."""
+    return min(len(numa_nodes(root, cpus)), physical_cores(root, cpus))
 
 
 def cpu_name(root: Path = ROOT) -> str:
@@ -217,6 +230,13 @@ def _parse_list(text: str) -> frozenset[int]:
     """The kernel's list format, `0-3,8`, as numbers."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
     return frozenset(n for first, last in ranges for n in range(int(first), int(last or first) + 1))
+
+
+def _nodes(root: Path) -> dict[int, frozenset[int]]:
+    """The CPUs of each memory node that has any."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    lists = {int(folder.name.removeprefix("node")): _read(folder / "cpulist") or "" for folder in folders}
+    return {node: cpus for node, text in sorted(lists.items()) if (cpus := _parse_list(text))}
 
 
 def _core_of(cpu: int, root: Path) -> object:

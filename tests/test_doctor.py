@@ -32,6 +32,7 @@ SERVER = Facts(
     cpu_quota=None,
     numa_nodes=(0, 1),
     machine_numa_nodes=(0, 1),
+    pools=2,
     memory_total=1024 * GIB,
     memory_available=1000 * GIB,
     memory_limit=None,
@@ -99,7 +100,7 @@ def test_for_programs(tmp_path: Path) -> None:
     assert facts["isas"] == list(kernels.available_isas())
     assert facts["isa"] == kernels.isa()
     assert facts["kt_flags"]["--kt-cpuinfer"] == facts["physical_cores"] == machine.physical_cores()
-    assert facts["kt_flags"]["--kt-threadpool-count"] == len(facts["numa_nodes"])
+    assert facts["kt_flags"]["--kt-threadpool-count"] == facts["pools"] == machine.pool_count()
     assert facts["disk"]["path"] == str(tmp_path.resolve())
     assert facts["disk"]["write_speed"] > 0
     assert isinstance(facts["warnings"], list)
@@ -172,3 +173,58 @@ def test_the_command_line_has_it(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["disk"]["problem"] is None
+
+
+# The commands in one process, on a machine whose /proc and /sys are made up.
+THREE_COMMANDS = """
+import json, re, sys
+from pathlib import Path
+from click.testing import CliRunner
+from ktconvert.native_quant import machine
+root, source, output = sys.argv[1:]
+for function in vars(machine).values():
+    if machine.ROOT in (getattr(function, "__defaults__", None) or ()):
+        function.__defaults__ = tuple(Path(root) if value == machine.ROOT else value for value in function.__defaults__)
+from ktconvert.pipeline.cli import cpu, doctor, inspect
+doctor.PROBE_BYTES = doctor.BLOCK
+run = lambda command, *words: CliRunner().invoke(command, words)
+flags = json.loads(run(doctor.doctor, "--json", "--disk", root).stdout)["kt_flags"]
+plan = run(cpu.cpu, "-i", source, "-o", output, "--threadpool-count", "4", "--quant-method", "int8", "--dry-run")
+made = json.loads(run(inspect.inspect, source, "--json").stdout)["convert"]
+note = plan.stderr.splitlines()[0]
+counts = [int(re.search(r"--threadpool-count (\\d+)", text)[1]) for text in (note, *made)]
+print(json.dumps([flags["--kt-cpuinfer"], flags["--kt-threadpool-count"], counts, note]))
+"""
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize(
+    ("under", "quota", "expected", "here"),
+    [
+        ([], "max", (2, 2), "this machine has 2 nodes"),
+        (["taskset", "-c", str(CPUS[-1])], "max", (1, 1), "this process may use 1 of this machine's 2 nodes"),
+        ([], "100000", (1, 1), "this process has CPU time for 1 thread (cgroup quota)"),
+    ],
+    ids=["two nodes", "taskset", "a quota of one CPU"],
+)
+def test_doctor_plan_and_inspect_count_the_same_nodes(
+    under: list[str], quota: str, expected: tuple[int, int], here: str, tmp_path: Path, example: Path
+) -> None:
+    """Those that the process may use, and never more pools than threads."""
+    files = {
+        "sys/devices/system/node/node0/cpulist": f"{CPUS[0]}\n",
+        "sys/devices/system/node/node1/cpulist": f"{','.join(map(str, CPUS[1:]))}\n",
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "sys/fs/cgroup/cpu.max": f"{quota} 100000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = [sys.executable, "-c", THREE_COMMANDS, str(tmp_path), str(example), str(tmp_path / "out")]
+    done = subprocess.run([*under, *script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    threads, pools, counts, note = json.loads(done.stdout)
+    assert (min(threads, 2), pools, counts) == (*expected, [pools] * 3)
+    assert here in note

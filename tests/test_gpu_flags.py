@@ -151,8 +151,8 @@ GPTQ = different([name for name, line in EXAMPLES.items() if not rounds(line)])
 # several.
 PROGRAM_OF_ALL = """
 import json, os, sys
-from ktconvert.pipeline.cli import main
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from ktconvert.pipeline.cli import main
 ended = {}
 for name, words in json.loads(sys.argv[1]).items():
     sys.argv = ["ktconvert", "gpu", *words]

@@ -61,15 +61,28 @@ def test_equal_core_ids_in_two_dies_are_two_cores(tmp_path: Path) -> None:
 
 def test_nodes_with_cpus_only(tmp_path: Path) -> None:
     root = two_sockets(tmp_path)
-    assert machine.numa_nodes(root) == (0, 1)
+    assert machine.machine_nodes(root) == machine.numa_nodes(root, range(16)) == (0, 1)
     assert machine.numa_nodes(root, cpus=[5]) == (1,)
+    assert machine.node_cpus(root, (9, 1, 12, 0)) == {0: (0, 1, 9), 1: (12,)}
+    assert machine.core_cpus(root, (9, 1, 12, 0)) == {0: (0, 1), 1: (12,)}
+
+
+def test_a_pool_per_node_that_has_a_thread(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    assert machine.pool_count(root, range(16)) == 2
+    assert machine.pool_count(root, range(4)) == 1
+    quota = "sys/fs/cgroup/cpu.max"
+    tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, quota: "100000 100000\n"})
+    assert (machine.physical_cores(root, range(16)), machine.pool_count(root, range(16))) == (1, 1)
+    (root / quota).write_text("150000 100000\n")
+    assert (machine.physical_cores(root, range(16)), machine.pool_count(root, range(16))) == (2, 2)
 
 
 def test_an_empty_machine_still_answers(tmp_path: Path) -> None:
     assert machine.allowed_cpus(tmp_path, [0, 1, 2]) == 3
     assert machine.allowed_cpus(tmp_path, []) == 1
     assert machine.physical_cores(tmp_path, [0, 1, 2]) == 3
-    assert machine.numa_nodes(tmp_path) == (0,)
+    assert machine.numa_nodes(tmp_path) == machine.machine_nodes(tmp_path) == (0,)
     assert machine.cpu_quota(tmp_path) is None
     assert machine.memory_limit(tmp_path) is None
     assert machine.oom_kills(tmp_path) is None
@@ -205,13 +218,14 @@ def test_this_machine() -> None:
     assert machine.cpu_name()
 
 
-def test_affinity_of_this_process_is_counted() -> None:
+def test_the_cpus_that_this_process_was_started_with_are_counted() -> None:
     one = min(os.sched_getaffinity(0))
     code = (
-        f"import os; from ktconvert.native_quant import machine; os.sched_setaffinity(0, [{one}]);"
+        "from ktconvert.native_quant import machine;"
         "print(machine.logical_cpus(), machine.physical_cores(), machine.allowed_cpus())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = ["taskset", "-c", str(one), sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1", "1"]
 
 

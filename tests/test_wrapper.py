@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels
+from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from ktconvert.native_quant.runtime import deferred
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
@@ -467,6 +467,14 @@ def test_training_is_kt_kernels(method: str) -> None:
 def test_values_that_cannot_be(changed: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make(**changed)
+
+
+def test_threadpool_count_takes_nodes_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = min(machine.affinity())
+    monkeypatch.setattr(machine, "node_cpus", lambda *_: {1: (cpu,), 3: (cpu,), 4: (cpu,)})
+    nodes = {count: make(cpuinfer_threads=4, threadpool_count=count)._pool.nodes for count in (1, 2, 3, 4)}
+    assert nodes == {1: (1,), 2: (1, 3), 3: (1, 3, 4), 4: (1, 3, 4)}
+    assert make(cpuinfer_threads=4, threadpool_count=2, numa_nodes=[4, 1])._pool.nodes == (4, 1)
 
 
 @pytest.mark.parametrize(

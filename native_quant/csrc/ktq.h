@@ -97,12 +97,17 @@ int ktq_error_sums(int bits, int64_t n, int64_t k, const ktq_source *source, uin
 /* --- the runtime: what was packed, multiplied -----------------------------------------------------------------------
  */
 
-/* Threads that work together: for each of `groups` groups (NUMA nodes) threads[g] threads, each pinned to its CPU of
-   `cpus` (one after the other, group by group; -1: not pinned). The first thread of group 0 is the caller of
-   ktq_forward. A pool does one forward at a time; other callers wait. A child made by fork() starts threads of its own.
- */
+enum {
+    KTQ_POOL_THREADS = 4096, /* at most */
+    KTQ_CPU_BYTES = 128,     /* of a set of CPUs: a bit each, the lowest first; CPUs from 1024 on cannot be named */
+};
+/* Threads that work together: for each of `groups` groups (NUMA nodes) threads[g] threads. Each keeps to its place, one
+   of the sets of CPUs in `cpus` [threads][KTQ_CPU_BYTES] (group by group; NULL or none in it: wherever it is). Whoever
+   moves a thread afterwards is obeyed, but it goes back to its place between forwards as soon as it may. The first
+   thread of group 0 is the caller of ktq_forward: it comes to its place if it may, and gets its CPUs back in the end.
+   A pool does one forward at a time; other callers wait. A child made by fork() starts threads of its own. */
 typedef struct ktq_pool ktq_pool;
-int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **pool);
+int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool **pool);
 /* Does what was submitted, and ends the threads; from then on forwards and jobs end with KTQ_ECLOSED. ktq_pool_free
    also frees the pool: nothing may use it any more, a job that is not pending aside. */
 void ktq_pool_close(ktq_pool *pool);

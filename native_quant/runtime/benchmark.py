@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime.experts import Experts
 
 LEAST_RUNS, MOST_RUNS = 3, 1000
@@ -105,7 +106,7 @@ def read_bandwidth(threads: int) -> float:
             spans[number] = begin, time.perf_counter()
             barrier.wait()
 
-    with ThreadPoolExecutor(threads) as executor:
+    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
         try:
             readers = [executor.submit(read, number) for number in range(threads)]
         except RuntimeError:  # no more threads can be started: the others would wait for them

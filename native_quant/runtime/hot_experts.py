@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime.hot_mask import Mask
 from ktconvert.native_quant.runtime.hot_weights import HotWeights
 
@@ -98,5 +99,5 @@ def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> Hot
         gate_up = torch.cat([matrix(expert, "gate"), matrix(expert, "up")])
         return expert, (gate_up, matrix(expert, "down"))
 
-    with ThreadPoolExecutor(machine.physical_cores()) as executor:
+    with ThreadPoolExecutor(machine.physical_cores(), initializer=use_own_cpus) as executor:
         return HotExperts(mask, dict(executor.map(one, mask.nonzero()[0].tolist())), where)

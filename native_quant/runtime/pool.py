@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ktconvert.layouts.errors import ResourceError
@@ -23,6 +23,7 @@ _alive: weakref.WeakSet[Pool] = weakref.WeakSet()
 class Pool:
     """`threads` threads (default: the physical cores that this process may use), spread over NUMA nodes.
 
+    threads     how many, spread by the nodes' cores; or how many of each node
     numa_nodes  the nodes, one group of threads each; a node that this machine lacks is a group that is not pinned.
                 Default: every node with CPUs that this process may use.
     Raises ValueError for counts out of range, ResourceError where the system cannot start more threads.
@@ -31,21 +32,17 @@ class Pool:
     # Kept here because at exit the module's globals may be cleared before the last pools are freed.
     _free = staticmethod(lib.ktq_pool_free)
 
-    def __init__(self, threads: int | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
-        cores = machine.core_cpus()
-        nodes = tuple(cores) if numa_nodes is None else tuple(numa_nodes)
+    def __init__(self, threads: int | Sequence[int] | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
+        nodes = machine.numa_nodes() if numa_nodes is None else tuple(numa_nodes)
         if threads is None:
             threads = machine.physical_cores()
-        if threads < 1 or not nodes:
-            raise ValueError(f"a pool needs at least one thread and one NUMA node, not {threads} and {len(nodes)}")
-        self.nodes = nodes[:threads]
-        self.threads = threads
-        counts = [threads // len(self.nodes) + (g < threads % len(self.nodes)) for g in range(len(self.nodes))]
-        cpus = [cpu for node, count in zip(self.nodes, counts, strict=True) for cpu in _cpus(cores, node, count)]
+        groups = layout(threads, nodes, machine.node_cpus(), machine.core_cpus())
+        places = [place for group in groups for place in group]
+        self.nodes = nodes[: len(groups)]
+        self.threads = len(places)
+        counts = ffi.new("int[]", [len(group) for group in groups])
         pool = ffi.new("ktq_pool **")
-        error = lib.ktq_pool_new(len(counts), ffi.new("int[]", counts), ffi.new("int[]", cpus), pool)
-        if error == lib.KTQ_EINVAL:
-            raise ValueError(f"{threads} threads are more than a pool can have")
+        error = lib.ktq_pool_new(len(groups), counts, b"".join(map(_bits, places)), pool)
         if error != lib.KTQ_OK:
             raise no_threads()
         self.pointer: Any = pool[0]
@@ -67,10 +64,52 @@ def no_threads() -> ResourceError:
     )
 
 
-def _cpus(cores: dict[int, tuple[int, ...]], node: int, count: int) -> list[int]:
-    """A CPU for each thread of a node's group; -1 (not pinned) with one node only, or fewer cores than threads."""
-    own = cores.get(node, ())
-    return list(own[:count]) if len(cores) > 1 and count <= len(own) else [-1] * count
+def layout(
+    threads: int | Sequence[int],
+    nodes: Sequence[int],
+    cpus: Mapping[int, Collection[int]],
+    cores: Mapping[int, Sequence[int]],
+) -> list[list[frozenset[int]]]:
+    """The CPUs of each thread, by groups: one per node, or fewer if there are fewer threads.
+
+    A thread has a core of its node for itself. Where the node has more threads than cores, or is the only one, it has
+    all CPUs of the node. cpus, cores: by node, as machine.node_cpus and core_cpus. Raises ValueError for counts out of
+    range.
+    """
+    if isinstance(threads, int):
+        counts = _spread(threads, [len(cores.get(node, ())) or 1 for node in nodes[: max(0, threads)]])
+    else:
+        counts = list(threads)
+        if len(counts) != len(nodes):
+            raise ValueError(f"{len(counts)} counts of threads for {len(nodes)} NUMA nodes")
+    if sum(counts) > lib.KTQ_POOL_THREADS:
+        raise ValueError(f"{sum(counts)} threads are more than a pool can have, {lib.KTQ_POOL_THREADS}")
+    if not counts or min(counts) < 1:
+        raise ValueError(f"a pool needs at least one NUMA node and a thread for each, not {len(nodes)} and {threads}")
+    all_cpus = frozenset[int]().union(*cpus.values())
+    groups = []
+    for node, count in zip(nodes, counts, strict=False):
+        if len(cpus) > 1 and count <= len(cores.get(node, ())):
+            groups.append([frozenset([cpu]) for cpu in cores[node][:count]])
+        else:
+            groups.append([frozenset(cpus.get(node, all_cpus))] * count)
+    return groups
+
+
+def _spread(threads: int, cores: Sequence[int]) -> list[int]:
+    """How many of the threads work on each of the nodes with so many cores: one, and the others by the cores."""
+    if threads > lib.KTQ_POOL_THREADS:
+        return [threads]
+    counts = [1] * len(cores)
+    for _ in range(threads - len(cores)):
+        emptiest = min(range(len(cores)), key=lambda node: counts[node] / cores[node])
+        counts[emptiest] += 1
+    return counts
+
+
+def _bits(cpus: Collection[int]) -> bytes:
+    """A set of CPUs as ktq_pool_new takes it."""
+    return sum(1 << cpu for cpu in cpus if cpu < 8 * lib.KTQ_CPU_BYTES).to_bytes(lib.KTQ_CPU_BYTES, "little")
 
 
 @functools.cache

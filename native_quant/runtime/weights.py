@@ -26,6 +26,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.matrix import BF16, Matrix
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods
 
 Bytes = npt.NDArray[np.uint8]
@@ -291,6 +292,6 @@ def _arrays(views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, npt
 
 def _in_parallel(work: Callable[[Any], None], items: Iterable[Any], threads: int) -> None:
     """Runs work(item) for all items in threads; raises the first exception once all have ended."""
-    with ThreadPoolExecutor(threads) as executor:
+    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
         for done in [executor.submit(work, item) for item in items]:
             done.result()

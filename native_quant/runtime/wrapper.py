@@ -28,8 +28,9 @@ class KTMoEWrapper:
     gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; left out: the first
                        num_gpu_experts, as in kt-kernel before 0.6. Its copy `self.gpu_experts_mask` may be written to.
     cpuinfer_threads   threads; wrappers with the same number and nodes share them, others have their own
-    threadpool_count   NUMA parts that load_weights_from_tensors packs, and nodes to spread the threads over. Files have
-                       their own number of parts, which is used; another number here causes a warning, once.
+    threadpool_count   NUMA parts that load_weights_from_tensors packs, and nodes to spread the threads over: those that
+                       numa_nodes names, else the first ones with CPUs that this process may use. Files have their own
+                       number of parts, which is used; another number here causes a warning, once.
     weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose; with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see deferred.py
@@ -286,8 +287,8 @@ def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
     """The pool for these settings. Nodes that the machine lacks are ignored, as in kt-kernel."""
     if numa_nodes is not None and len(numa_nodes) != count:
         raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(numa_nodes)}")
-    wanted = range(count) if numa_nodes is None else numa_nodes
-    present = machine.core_cpus()
+    present = machine.numa_nodes()
+    wanted = present[:count] if numa_nodes is None else numa_nodes
     return shared_pool(threads, tuple(dict.fromkeys(node for node in wanted if node in present)) or None)
 
 

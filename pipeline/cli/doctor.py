@@ -63,6 +63,7 @@ class Facts:
     cpu_quota: float | None
     numa_nodes: tuple[int, ...]
     machine_numa_nodes: tuple[int, ...]
+    pools: int
     memory_total: int
     memory_available: int
     memory_limit: int | None
@@ -71,8 +72,8 @@ class Facts:
 
     @property
     def kt_flags(self) -> dict[str, int]:
-        """The flags for the server: physical cores, never hyperthreads; one pool per NUMA node."""
-        return {"--kt-cpuinfer": self.physical_cores, "--kt-threadpool-count": len(self.numa_nodes)}
+        """The flags for the server: physical cores, never hyperthreads; one pool per NUMA node, with a thread each."""
+        return {"--kt-cpuinfer": self.physical_cores, "--kt-threadpool-count": self.pools}
 
 
 def versions() -> dict[str, str | None]:
@@ -156,8 +157,9 @@ def examine(folder: Path) -> Facts:
         logical_cpus=len(cpus),
         machine_cpus=os.cpu_count() or len(cpus),
         cpu_quota=machine.cpu_quota(),
-        numa_nodes=machine.numa_nodes(cpus=cpus),
-        machine_numa_nodes=machine.numa_nodes(),
+        numa_nodes=machine.numa_nodes(),
+        machine_numa_nodes=machine.machine_nodes(),
+        pools=machine.pool_count(),
         memory_total=machine.memory_total(),
         memory_available=machine.memory_available(),
         memory_limit=machine.memory_limit(),

@@ -214,11 +214,18 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
 
 
 def machine_note(plan: Plan) -> str | None:
-    """What to say first where this machine's NUMA nodes are not those of the plan."""
-    nodes, parts = len(machine.numa_nodes()), plan.facts["numa"]
-    if nodes == parts:
+    """What to say first where the pools of threads that suit this process are not those of the plan."""
+    pools, parts = machine.pool_count(), plan.facts["numa"]
+    if pools == parts:
         return None
+    nodes, present = len(machine.numa_nodes()), len(machine.machine_nodes())
+    if pools < nodes:
+        here = f"this process has CPU time for {pools} thread{'s' if pools != 1 else ''} (cgroup quota)"
+    elif nodes < present:
+        here = f"this process may use {nodes} of this machine's {present} nodes"
+    else:
+        here = f"this machine has {nodes} node{'s' if nodes != 1 else ''}"
     return (
-        f"the output is for {parts} NUMA part{'s' if parts != 1 else ''}; this machine has {nodes} "
-        f"node{'s' if nodes != 1 else ''}: to run it here, pass --threadpool-count {nodes}"
+        f"the output is for {parts} NUMA part{'s' if parts != 1 else ''}; {here}: "
+        f"to run it here, pass --threadpool-count {pools}"
     )

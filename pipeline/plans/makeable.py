@@ -71,15 +71,15 @@ def output_bytes(model: MoeModel, form: Form, parts: int) -> int:
 
 
 def commands(model: MoeModel, where: str) -> list[str]:
-    """The command for each method, for this machine's number of NUMA nodes if that is legal, else for a legal one."""
-    nodes = len(machine.numa_nodes())
+    """The command for each method, for the number of NUMA parts that suits this process if legal, else a legal one."""
+    pools = machine.pool_count()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
     for option, form in forms_of("cpu").items():
         counts = legal.legal_counts(form, shapes)
         if not counts:
             continue
-        parts = next((t for t in (nodes, DEFAULT_PARTS) if t in counts), counts[-1])
+        parts = next((t for t in (pools, DEFAULT_PARTS) if t in counts), counts[-1])
         output = f"{Path(where).expanduser().resolve().name}-{form.name}"
         words = ["ktconvert", "cpu", "-i", where, "-o", output, "--quant-method", option]
         lines.append(shlex.join([*words, "--threadpool-count", str(parts)]))

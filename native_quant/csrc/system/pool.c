@@ -6,7 +6,7 @@
  *     open = 0; until inside == 0: pause
  *
  * A thread that comes late finds open == 0 and touches nothing, so the caller never waits for one that still sleeps. */
-#define _GNU_SOURCE /* pthread_setaffinity_np, syscall */
+#define _GNU_SOURCE /* sched_getcpu, syscall */
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -19,18 +19,19 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "place.h"
 #include "pool.h"
 
 enum {
     SPINS = 1000, /* pauses before a thread sleeps: 10 to 50 microseconds */
-    MAX_WORKERS = 4096,
     HUGE_PAGE = 2 << 20,
 };
 
 typedef struct {
     ktq_pool *pool;
     pthread_t thread;
-    int group, cpu;
+    int group;
+    cpu_set_t place;
 } worker;
 
 struct ktq_pool {
@@ -38,6 +39,8 @@ struct ktq_pool {
     worker *worker;
 
     pthread_mutex_t busy; /* held from enter to leave */
+    int has_come;         /* the caller, to its place; before, it had the CPUs of `home` */
+    cpu_set_t home;
     atomic_uint born_in;  /* which fork the threads belong to */
     int running;          /* threads that exist, besides the caller */
     int closing, closed;  /* takes no more jobs (guarded by `starting`); does no more (by `busy`) */
@@ -93,12 +96,14 @@ static unsigned await(ktq_pool *pool, unsigned seen) {
 static void *live(void *argument) {
     worker *self = argument;
     ktq_pool *pool = self->pool;
+    cpu_set_t before;
     for (unsigned seen = 0;;) {
         seen = await(pool, seen);
         if (atomic_load(&pool->stop)) return NULL;
         atomic_fetch_add(&pool->inside, 1);
         if (atomic_load(&pool->open)) pool->work(pool->job, self->group, (int)(self - pool->worker));
         atomic_fetch_sub(&pool->inside, 1);
+        kt_come_to(&self->place, &before); /* after `inside`: the caller does not wait for it */
     }
 }
 
@@ -136,12 +141,7 @@ static int start_threads(ktq_pool *pool) {
             return KTQ_ESYSTEM;
         }
         pool->running = i;
-        if (one->cpu >= 0 && one->cpu < CPU_SETSIZE) { /* best effort: a container may forbid it */
-            cpu_set_t set;
-            CPU_ZERO(&set);
-            CPU_SET(one->cpu, &set);
-            pthread_setaffinity_np(one->thread, sizeof set, &set);
-        }
+        kt_send_to(&one->place, one->thread);
     }
     atomic_store(&pool->born_in, forks); /* last: who sees it may lock `busy` */
     return KTQ_OK;
@@ -169,11 +169,11 @@ static void stop_queue(kt_queue *queue) {
     pthread_join(queue->thread, NULL);
 }
 
-int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **out) {
-    if (groups < 1 || groups > MAX_WORKERS || !threads || !out) return KTQ_EINVAL;
+int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool **out) {
+    if (groups < 1 || groups > KTQ_POOL_THREADS || !threads || !out) return KTQ_EINVAL;
     int workers = 0;
     for (int g = 0; g < groups; g++) {
-        if (threads[g] < 1 || threads[g] > MAX_WORKERS - workers) return KTQ_EINVAL;
+        if (threads[g] < 1 || threads[g] > KTQ_POOL_THREADS - workers) return KTQ_EINVAL;
         workers += threads[g];
     }
     ktq_pool *pool = aligned_alloc(64, (sizeof *pool + 63) / 64 * 64);
@@ -188,7 +188,7 @@ int ktq_pool_new(int groups, const int *threads, const int *cpus, ktq_pool **out
     pthread_mutex_init(&pool->busy, NULL);
     for (int g = 0, i = 0; g < groups; g++)
         for (int j = 0; j < threads[g]; j++, i++)
-            all[i] = (worker){.pool = pool, .group = g, .cpu = cpus ? cpus[i] : -1};
+            all[i] = (worker){.pool = pool, .group = g, .place = kt_place_of(cpus ? cpus + (size_t)i * KTQ_CPU_BYTES : NULL)};
     pthread_once(&once, watch_forks);
     int error = start_threads(pool);
     if (error) {
@@ -232,6 +232,7 @@ kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *)) {
         pthread_cond_init(&queue->finished, NULL);
         pool->queue_born_in = forks;
         queue->started = start_quietly(&queue->thread, serve, queue) == 0;
+        if (queue->started) kt_send_to(&pool->worker[0].place, queue->thread);
     }
     int is_there = queue->started && !pool->closing;
     pthread_mutex_unlock(&starting);
@@ -256,12 +257,18 @@ int kt_pool_enter(ktq_pool *pool) {
         if (error) return error;
     }
     pthread_mutex_lock(&pool->busy);
-    if (!pool->closed) return KTQ_OK;
-    pthread_mutex_unlock(&pool->busy);
-    return KTQ_ECLOSED;
+    if (pool->closed) {
+        pthread_mutex_unlock(&pool->busy);
+        return KTQ_ECLOSED;
+    }
+    const cpu_set_t *place = &pool->worker[0].place;
+    int cpu = sched_getcpu();
+    pool->has_come = !(cpu >= 0 && CPU_ISSET(cpu, place)) && kt_come_to(place, &pool->home);
+    return KTQ_OK;
 }
 
 void kt_pool_leave(ktq_pool *pool) {
+    if (pool->has_come) kt_go_back(&pool->worker[0].place, &pool->home);
     pthread_mutex_unlock(&pool->busy);
 }
 

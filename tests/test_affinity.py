@@ -1,0 +1,294 @@
+"""Where the runtime's threads run: on the process's CPUs whatever their caller is bound to, each on its node, and back
+on it after somebody moved them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.pool import layout
+
+CPUS = sorted(os.sched_getaffinity(0))
+TWO_CPUS = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+FIRST, SECOND = CPUS[0], CPUS[-1]
+
+# What a process does to its own threads is done in a process of its own. `started` gives the threads that a function
+# starts, `show` prints the CPUs of some.
+PRELUDE = """
+import json, os, subprocess, sys, threading, time
+from pathlib import Path
+
+def cpus_of(thread):
+    return sorted(os.sched_getaffinity(int(thread)))
+
+def started(work):
+    before = set(os.listdir("/proc/self/task"))
+    global made
+    made = work()
+    return sorted(set(os.listdir("/proc/self/task")) - before, key=int)
+
+def show(threads, *more):
+    print(json.dumps([[cpus_of(thread) for thread in threads], *more]))
+"""
+# The machine's CPUs on two made-up nodes, and a layer to compute.
+TWO_NODES = """
+import numpy as np
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+for function in (machine.numa_nodes, machine.node_cpus, machine.core_cpus):
+    function.__defaults__ = (Path(sys.argv[1]), None)
+rng = np.random.default_rng(0)
+bf16 = lambda *shape: (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+layer = bf16(8, 256, 256), bf16(8, 256, 256), bf16(8, 256, 256)
+call = bf16(16, 256), rng.integers(0, 8, (16, 4)), rng.random((16, 4), np.float32)
+expected = Experts.from_bf16(*layer, parts=2, pool=Pool(1)).forward(*call)
+"""
+
+
+def run(script: str, *arguments: object, under: tuple[object, ...] = (), **env: str) -> Any:
+    command = [*map(str, under), sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **env}
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return json.loads(done.stdout)
+
+
+def nodes(root: Path, *lists: str) -> Path:
+    """A tree of /sys with NUMA nodes of these CPUs."""
+    for number, cpus in enumerate(lists):
+        folder = root / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    return root
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Path:
+    """This machine's first CPU on node 1, its last on node 0."""
+    return nodes(tmp_path, str(SECOND), str(FIRST))
+
+
+# --- which CPUs ------------------------------------------------------------------------------------------------------
+
+WORKERS = """
+from ktconvert.native_quant.runtime.pool import Pool, default_pool
+threads = default_pool().threads
+show(started(lambda: Pool(4)), threads)
+"""
+OPENMP = """
+import ctypes
+ctypes.CDLL(sys.argv[1]).omp_get_max_threads()
+"""
+OURS_FIRST = "import ktconvert.native_quant\n"
+
+
+@pytest.fixture(scope="module")
+def openmp() -> Path:
+    """torch's OpenMP, which binds the thread that loads it, as `import torch` does."""
+    torch = importlib.util.find_spec("torch")
+    found = sorted(Path(torch.origin).parent.glob("lib/libgomp*")) if torch and torch.origin else []
+    if not found:
+        pytest.skip("torch comes without GNU OpenMP here")
+    return found[0]
+
+
+@TWO_CPUS
+@pytest.mark.parametrize("first", ["", OURS_FIRST], ids=["OpenMP first", "ktconvert first"])
+@pytest.mark.parametrize("env", [{"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}, {"OMP_PLACES": "threads"}])
+def test_a_caller_that_openmp_bound(first: str, env: dict[str, str], openmp: Path) -> None:
+    bound = "assert len(cpus_of(0)) == 1, cpus_of(0)\n"
+    workers, threads = run(first + OPENMP + bound + WORKERS, openmp, **env)
+    assert threads == machine.physical_cores()
+    assert workers == [CPUS] * 3
+    narrow = ("taskset", "-c", FIRST)
+    workers, threads = run(first + OPENMP + bound + WORKERS, openmp, under=narrow, **env)
+    assert (workers, threads) == ([[FIRST]] * 3, 1)
+
+
+@TWO_CPUS
+def test_a_caller_that_bound_itself() -> None:
+    bind = f"os.sched_setaffinity(0, [{FIRST}])\n"
+    workers, threads = run(OURS_FIRST + bind + WORKERS)
+    assert (workers, threads) == ([CPUS] * 3, machine.physical_cores())
+    thread = f"""
+def work():
+    os.sched_setaffinity(0, [{FIRST}])
+    from ktconvert.native_quant.runtime.pool import Pool
+    show(started(lambda: Pool(2)))
+one = threading.Thread(target=work)
+one.start()
+one.join()
+"""
+    assert run(thread) == [[CPUS]]
+
+
+@TWO_CPUS
+def test_the_cpus_that_the_process_was_started_with_are_all() -> None:
+    workers, threads = run(WORKERS, under=("taskset", "-c", SECOND))
+    assert (workers, threads) == ([[SECOND]] * 3, 1)
+
+
+def test_a_cpu_that_is_off_is_not_counted(tmp_path: Path) -> None:
+    online = tmp_path / "sys/devices/system/cpu/online"
+    online.parent.mkdir(parents=True)
+    online.write_text(f"{FIRST}\n")
+    assert machine.affinity(tmp_path) == {FIRST}
+
+
+# --- which node ------------------------------------------------------------------------------------------------------
+
+
+def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[int, ...] = (0, 1)) -> Any:
+    own = list(cpus)
+    groups = layout(threads, at, machine.node_cpus(root, own), machine.core_cpus(root, own))
+    return [[sorted(place) for place in group] for group in groups]
+
+
+def test_threads_are_spread_by_cores(tmp_path: Path) -> None:
+    root = nodes(tmp_path, "0-2", "3")
+    assert places(root, range(4), 1) == [[[0]]]
+    assert places(root, range(4), 2) == [[[0]], [[3]]]
+    assert places(root, range(4), 3) == [[[0], [1]], [[3]]]
+    assert places(root, range(4), 4) == [[[0], [1], [2]], [[3]]]
+    assert [len(group) for group in places(root, range(4), 8)] == [6, 2]
+    assert places(root, range(4), [1, 3], (1, 0)) == [[[3]], [[0], [1], [2]]]
+    with pytest.raises(ValueError, match="3 counts of threads for 2 NUMA nodes"):
+        places(root, range(4), [1, 1, 1])
+    for wrong in (0, -1, [0, 2], [4000, 4000], 10**12):
+        with pytest.raises(ValueError):
+            places(root, range(4), wrong)
+
+
+def test_more_threads_than_cores_stay_on_their_node(tmp_path: Path) -> None:
+    root = nodes(tmp_path, "0-1", "2-3")
+    assert places(root, range(4), 5) == [[[0, 1]] * 3, [[2], [3]]]
+    assert places(root, range(4), 6, (1,)) == [[[2, 3]] * 6]
+    # Of what the process may use, not of all that the node has; and one node is no reason to keep a thread to a core.
+    assert places(root, (0, 2), 6) == [[[0]] * 3, [[2]] * 3]
+    assert places(root, (2, 3), 2, (1,)) == [[[2, 3]] * 2]
+
+
+@TWO_CPUS
+def test_each_thread_is_on_its_node(two_nodes: Path) -> None:
+    script = """
+workers = started(lambda: [Pool(2), Pool(6), Pool([1, 2])])
+show(workers, [pool.nodes for pool in made])
+"""
+    ones, twos = [SECOND], [FIRST]
+    workers, numbers = run(TWO_NODES + script, two_nodes)
+    assert numbers == [[0, 1]] * 3
+    # The caller is the first thread of the first node.
+    assert workers == [twos] + [ones] * 2 + [twos] * 3 + [twos] * 2
+
+
+# --- while it works --------------------------------------------------------------------------------------------------
+
+
+@TWO_CPUS
+def test_the_caller_is_on_its_node_while_it_works(two_nodes: Path) -> None:
+    """It comes from the other CPU, and gets back what it had; unless it is bound elsewhere, which is obeyed."""
+    script = f"""
+experts = Experts.from_bf16(*layer, parts=2, pool=Pool(2))
+seen, going = set(), True
+def watch():
+    while going:
+        seen.add(tuple(cpus_of(os.getpid())))
+watcher = threading.Thread(target=watch)
+watcher.start()
+many = tuple(np.tile(array, (200, 1)) for array in call)
+for _ in range(200):
+    os.sched_setaffinity(0, [{FIRST}])
+    os.sched_setaffinity(0, [{FIRST}, {SECOND}])
+    seen.clear()
+    experts.forward(*many)
+    came = set(seen)
+    assert cpus_of(0) == [{FIRST}, {SECOND}]
+    if ({SECOND},) in came:
+        break
+os.sched_setaffinity(0, [{FIRST}])
+time.sleep(0.1)
+seen.clear()
+experts.forward(*many)
+bound = set(seen)
+going = False
+watcher.join()
+print(json.dumps([({SECOND},) in came, sorted(bound), cpus_of(0)]))
+"""
+    assert run(TWO_NODES + script, two_nodes) == [True, [[FIRST]], [FIRST]]
+
+
+@TWO_CPUS
+def test_the_thread_of_submitted_jobs_is_on_the_first_node(two_nodes: Path) -> None:
+    script = f"""
+os.sched_setaffinity(0, [{FIRST}])
+experts = Experts.from_bf16(*layer, parts=2, pool=Pool(2))
+out = np.empty_like(expected)
+threads = started(lambda: experts.submit(*call, out=out))
+made.wait()
+assert np.array_equal(out, expected)
+show(threads)
+"""
+    assert run(TWO_NODES + script, two_nodes) == [[[SECOND]]]
+
+
+@TWO_CPUS
+def test_threads_that_were_moved_go_back_between_forwards(two_nodes: Path) -> None:
+    """As far as whoever moved them lets them."""
+    script = f"""
+workers = started(lambda: Pool([1, 2]))
+experts = Experts.from_bf16(*layer, parts=2, pool=made)
+begin = [cpus_of(thread) for thread in workers]
+shown = [begin]
+for allowed in ("{FIRST},{SECOND}", "{SECOND}", "{FIRST},{SECOND}"):
+    subprocess.run(["taskset", "-apc", allowed, str(os.getpid())], check=True, capture_output=True)
+    shown.append([cpus_of(thread) for thread in workers])
+    for _ in range(200):
+        assert np.array_equal(experts.forward(*call), expected)
+    shown.append([cpus_of(thread) for thread in workers])
+print(json.dumps(shown))
+"""
+    one, two, both = [FIRST], [SECOND], [FIRST, SECOND]
+    begin, moved, back, narrowed, obeyed, widened, again = run(TWO_NODES + script, two_nodes)
+    assert begin == back == again == [one, one]
+    assert moved == widened == [both, both]
+    assert narrowed == obeyed == [two, two]
+
+
+@TWO_CPUS
+def test_a_group_takes_over_what_another_leaves(two_nodes: Path) -> None:
+    """The only thread of node 1 stands still in a signal handler; those of node 0 do its part, with equal results."""
+    script = """
+import ctypes, signal
+libc = ctypes.CDLL(None)
+libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+worker = int(started(lambda: Pool([2, 1]))[-1])
+experts = Experts.from_bf16(*layer, parts=2, pool=made)
+def caught():
+    text = Path(f"/proc/self/task/{worker}/status").read_text()
+    blocked = next(line.split()[1] for line in text.splitlines() if line.startswith("SigBlk"))
+    return bool(int(blocked, 16) >> (signal.SIGTRAP - 1) & 1)
+libc.signal(signal.SIGTRAP, ctypes.cast(libc.pause, ctypes.c_void_p))
+libc.signal(signal.SIGFPE, ctypes.cast(libc.abs, ctypes.c_void_p))
+signals = []
+def send(number, arrived):
+    assert libc.tgkill(os.getpid(), worker, number) == 0
+    while caught() != arrived:
+        time.sleep(0.001)
+send(signal.SIGTRAP, True)
+equal = [np.array_equal(experts.forward(*call), expected) for _ in range(3)]
+stood = caught()
+send(signal.SIGFPE, False)
+print(json.dumps([equal, stood, np.array_equal(experts.forward(*call), expected)]))
+"""
+    assert run(TWO_NODES + script, two_nodes) == [[True] * 3, True, True]
