@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.containers.reading import LFS_MAGIC
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, parse_header, read_header
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.checkpoints.experts import recognise
@@ -317,12 +318,12 @@ def test_git_lfs_pointers(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("name, what", [("m.gguf", "GGUF"), ("pytorch_model.bin", r"PyTorch \.bin")])
+@pytest.mark.parametrize("name, what", [("m.pt", r"PyTorch \.pt"), ("pytorch_model.bin", r"PyTorch \.bin")])
 def test_other_formats(tmp_path: Path, name: str, what: str) -> None:
-    (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / name).write_bytes(b"PK")
     with pytest.raises(UnsupportedError, match=what):
         open_checkpoint(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"not a \.safetensors file"):
+    with pytest.raises(UnsupportedError, match=r"not a \.safetensors or \.gguf file"):
         open_checkpoint(tmp_path / name)
 
 
@@ -648,18 +649,18 @@ def test_many_shards_are_opened_by_their_headers(tmp_path: Path, monkeypatch: py
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 512, "num_hidden_layers": 65}')
     read: list[int] = []
-    real = os.read
+    real = os.pread
 
-    def counting(fd: int, count: int) -> bytes:
-        data = real(fd, count)
+    def counting(fd: int, count: int, start: int) -> bytes:
+        data = real(fd, count, start)
         read.append(len(data))
         return data
 
-    monkeypatch.setattr(os, "read", counting)
+    monkeypatch.setattr(os, "pread", counting)
     before = len(list(Path("/proc/self/fd").iterdir()))
     source = open_checkpoint(tmp_path)
     assert len(source.tensors) == 99_840 and len(source.shards) == 160
     model = recognise(source)
     assert model.shape(64) == (512, 128, 256) and len(model.layers) == 65
-    assert sum(read) == header_bytes + 160 * 64  # 64: the first bytes of each file
+    assert sum(read) == header_bytes + 160 * (len(LFS_MAGIC) + 8)  # the first bytes of each file
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -56,12 +56,14 @@ class Stacked:
     """Three 3-D tensors per layer: gate and up [E, I, H], down [E, H, I], or all transposed; the config decides.
 
     output_major  what holds where I = H, so that the config cannot decide.
+    fixed         it always holds, whatever the config says.
     """
 
     gate: str
     up: str
     down: str
     output_major: bool = True
+    fixed: bool = False
     parts: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
 
@@ -72,8 +74,9 @@ Style = Separate | Fused | Stacked
 class Arch:
     """One family of checkpoints.
 
-    matches      values of config.json's model_type or architectures.
-    stored       the ways its experts are published; the tensors say which one it is.
+    matches      values of config.json's model_type or architectures, and after "gguf:" those of a GGUF's
+                 general.architecture.
+    stored       the ways its experts are published in safetensors; the tensors say which one it is.
     layers       config keys of the number of layers; what lies beyond is MTP.
     experts, width, hidden   config keys of E, I and H, to be compared with the tensors' shapes.
     activation   key of ACTIVATIONS.
@@ -100,6 +103,7 @@ class Arch:
 ACTIVATIONS = {
     "silu": "silu(gate) * up",
     "gelu": "gelu(gate) * up",
+    "relu": "relu(gate) * up",
     "swiglu_oai": "gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped",
     "swiglu_limit": "silu(gate) * up with gate and up clamped to a limit",
 }
@@ -125,6 +129,13 @@ BARE = (_separate(""), _fused(""))
 BARE_W = (_separate("", *W132),)
 _moe = "{prefix}layers.{layer}.moe."
 MOE = (Stacked(f"{_moe}gate_proj.weight", f"{_moe}up_proj.weight", f"{_moe}down_proj.weight"),)
+# A GGUF's, whatever the family: llama.cpp's converter brings all of them into this form. It cut experts apart once.
+_blk = "blk.{layer}.ffn_"
+GGUF_STYLES: tuple[Style, ...] = (
+    Stacked(f"{_blk}gate_exps.weight", f"{_blk}up_exps.weight", f"{_blk}down_exps.weight", fixed=True),
+    Fused(f"{_blk}gate_up_exps.weight", f"{_blk}down_exps.weight"),
+    Separate(f"{_blk}gate.{{expert}}.weight", f"{_blk}up.{{expert}}.weight", f"{_blk}down.{{expert}}.weight"),
+)
 
 NATIVE_MXFP4 = "serve the original checkpoint with kt-kernel's MXFP4 method, which clamps as this model does"
 NATIVE_MXFP8 = "serve the original checkpoint with kt-kernel's MXFP8 method, which knows this activation"
@@ -132,11 +143,11 @@ NATIVE_FP8 = "serve an FP8 release with kt-kernel's FP8 method, which can clamp,
 ELSEWHERE = "no method of kt-kernel has it; keep these experts on the GPU, or use llama.cpp"
 
 ARCHS = (
-    Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM"), MLP),
-    Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM"), MLP),
+    Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),
+    Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM", "gguf:deepseek32"), MLP),
     Arch(
         "DeepSeek-V4",
-        ("deepseek_v4", "DeepseekV4ForCausalLM"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", "gguf:deepseek4"),
         (*FFN_W, *MLP),
         activation="swiglu_limit",
         instead=NATIVE_MXFP4,
@@ -144,22 +155,41 @@ ARCHS = (
     Arch("DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP),
     Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP),
     Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP),
-    Arch("Kimi-K3", ("kimi_k3", "KimiK3ForConditionalGeneration"), SPARSE),
-    Arch("Qwen2-MoE", ("qwen2_moe", "Qwen2MoeForCausalLM"), MLP),
-    Arch("Qwen3-MoE, Qwen3-Coder", ("qwen3_moe", "Qwen3MoeForCausalLM"), MLP),
-    Arch("Qwen3-Next, Coder-Next", ("qwen3_next", "Qwen3NextForCausalLM"), MLP),
-    Arch("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration"), MLP),
+    Arch("Kimi-K3", ("kimi_k3", "KimiK3ForConditionalGeneration", "gguf:kimi-k3"), SPARSE),
+    Arch("Qwen2-MoE", ("qwen2_moe", "Qwen2MoeForCausalLM", "gguf:qwen2moe"), MLP),
+    Arch("Qwen3-MoE, Qwen3-Coder", ("qwen3_moe", "Qwen3MoeForCausalLM", "gguf:qwen3moe"), MLP),
+    Arch("Qwen3-Next, Coder-Next", ("qwen3_next", "Qwen3NextForCausalLM", "gguf:qwen3next"), MLP),
+    Arch(
+        "Qwen3-VL-MoE",
+        ("qwen3_vl_moe", "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration", "gguf:qwen3vlmoe"),
+        MLP,
+    ),
     Arch("Qwen3-Omni (thinker)", ("qwen3_omni_moe", "qwen3_omni_moe_thinker"), MLP),
-    Arch("Qwen3.5, 3.6, 3.8 MoE", ("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"), MLP),
+    Arch(
+        "Qwen3.5, 3.6, 3.8 MoE",
+        ("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", "gguf:qwen35moe"),
+        MLP,
+    ),
     Arch("Qwen3.8-Flash-Next", ("qwen4_exp", "qwen4_exp_text", "Qwen4ExpForConditionalGeneration"), MLP),
-    Arch("GLM-4.5, 4.6, 4.7", ("glm4_moe", "Glm4MoeForCausalLM"), MLP),
+    Arch("GLM-4.5, 4.6, 4.7", ("glm4_moe", "Glm4MoeForCausalLM", "gguf:glm4moe"), MLP),
     Arch("GLM-4.5V, 4.6V", ("glm4v_moe", "glm4v_moe_text", "Glm4vMoeForConditionalGeneration"), MLP),
     Arch("GLM-4.7-Flash", ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), MLP),
-    Arch("GLM-5, 5.1, 5.2", ("glm_moe_dsa", "GlmMoeDsaForCausalLM"), MLP),
-    Arch("MiniMax-M2, 2.1, 2.5, 2.7", ("minimax_m2", "MiniMaxM2ForCausalLM"), SPARSE, width=DENSE_WIDTH),
+    Arch("GLM-5, 5.1, 5.2", ("glm_moe_dsa", "GlmMoeDsaForCausalLM", "gguf:glm-dsa"), MLP),
+    Arch(
+        "MiniMax-M2, 2.1, 2.5, 2.7",
+        ("minimax_m2", "MiniMaxM2ForCausalLM", "gguf:minimax-m2"),
+        SPARSE,
+        width=DENSE_WIDTH,
+    ),
     Arch(
         "MiniMax-M3",
-        ("minimax_m3_vl", "minimax_m3", "minimax_m3_vl_text", "MiniMaxM3SparseForConditionalGeneration"),
+        (
+            "minimax_m3_vl",
+            "minimax_m3",
+            "minimax_m3_vl_text",
+            "MiniMaxM3SparseForConditionalGeneration",
+            "gguf:minimax-m3",
+        ),
         SPARSE,
         width=DENSE_WIDTH,
         activation="swiglu_oai",
@@ -167,7 +197,7 @@ ARCHS = (
     ),
     Arch(
         "gpt-oss",
-        ("gpt_oss", "GptOssForCausalLM"),
+        ("gpt_oss", "GptOssForCausalLM", "gguf:gpt-oss"),
         (_fused("mlp.", interleaved=True),),
         width=DENSE_WIDTH,
         activation="swiglu_oai",
@@ -176,17 +206,21 @@ ARCHS = (
     ),
     Arch(
         "Llama-4",
-        ("llama4", "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+        ("llama4", "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "gguf:llama4"),
         FEED_FORWARD,
         width=DENSE_WIDTH,
         weights_on="input",
         instead=ELSEWHERE,
     ),
-    Arch("Mixtral", ("mixtral", "MixtralForCausalLM"), SPARSE, width=DENSE_WIDTH),
-    Arch("Mistral-Large-3, Mistral 4", ("mistral4", "mistral_large_3", "Mistral4ForCausalLM"), (*MLP, *BARE_W)),
-    Arch("Hunyuan-A13B", ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"), MLP),
+    Arch("Mixtral", ("mixtral", "MixtralForCausalLM", "gguf:llama"), SPARSE, width=DENSE_WIDTH),
+    Arch(
+        "Mistral-Large-3, Mistral 4",
+        ("mistral4", "mistral_large_3", "Mistral4ForCausalLM", "gguf:mistral4"),
+        (*MLP, *BARE_W),
+    ),
+    Arch("Hunyuan-A13B", ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "gguf:hunyuan-moe"), MLP),
     Arch("Hy3", ("hy_v3", "HYV3ForCausalLM"), MLP),
-    Arch("ERNIE-4.5", ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"), MLP),
+    Arch("ERNIE-4.5", ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "gguf:ernie4_5-moe"), MLP),
     Arch(
         "ERNIE-4.5-VL",
         ("ernie4_5_moe_vl", "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
@@ -195,7 +229,7 @@ ARCHS = (
     ),
     Arch(
         "Step-3.5, 3.7",
-        ("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        ("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration", "gguf:step35"),
         (*MOE, _separate("moe.")),
         activation="swiglu_limit",
         instead=NATIVE_FP8,
@@ -203,27 +237,54 @@ ARCHS = (
     Arch(
         "LongCat-Flash", ("longcat_flash", "LongcatFlashForCausalLM"), MLP, layers=("num_layers", "num_hidden_layers")
     ),
-    Arch("MiMo-V2", ("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM"), MLP),
-    Arch("Ling, Ring", ("bailing_moe", "bailing_moe_v2", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"), MLP),
-    Arch("LFM2-MoE", ("lfm2_moe", "Lfm2MoeForCausalLM"), FEED_FORWARD_W),
+    Arch("MiMo-V2", ("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM", "gguf:mimo2"), MLP),
+    Arch(
+        "Ling, Ring",
+        (
+            "bailing_moe",
+            "bailing_moe_v2",
+            "BailingMoeForCausalLM",
+            "BailingMoeV2ForCausalLM",
+            "gguf:bailingmoe",
+            "gguf:bailingmoe2",
+        ),
+        MLP,
+    ),
+    Arch("LFM2-MoE", ("lfm2_moe", "Lfm2MoeForCausalLM", "gguf:lfm2moe"), FEED_FORWARD_W),
     Arch(
         "Nemotron-H",
-        ("nemotron_h", "NemotronHForCausalLM"),
+        ("nemotron_h", "NemotronHForCausalLM", "gguf:nemotron_h_moe"),
         refusal="its experts are two matrices with relu2 and no gate_proj, kt-kernel's are gate, up and down; "
         "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
     ),
     Arch(
         "Gemma-4 26B-A4B",
-        ("gemma4", "gemma4_text", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
+        ("gemma4", "gemma4_text", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "gguf:gemma4"),
         BARE,
         activation="gelu",
         instead=ELSEWHERE,
     ),
-    Arch("dots.llm1", ("dots1", "Dots1ForCausalLM"), MLP),
-    Arch("OLMoE", ("olmoe", "OlmoeForCausalLM"), MLP, width=DENSE_WIDTH),
-    Arch("Phi-3.5-MoE", ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM"), SPARSE, width=DENSE_WIDTH),
-    Arch("Jamba", ("jamba", "JambaForCausalLM"), FEED_FORWARD, width=DENSE_WIDTH),
+    Arch("dots.llm1", ("dots1", "Dots1ForCausalLM", "gguf:dots1"), MLP),
+    Arch("OLMoE", ("olmoe", "OlmoeForCausalLM", "gguf:olmoe"), MLP, width=DENSE_WIDTH),
+    Arch("Phi-3.5-MoE", ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM", "gguf:phimoe"), SPARSE, width=DENSE_WIDTH),
+    Arch("Jamba", ("jamba", "JambaForCausalLM", "gguf:jamba"), FEED_FORWARD, width=DENSE_WIDTH),
     Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP),
-    Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM"), MLP),
+    Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM", "gguf:afmoe"), MLP),
     Arch("Laguna", ("laguna", "LagunaForCausalLM"), MLP),
+    Arch(
+        "Grok-1, Grok-2",
+        ("Grok1ForCausalLM", "gguf:grok"),
+        SPARSE,
+        width=DENSE_WIDTH,
+        activation="gelu",
+        instead=ELSEWHERE,
+    ),
+    Arch(
+        "SmallThinker",
+        ("smallthinker", "SmallThinkerForCausalLM", "gguf:smallthinker"),
+        (_separate("block_sparse_moe.", "gate", "up", "down"),),
+        width=("moe_ffn_hidden_size", *MOE_WIDTH),
+        activation="relu",
+        instead=ELSEWHERE,
+    ),
 )

@@ -5,12 +5,22 @@ The tensors decide; the config is compared with them, and where the two disagree
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Fused, Separate, Style
+from ktconvert.layouts.checkpoints.archs import (
+    ACTIVATIONS,
+    ARCHS,
+    GGUF_STYLES,
+    NUM_LAYERS,
+    Arch,
+    Fused,
+    Separate,
+    Style,
+)
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.match import Scan, name_of, scan
@@ -67,6 +77,12 @@ class MoeModel:
     def plain(self) -> bool:
         """Whether the experts compute what kt-kernel's AMXINT4 and AMXINT8 compute."""
         return self.activation == "silu" and self.weights_on == "output"
+
+    @property
+    def bits(self) -> float:
+        """Bits of a stored weight, with the scales that lie among them; the fewest of any."""
+        weights = {w.encoding.name: w for m in self.moe_layers.values() for w in m.weights.values()}
+        return min(8 * weight.values.nbytes / math.prod(weight.shape) for weight in weights.values())
 
     def shape(self, layer: int) -> tuple[int, int, int]:
         """(E, H, I): experts, hidden size, expert width."""
@@ -165,11 +181,12 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
     if arch is not None and refusal is not None and not (to_read and arch.stored):
         raise UnsupportedError(refusal)
-    seen = scan(source.tensors, arch.stored if arch else ())
+    seen = scan(source.tensors, (*arch.stored, *GGUF_STYLES) if arch else ())
     if not seen.layers and not seen.foreign:
         arch, seen = _generic(source, archs, arch, notes)
     assert arch is not None
     limit = cfg.number(source.config, arch.layers)
+    _same_layers(source, limit)
     refuse_formats((kind, name) for (kind, n), name in seen.foreign.items() if limit is None or n < limit[1])
     prefix, layers, mtp = _converted(seen, limit)
     stored = {n: seen.layers[prefix, n] for n in layers}
@@ -216,6 +233,17 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     )
 
 
+def _same_layers(source: TensorSource, limit: tuple[str, int] | None) -> None:
+    """Raises InputError where config.json has another number of layers than the weight files say they hold."""
+    stated = cfg.number(source.stated, NUM_LAYERS)
+    mtp = cfg.number(source.config, ("num_nextn_predict_layers",))
+    if limit and stated and stated[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
+        raise InputError(
+            f"config.json says {limit[0]} = {limit[1]}, and the weights are of {stated[1]} layers by their own header; "
+            "they are not of one model"
+        )
+
+
 def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
     """The first row that the config names; a row that names no family applies to any checkpoint and comes first."""
     names = cfg.families(source.config)
@@ -226,10 +254,11 @@ def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
 
 def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]) -> tuple[Arch, Scan]:
     """An unknown family is converted if its experts are stored in exactly one way that some row knows."""
-    styles: dict[Style, Arch] = {}
+    styles: dict[Style, str] = {}
     for arch in archs:
         for style in arch.stored if arch.refusal is None else ():
-            styles.setdefault(style, arch)
+            styles.setdefault(style, f"those of {arch.name}")
+    styles |= dict.fromkeys(GGUF_STYLES, "in any GGUF")
     seen = scan(source.tensors, styles)
     hits = list(dict.fromkeys(layer.style for layer in seen.layers.values()))
     called = ", ".join(cfg.families(source.config)) or "a model without a config"
@@ -247,8 +276,8 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
     if known is not None or not hits:
         return known or Arch(called, ()), seen
     notes.append(
-        f"{called} is not in the table of architectures; its experts are stored as those of {styles[hits[0]].name}, "
-        "and are taken to compute silu(gate) * up with routing weights on the output."
+        f"{called} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and "
+        "are taken to compute silu(gate) * up with routing weights on the output."
     )
     return Arch(called, (), (hits[0],)), seen
 

@@ -6,25 +6,27 @@ import errno
 import json
 import os
 import re
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
+from ktconvert.layouts.checkpoints.containers.gguf_split import parts_of
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
 COMMIT = re.compile(r"[0-9a-f]{40}")
-WANTED = (
-    *(f"*{container.suffix}" for container in CONTAINERS),
-    *("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*"),
-)
+COMPANIONS = ("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
+WANTED = (*(f"*{container.suffix}" for container in CONTAINERS if not container.experts_only), *COMPANIONS)
 TRUE = ("1", "true", "yes", "on")
 
 
-def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """The local path of a checkpoint given as a path or as org/name; an existing path wins.
+def resolve(name: str | Path, revision: str | None = None, *, companions_only: bool = False) -> Path:
+    """The local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf; an existing path wins.
 
     A snapshot in the local cache that has all its weights is used as it is; otherwise the model is downloaded, unless
-    HF_HUB_OFFLINE is set. Raises InputError where neither is possible, UsageError for a revision of a local path.
+    HF_HUB_OFFLINE is set. companions_only: without weights. Raises InputError where neither is possible, UsageError for
+    a revision of a local path.
     """
     text = str(name)
     path = Path(name)
@@ -36,20 +38,44 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         if revision is not None:
             raise UsageError(f"--revision {revision}: {path} is a local path; a revision is for a model of the hub")
         return path
+    file = FILE.fullmatch(text)
+    if file is not None and not companions_only:
+        return _of_repository(file[1], PurePosixPath(file[2]), revision)
     if not HUB_ID.fullmatch(text):
         raise InputError(
             f"{text}: no such file or directory; give a checkpoint's directory, or a hub id such as org/name"
         )
     cached = snapshot(text, revision)
-    if cached is not None and complete(cached):
+    if cached is not None and (_has_config(cached) if companions_only else complete(cached)):
         return cached
+    _require_network(text, revision, cached)
+    folder = _download(text, revision, COMPANIONS if companions_only else WANTED)
+    if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
+        raise InputError(f"{text}: holds no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
+    return folder
+
+
+def _of_repository(name: str, file: PurePosixPath, revision: str | None) -> Path:
+    """A file of a repository, downloaded with the other parts of its split."""
+    if ".." in file.parts or file.is_absolute():
+        raise UsageError(f"{name}:{file}: not the name of a file of a repository")
+    files = [str(file.with_name(part)) for part in parts_of(file.name)]
+    folder = snapshot(name, revision)
+    if folder is None or not all((folder / part).exists() for part in files):
+        _require_network(name, revision, folder, files)
+        folder = _download(name, revision, files)
+    if not (folder / file).exists():
+        raise InputError(f"{name}: has no file {file}; look at its files on the hub")
+    return folder / file
+
+
+def _require_network(name: str, revision: str | None, cached: Path | None, files: Sequence[str] = ()) -> None:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
         what = "is incomplete in" if cached else "is not in"
         raise InputError(
-            f"{text}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; unset it or run "
-            f"`{_command(text, revision)}` where there is a network"
+            f"{name}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; unset it or run "
+            f"`{_command(name, revision, files)}` where there is a network"
         )
-    return _download(text, revision)
 
 
 def cache_root() -> Path:
@@ -78,7 +104,7 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 
 def complete(folder: Path) -> bool:
     """Whether a snapshot has its config and every weight file that its index names (or one, without an index)."""
-    if not (folder / "config.json").exists() and not (folder / "params.json").exists():
+    if not _has_config(folder):
         return False
     for index in folder.glob("*.safetensors.index.json"):
         try:
@@ -89,7 +115,11 @@ def complete(folder: Path) -> bool:
     return any(p.exists() for p in folder.glob("*.safetensors"))
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").exists() or (folder / "params.json").exists()
+
+
+def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -97,7 +127,7 @@ def _download(name: str, revision: str | None) -> Path:
             f"{name}: not in the local cache, and downloading needs huggingface_hub: pip install 'ktconvert[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED), cache_dir=cache_root()))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
     except Exception as e:  # every library underneath raises its own
         raise _explained(name, revision, e) from None
 
@@ -121,5 +151,5 @@ def _explained(name: str, revision: str | None, e: Exception) -> KtconvertError:
     )
 
 
-def _command(name: str, revision: str | None) -> str:
-    return f"hf download {name}" + (f" --revision {revision}" if revision else "")
+def _command(name: str, revision: str | None, files: Sequence[str] = ()) -> str:
+    return " ".join(["hf download", name, *files]) + (f" --revision {revision}" if revision else "")

@@ -17,9 +17,11 @@ BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
 NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
-ROUTER = re.compile(r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.")
+ROUTER = re.compile(
+    r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.|\.ffn_gate_inp\."
+)
 ROUTED = re.compile(r"(?:^|\.)experts\.")
-SHARED = re.compile(r"\.shared?_(?:expert|mlp)")
+SHARED = re.compile(r"\.shared?_(?:expert|mlp)|_shexp\.")
 
 
 @dataclass
@@ -75,27 +77,35 @@ class _Rule:
     layer: int  # which of the name's numbers is the layer, which the expert (-1: none)
     expert: int
 
+    def numbers(self, name: str) -> tuple[int, int]:
+        """The layer and the expert (-1: none) of a name of this rule's shape."""
+        numbers = NUMBER.findall(name)
+        return int(numbers[self.layer]), int(numbers[self.expert]) if self.expert >= 0 else -1
+
 
 def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
     """Goes through the names once. Raises InputError where one layer is stored in two ways."""
     rules, containers = _rules(tuple(styles), tuple(encodings.roles().items()))
     out = Scan()
-    known: dict[str, tuple[_Rule | None, str | None, str | None]] = {}
+    known: dict[str, tuple[list[_Rule], str | None, str | None]] = {}
+    several: list[tuple[list[_Rule], int, int, TensorInfo]] = []
     for name, info in tensors.items():
         shape = NUMBER.sub("#", name)
         if shape not in known:
             inside = next((c for c in containers if shape.startswith(c)), None)
             base = next((p for p in reversed(PREFIXES) if shape.startswith(f"{p}layers.#.")), None)
-            known[shape] = (rules.get(shape), inside, base)
+            base = "" if shape.startswith("blk.#.") else base  # a GGUF's
+            known[shape] = (rules.get(shape, []), inside, base)
             out.shared = out.shared or SHARED.search(shape) is not None
-        rule, inside, base = known[shape]
-        if rule is not None:
-            numbers = NUMBER.findall(name)
-            layer = int(numbers[rule.layer])
-            expert = int(numbers[rule.expert]) if rule.expert >= 0 else -1
-            if name == rule.name.format(layer=layer, expert=expert):
-                _sort(out, rule, layer, expert, name, info)
-                out.present.add((rule.prefix, layer))
+        candidates, inside, base = known[shape]
+        if candidates:
+            layer, expert = candidates[0].numbers(name)
+            if name == candidates[0].name.format(layer=layer, expert=expert):
+                out.present.add((candidates[0].prefix, layer))
+                if len(candidates) > 1:
+                    several.append((candidates, layer, expert, info))
+                else:
+                    _sort(out, candidates[0], layer, expert, info)
                 continue
         if MTP.search(shape) and "expert" in shape:
             out.mtp.append(name)
@@ -108,10 +118,14 @@ def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
             out.present.add(key)
             if ROUTER.search(shape):
                 out.routers.add(key)
+    for candidates, layer, expert, info in several:  # the layer's other tensors tell which style it is
+        styles = [stored.style for rule in candidates if (stored := out.layers.get((rule.prefix, layer))) is not None]
+        _sort(out, next((rule for rule in candidates if rule.style in styles), candidates[0]), layer, expert, info)
     return out
 
 
-def _sort(out: Scan, rule: _Rule, layer: int, expert: int, name: str, info: TensorInfo) -> None:
+def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> None:
+    name = info.name
     if rule.foreign:
         out.foreign.setdefault((rule.role, layer), name)
         return
@@ -133,9 +147,11 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, name: str, info: Tens
 
 
 @functools.lru_cache(maxsize=16)
-def _rules(styles: tuple[Style, ...], roles: tuple[tuple[str, str], ...]) -> tuple[Mapping[str, _Rule], frozenset[str]]:
-    """(rule of each name whose numbers are "#", what precedes the name of anything among experts)."""
-    rules: dict[str, _Rule] = {}
+def _rules(
+    styles: tuple[Style, ...], roles: tuple[tuple[str, str], ...]
+) -> tuple[Mapping[str, list[_Rule]], frozenset[str]]:
+    """(rules of each name whose numbers are "#", what precedes the name of anything among experts)."""
+    rules: dict[str, list[_Rule]] = {}
     containers: set[str] = set()
     for style in styles:
         for part in style.parts:
@@ -144,9 +160,8 @@ def _rules(styles: tuple[Style, ...], roles: tuple[tuple[str, str], ...]) -> tup
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
                 for suffixed, role, unread in _beside(name, roles):
-                    rules.setdefault(
-                        _shape(suffixed), _Rule(style, prefix, part, role, unread, suffixed, layer, expert)
-                    )
+                    same = rules.setdefault(_shape(suffixed), [])
+                    same.append(_Rule(style, prefix, part, role, unread, suffixed, layer, expert))
                 shape = _shape(name)
                 if "experts." in shape:
                     containers.add(shape[: shape.rindex("experts.") + len("experts.")])

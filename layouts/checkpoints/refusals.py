@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ktconvert.layouts.checkpoints.archs import Style
+from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Style
 from ktconvert.layouts.checkpoints.match import Scan, name_of
 from ktconvert.layouts.errors import InputError, UnsupportedError
 
@@ -33,7 +33,7 @@ def refuse_strays(seen: Scan, prefix: str, mtp: Iterable[int]) -> None:
 
 def refuse_gaps(seen: Scan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
     """Of `count` layers, one that has a router but no experts, or that is not there at all, was lost: InputError."""
-    if "{prefix}" not in getattr(style, style.parts[0]):
+    if "{prefix}" not in getattr(style, style.parts[0]) and style not in GGUF_STYLES:
         return  # where such a row's other tensors are is not known
     for n in range(count):
         if n in layers:

@@ -169,7 +169,7 @@ def _stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded
             raise _misshapen(info, f"{list(want)}, since {gate.name!r} is {list(gate.shape)}")
     as_rows = all(recorded is None or recorded[1] == value for recorded, value in ((width, a), (hidden, b)))
     as_columns = all(recorded is None or recorded[1] == value for recorded, value in ((hidden, a), (width, b)))
-    output_major = style.output_major if as_rows == as_columns else as_rows
+    output_major = style.output_major if style.fixed or as_rows == as_columns else as_rows
     return (b, a, False) if output_major else (a, b, True)
 
 

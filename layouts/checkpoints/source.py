@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.checkpoints.containers.container import Container, Selection
-from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS
+from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
+from ktconvert.layouts.checkpoints.containers.reading import REMEDY
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 
@@ -44,7 +44,7 @@ VIEWS: dict[str, type[np.generic]] = {
 class TensorInfo:
     """One tensor, or one expert's part of it.
 
-    dtype   as safetensors spells it: "BF16", "F8_E4M3", …
+    dtype   as safetensors spells it: "BF16", "F8_E4M3", …; of a GGUF as ggml does: "Q4_K", …
     shard   index into TensorSource.shards.
     start   its first byte, counted from the start of the file.
     nbytes  size in bytes.
@@ -75,11 +75,15 @@ class Shard:
 class TensorSource:
     """An opened checkpoint: headers are read, each weight file is mapped at its first use.
 
-    root     the directory, which also holds the companions.
-    config   config.json as parsed (params.json where only that exists); {} where there is none.
-    shards   the weight files, in the order of their names.
-    tensors  every tensor by name.
-    ignored  safetensors files of the directory that the checkpoint's index does not name.
+    root       the directory.
+    container  what kind of files it consists of.
+    config     config.json as parsed (params.json where only that exists), else what the weight files say themselves;
+               {} where neither does.
+    stated     what the weight files say themselves.
+    shards     the weight files, in the order of their names.
+    tensors    every tensor by name.
+    ignored    files of the same kind in the directory that are not of the checkpoint.
+    companion_root  the directory of config.json and the other companions: root, unless another model's were asked for.
     """
 
     def __init__(
@@ -90,14 +94,26 @@ class TensorSource:
         tensors: dict[str, TensorInfo],
         ignored: tuple[str, ...] = (),
         alone: bool = False,
+        *,
+        container: Container = SAFETENSORS,
+        stated: dict[str, Any] | None = None,
+        companion_root: Path | None = None,
     ) -> None:
         self.root = root
         self.config = config
         self.shards = shards
         self.tensors = tensors
         self.ignored = ignored
+        self.container = container
+        self.stated = {} if stated is None else stated
+        self.companion_root = companion_root or root
         self._alone = alone
         self._maps = MappedFiles()
+
+    @property
+    def has_config(self) -> bool:
+        """Whether there is a config.json."""
+        return self.config is not self.stated and bool(self.config)
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """The tensor's values as a read-only view of the mapped file; BF16, F16 and FP8 come as unsigned bits."""
@@ -126,9 +142,9 @@ class TensorSource:
     def companions(self) -> list[str]:
         """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
 
-        For a lone .safetensors file only files directly beside it, and only if config.json is among them.
+        For a lone file of weights only files directly beside it, and only if config.json is among them.
         """
-        return companion_files(self.root, nested=not self._alone)
+        return companion_files(self.companion_root, nested=not self._alone or self.companion_root != self.root)
 
     def changed(self) -> list[str]:
         """The names of the shards whose size or time of change differs from that at opening."""
@@ -164,11 +180,12 @@ class TensorSource:
             self._map(shard).madvise(advice, first, start + nbytes - first)
 
 
-def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSource:
-    """Opens a directory, a single .safetensors file, or a model of the Hugging Face hub; reads headers only.
+def open_checkpoint(where: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:
+    """Opens a directory, a file of weights, or a model of the Hugging Face hub; reads headers only.
 
+    config  a directory or a model of the hub whose config.json and other companions are those of a GGUF
     Raises InputError when files are missing, damaged or contradict the index; UnsupportedError for weights of another
-    format.
+    format; UsageError for a config beside a checkpoint that needs none.
     """
     path = hub.resolve(where, revision)
     if path.is_dir():
@@ -176,14 +193,16 @@ def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSou
         root = path
     else:
         container = _container_of(path)
-        chosen, root = Selection([path.name]), path.parent
+        chosen, root = container.of_file(path), path.parent
+    if config is not None and not container.experts_only:
+        raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
     names = chosen.names
-    stated: dict[str, Any] = {}
+    headers: list[Header] = []
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
     for number, name in enumerate(names):
         header = container.read_header(root / name)
-        stated = stated or header.config
+        headers.append(header)
         shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
         for e in header.entries:
             if e.name in tensors:
@@ -194,16 +213,36 @@ def open_checkpoint(where: str | Path, revision: str | None = None) -> TensorSou
             tensors[e.name] = TensorInfo(e.name, e.dtype, e.shape, number, e.start, e.nbytes)
     if chosen.index is not None:
         _agree(root, names, chosen.index, tensors)
+    container.check(root, names, headers)
+    stated = next((header.config for header in headers if header.config), {})
+    beside = root if config is None else hub.resolve(config, companions_only=True)
     return TensorSource(
-        root, read_config(root) or stated, tuple(shards), tensors, chosen.ignored, alone=not path.is_dir()
+        root,
+        _config_of(beside, required=config is not None) or stated,
+        tuple(shards),
+        tensors,
+        chosen.ignored,
+        alone=not path.is_dir(),
+        container=container,
+        stated=stated,
+        companion_root=beside,
     )
+
+
+def _config_of(root: Path, *, required: bool) -> dict[str, Any]:
+    if required and not (root / "config.json").is_file():
+        raise InputError(
+            f"--config {root}: has no config.json; name the directory of the Hugging Face model, or its id"
+        )
+    return read_config(root)
 
 
 def _container_of(path: Path) -> Container:
     for container in CONTAINERS:
         if path.suffix == container.suffix:
             return container
-    raise UnsupportedError(f"{path}: not a .safetensors file; give a directory or a file of safetensors weights")
+    suffixes = " or ".join(container.suffix for container in CONTAINERS)
+    raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
 
 
 def _select(root: Path) -> tuple[Container, Selection]:
@@ -232,7 +271,7 @@ def _agree(root: Path, names: list[str], index: dict[str, str], tensors: dict[st
 
 
 def _no_weights(root: Path, files: list[str]) -> Exception:
-    for suffix, what in ((".gguf", "GGUF"), (".bin", "PyTorch .bin"), (".pth", "PyTorch .pth"), (".pt", "PyTorch .pt")):
+    for suffix, what in ((".bin", "PyTorch .bin"), (".pth", "PyTorch .pth"), (".pt", "PyTorch .pt")):
         if any(f.endswith(suffix) for f in files):
             return UnsupportedError(
                 f"{root}: holds {what} weights only, which are not an input; use the safetensors release"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.container import Header
-from ktconvert.layouts.checkpoints.containers.safetensors import REMEDY, read_header
+from ktconvert.layouts.checkpoints.containers.reading import REMEDY
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, read_index
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, manifest

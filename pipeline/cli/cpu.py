@@ -6,13 +6,14 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-INPUT_TYPES = ["awq", *input_types()]
+INPUT_TYPES = ["awq", *input_types(), *(c.input_type for c in CONTAINERS if c.input_type is not None)]
 LATER = {  # what kt-kernel's script takes and we do not
     "awq": "AWQ checkpoints are not an input yet",
     "moe_int4": "MOE_INT4 exists on aarch64 only",
@@ -23,6 +24,7 @@ EPILOG = """\b
 Examples:
   ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT4
   ktconvert cpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-INT8 --quant-method int8 --threadpool-count 2
+  ktconvert cpu -i Qwen3-30B-A3B-Q8_0.gguf --config Qwen/Qwen3-30B-A3B -o OUT --quant-method int8
   ktconvert cpu -i MODEL -o OUT --dry-run            what would be done, from headers only
   ktconvert cpu -i MODEL -o OUT --layers 3-10        some layers only
 
@@ -36,7 +38,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     "--input-path",
     required=True,
     type=options.PathOrHubId(),
-    help="Checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
+    help="Checkpoint: a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf).",
 )
 @click.option("-o", "--output", required=True, type=options.FilePath(), help="Output directory.")
 @click.option(
@@ -51,6 +53,12 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     default="int4",
     show_default=True,
     help="Output format.",
+)
+@click.option(
+    "--config",
+    type=options.PathOrHubId(),
+    default=None,
+    help="Of a GGUF: the Hugging Face model (directory or hub id) whose config.json and tokenizer the output gets.",
 )
 @click.option("--scale", type=click.Choice(tuple(QUANTIZERS), case_sensitive=False), default=ABSMAX.name, hidden=True)
 @options.cpuinfer_threads
@@ -95,8 +103,8 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 def cpu(**params: Any) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
 
-    Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, and packed INT4 or INT8 are read; no GPU is used. Memory
-    is bounded by a few experts, whatever the model's size.
+    Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, and GGUF are read; no GPU is used.
+    Memory is bounded by a few experts, whatever the model's size.
     """
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert
@@ -129,6 +137,7 @@ def cpu(**params: Any) -> None:
             "non_experts": params["non_experts"],
             "max_shard_size": params["max_shard_size"],
             "arch_file": options.text_of("--arch-file", params["arch_file"]),
+            **({} if params["config"] is None else {"config": options.stored_input(params["config"])}),
             **({} if params["scale"] == ABSMAX.name else {"scale": params["scale"]}),  # the default came first
         },
         tuning={

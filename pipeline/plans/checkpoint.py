@@ -17,7 +17,7 @@ from ktconvert.layouts.checkpoints.companions import require_copyable
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import ranges
@@ -50,6 +50,16 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
 
     return (parse_arch(arch_file), *ARCHS)
+
+
+def require_whole(source: TensorSource, what: str) -> None:
+    """Raise UnsupportedError where nothing but the experts of a checkpoint can be read; `what` needs more."""
+    if source.container.experts_only:
+        title = source.container.title
+        raise UnsupportedError(
+            f"{source.root}: {title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside "
+            "the experts; use the model's safetensors release."
+        )
 
 
 def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,7 +124,7 @@ def source_files(
         for s, digest in zip(source.shards, digests, strict=True)
     ]
     for name in source.companions():
-        status = (source.root / name).stat()
+        status = (source.companion_root / name).stat()
         files.append(SourceFile(name, status.st_size, None, status.st_mtime_ns))
     return tuple(files)
 
@@ -161,7 +171,7 @@ class CheckpointFiles:
     def changed(self) -> list[str]:
         """The names of the files that changed since."""
         companions = [file for file in self.files if file.header_sha256 is None]
-        return self.source.changed() + changed_since(companions, self.source.root)
+        return self.source.changed() + changed_since(companions, self.source.companion_root)
 
     def read_by(self, unit: Unit[Any]) -> set[str]:
         """The names of the files that a unit reads."""
@@ -186,7 +196,7 @@ def base_model(source: TensorSource) -> str | None:
     """org/name of the checkpoint, from the name of its folder in the hub cache, else from config.json; None if neither
     has it.
     """
-    for folder in (source.root, *source.root.parents):
+    for folder in (source.companion_root, *source.companion_root.parents):
         if folder.name.startswith("models--"):
             return "/".join(folder.name.split("--")[1:])
     name = source.config.get("_name_or_path")

@@ -23,6 +23,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     collector_at_rest,
     companions,
     number_shards,
+    require_whole,
     shard_metadata,
     source_files,
 )
@@ -39,6 +40,7 @@ def plan_dequantize(request: Request, hashed: Callable[[int], None] | None = Non
     Raises UnsupportedError or InputError before any weight is read.
     """
     source = open_checkpoint(request.input, request.tuning.get("revision"))
+    require_whole(source, "`ktconvert dequantize`")
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
     everything = beside(source, (), cfg.quantization(source.config))

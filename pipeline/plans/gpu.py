@@ -27,6 +27,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     collector_at_rest,
     companions,
     number_shards,
+    require_whole,
     rows_for,
     shape_facts,
     shard_metadata,
@@ -83,6 +84,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     settings = dict(request.settings)
     require_available(settings["quant_method"], settings["torch_dtype"])
     source = open_checkpoint(request.input, request.tuning.get("revision"))
+    require_whole(source, "`ktconvert gpu`")
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
     model = recognise(source, rows_for(settings.get("arch_file")))

@@ -13,6 +13,7 @@ from ktconvert.layouts.outputs import Form, forms_of, legal
 from ktconvert.layouts.outputs.form import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.stages.carry_over import carried
 
 EXPLAINED = (1, 2, 4, 8)  # NUMA parts whose refusal is explained; few machines have others
@@ -43,6 +44,7 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
     types: list[dict[str, Any]] = []
     for form in forms_of("gpu").values():
         try:
+            require_whole(model.source, "`ktconvert gpu`")
             reason = legal.illegal_reason(form, shapes, 1)
             rest = carried(beside(model.source, model.expert_tensor_names(), model.quantization))
         except (InputError, UnsupportedError) as error:
@@ -80,7 +82,8 @@ def commands(model: MoeModel, where: str) -> list[str]:
         if not counts:
             continue
         parts = next((t for t in (pools, DEFAULT_PARTS) if t in counts), counts[-1])
-        output = f"{Path(where).expanduser().resolve().name}-{form.name}"
+        name = Path(where).expanduser().resolve().name.rpartition(":")[2]
+        output = f"{name.removesuffix(model.source.container.suffix)}-{form.name}"
         words = ["ktconvert", "cpu", "-i", where, "-o", output, "--quant-method", option]
         lines.append(shlex.join([*words, "--threadpool-count", str(parts)]))
     return lines

@@ -76,6 +76,7 @@ def _files(source: TensorSource) -> dict[str, Any]:
     for info in source.tensors.values():
         dtypes[info.dtype] += info.nbytes
     return {
+        "container": source.container.title,
         "model_type": cfg.families(source.config),
         "shards": len(source.shards),
         "tensors": len(source.tensors),
@@ -198,7 +199,11 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("checkpoint", document["path"]),
         ("model type", ", ".join(document["model_type"]) or "unknown (no config.json)"),
-        ("files", f"{document['shards']} safetensors, {document['tensors']} tensors, {size(document['total_bytes'])}"),
+        (
+            "files",
+            f"{document['shards']} {document['container']}, {document['tensors']} tensors, "
+            f"{size(document['total_bytes'])}",
+        ),
         ("dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items())),
     ]
     if document["ignored_files"]:

@@ -5,8 +5,18 @@ To add one, write its file beside these and name it here. A container knows noth
 
 from __future__ import annotations
 
+from ktconvert.layouts.checkpoints.containers import gguf, gguf_split, safetensors, safetensors_index
 from ktconvert.layouts.checkpoints.containers.container import Container
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.containers.safetensors_index import select
 
-CONTAINERS: tuple[Container, ...] = (Container(".safetensors", read_header, select),)
+SAFETENSORS = Container("safetensors", ".safetensors", safetensors.read_header, safetensors_index.select)
+GGUF = Container(
+    "GGUF",
+    ".gguf",
+    gguf.read_header,
+    gguf_split.select,
+    gguf_split.of_file,
+    gguf_split.check,
+    input_type="gguf",
+    experts_only=True,
+)
+CONTAINERS: tuple[Container, ...] = (SAFETENSORS, GGUF)  # of files of several kinds in a directory, the first are read

@@ -4,7 +4,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,34 @@ class Selection:
     ignored: tuple[str, ...] = ()
 
 
+def alone(path: Path) -> Selection:
+    """A checkpoint of this file alone."""
+    return Selection([path.name])
+
+
+def any_files(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:
+    """Files do not say how many of them there should be."""
+
+
 @dataclass(frozen=True)
 class Container:
     """A kind of weight file: a row of CONTAINERS.
 
-    read_header  reads a file's header and checks every length against the file, without reading weights. InputError.
-    select       (directory, its files) -> the checkpoint that they make up; None if no file is of this kind.
-                 InputError.
+    title         its usual name, for messages.
+    read_header   reads a file's header and checks every length against the file, without reading weights. InputError.
+    select        (directory, its files) -> the checkpoint that they make up; None if no file is of this kind.
+                  InputError.
+    of_file       the checkpoint that a named file belongs to. InputError.
+    check         (directory, names, headers): InputError where the files say that they are not one checkpoint.
+    input_type    its name in --input-type, where it has one.
+    experts_only  tensors other than experts are not stored as in a Hugging Face checkpoint, so nothing else is read.
     """
 
+    title: str
     suffix: str
     read_header: Callable[[Path], Header]
     select: Callable[[Path, list[str]], Selection | None]
+    of_file: Callable[[Path], Selection] = alone
+    check: Callable[[Path, Sequence[str], Sequence[Header]], None] = any_files
+    input_type: str | None = None
+    experts_only: bool = False

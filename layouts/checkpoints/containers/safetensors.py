@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.container import Entry, Header
+from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
 from ktconvert.layouts.errors import InputError
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
 MAX_RANK = 64
 MAX_NAME = 1000  # real names are much shorter, and messages quote names in full
-LFS_MAGIC = b"version https://git-lfs"
-REMEDY = "download that file again"
-LFS_REMEDY = "run `git lfs pull` in its directory, or `hf download`"
 
 # Bits per element of every dtype of the format.
 DTYPE_BITS = {
@@ -36,35 +32,22 @@ def read_header(path: Path) -> Header:
 
     Raises InputError when the file is missing, cut short or a Git LFS pointer, or when its header breaks the format.
     """
-    try:
-        # O_NONBLOCK: a pipe in a checkpoint's place must not hang us; it is refused below.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as e:
-        raise InputError(f"{path}: cannot be opened ({e.strerror}); {REMEDY}") from None
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise InputError(f"{path}: not a regular file; give a .safetensors file or a directory of them")
-        head = _read(fd, 64, path)
-        if head.startswith(LFS_MAGIC):
-            raise InputError(
-                f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in that directory or {REMEDY}"
-            )
+    with opened(path, ".safetensors") as (fd, status):
+        head = read_at(fd, 0, 8, path)
         if len(head) < 8:
-            raise InputError(f"{path}: only {info.st_size} bytes, too short for a safetensors header; {REMEDY}")
-        length = int.from_bytes(head[:8], "little")
+            raise InputError(f"{path}: only {status.st_size} bytes, too short for a safetensors header; {REMEDY}")
+        length = int.from_bytes(head, "little")
         if length > MAX_HEADER:
             raise InputError(f"{path}: header length {length} is over the format's limit of {MAX_HEADER}; {REMEDY}")
-        if 8 + length > info.st_size:
-            raise InputError(f"{path}: header of {length} bytes does not fit a file of {info.st_size} bytes; {REMEDY}")
-        os.lseek(fd, 0, os.SEEK_SET)
-        raw = _read(fd, 8 + length, path)
-    finally:
-        os.close(fd)
+        if 8 + length > status.st_size:
+            raise InputError(
+                f"{path}: header of {length} bytes does not fit a file of {status.st_size} bytes; {REMEDY}"
+            )
+        raw = read_at(fd, 0, 8 + length, path)
     if len(raw) != 8 + length:
         raise InputError(f"{path}: ends inside its header; {REMEDY}")
-    entries, metadata = parse_header(raw[8:], info.st_size - 8 - length, 8 + length, str(path))
-    return Header(entries, metadata, info.st_size, info.st_mtime_ns, hashlib.sha256(raw).hexdigest())
+    entries, metadata = parse_header(raw[8:], status.st_size - 8 - length, 8 + length, str(path))
+    return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
 
 def parse_header(raw: bytes, data_size: int, data_start: int, where: str) -> tuple[tuple[Entry, ...], dict[str, str]]:
@@ -149,14 +132,3 @@ def _short(e: BaseException) -> str:
     if isinstance(e, RecursionError):
         return "nested too deeply"
     return str(e).splitlines()[0][:300] if str(e) else type(e).__name__
-
-
-def _read(fd: int, count: int, path: Path) -> bytes:
-    parts: list[bytes] = []
-    try:
-        while count > 0 and (part := os.read(fd, count)):
-            parts.append(part)
-            count -= len(part)
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror}); check the disk, or {REMEDY}") from None
-    return b"".join(parts)

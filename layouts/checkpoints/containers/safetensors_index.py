@@ -7,7 +7,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from ktconvert.layouts.checkpoints.containers.container import Selection
-from ktconvert.layouts.checkpoints.containers.safetensors import LFS_MAGIC, REMEDY
+from ktconvert.layouts.checkpoints.containers.reading import LFS_MAGIC, REMEDY
 from ktconvert.layouts.errors import InputError
 
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import fp8, mxfp4, nvfp4, pack_quantized, plain
+from ktconvert.layouts.checkpoints.encodings import fp8, ggml, mxfp4, nvfp4, pack_quantized, plain
 from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, Weight
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError
@@ -29,7 +29,7 @@ __all__ = [
     "weight",
 ]
 
-ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *mxfp4.ROWS, *nvfp4.ROWS, *pack_quantized.ROWS)
+ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *mxfp4.ROWS, *nvfp4.ROWS, *pack_quantized.ROWS, *ggml.ROWS)
 
 
 def roles() -> dict[str, str]:
@@ -54,7 +54,7 @@ def of_tensors(tensors: Tensors, quantization: Quantization) -> Encoding | None:
 
 def quantized(names: Iterable[str]) -> list[str]:
     """The titles of those of these rows that are quantized, so that a BF16 release would be the better source."""
-    return [row.title for row in ENCODINGS if row.quantized and row.name in names]
+    return list(dict.fromkeys(row.title for row in ENCODINGS if row.quantized and row.name in names))
 
 
 def weight(row: Encoding, template: str, tensors: Tensors, quantization: Quantization) -> Weight:

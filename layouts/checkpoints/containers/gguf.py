@@ -1,0 +1,239 @@
+"""Reads the header of a GGUF file (versions 2 and 3, little-endian) and checks all of it against the file.
+
+Nothing but a few numbers and short texts becomes a Python object: a vocabulary is stepped over, string by string.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.containers.container import Entry, Header
+from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES
+from ktconvert.layouts.checkpoints.containers.gguf_config import config_of
+from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
+from ktconvert.layouts.errors import InputError, UnsupportedError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER = 1 << 28  # bytes; those of the largest vocabularies are a tenth of it
+MAX_NAME = 1000  # bytes; ggml's own limit is 64, and messages quote names in full
+MAX_RANK = 4
+KEPT_TEXT = 4096  # bytes of a text, and
+KEPT_ITEMS = 4096  # items of an array, above which it is not kept: no such value is needed here
+MAX_ALIGNMENT = 1 << 20
+CHUNK = 1 << 20  # bytes that are read at a time
+
+TEXT, ARRAY = 8, 9  # types of values; the others are numbers, in the notation of struct:
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+NESTED = 4  # arrays in arrays; none is known
+LENGTH = struct.Struct("<Q")
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks one file's header, without reading weights.
+
+    metadata holds the split.* keys; config what the rest says, under the names of a config.json.
+    Raises InputError when the file is missing, cut short, big-endian or a Git LFS pointer, or when its header breaks
+    the format; UnsupportedError for version 1.
+    """
+    with opened(path, ".gguf") as (fd, status):
+        cursor = _Cursor(fd, status.st_size, path)
+        tensors, pairs = _counts(cursor)
+        metadata = _metadata(cursor, pairs)
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise cursor.fault(f"general.alignment is {str(alignment)[:40]}, not a power of two")
+        infos = [_info(cursor) for _ in range(tensors)]
+        end = cursor.position
+        entries = tuple(_placed(infos, -(-end // alignment) * alignment, alignment, cursor))
+        digest = hashlib.sha256()
+        for start in range(0, end, CHUNK):
+            digest.update(read_at(fd, start, min(CHUNK, end - start), path))
+    split = {key: str(value) for key, value in metadata.items() if key.startswith("split.")}
+    return Header(entries, split, status.st_size, status.st_mtime_ns, digest.hexdigest(), config_of(metadata))
+
+
+class _Cursor:
+    """Goes through a file from its start. No length is believed that does not fit what is left of the file."""
+
+    def __init__(self, fd: int, size: int, path: Path) -> None:
+        self.fd, self.size, self.path = fd, size, path
+        self._chunk, self._start, self._at = b"", 0, 0  # bytes of the file, from where; position among them, or beyond
+
+    @property
+    def position(self) -> int:
+        """The next byte, counted from the start of the file."""
+        return self._start + self._at
+
+    def fault(self, what: str) -> InputError:
+        """The error that this is wrong with the file."""
+        return InputError(f"{self.path}: {what}; {REMEDY}")
+
+    def take(self, count: int) -> bytes:
+        """The next bytes. InputError where the file ends before."""
+        if self._at + count > len(self._chunk):
+            self._load(count)
+        piece = self._chunk[self._at : self._at + count]
+        self._at += count
+        return piece
+
+    def number(self, code: str) -> Any:
+        """The next number, by its code of the struct module."""
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def length(self, what: str, most: int, each: int = 1) -> int:
+        """The next number, as a count of things of at least `each` bytes. InputError above `most`, or if the file is
+        too short for them.
+        """
+        count: int = self.number("Q")
+        if count > most or count * each > self.size - self.position:
+            raise self.fault(f"the header has {count} {what}, which a file of {self.size} bytes cannot hold")
+        return count
+
+    def skip(self, count: int) -> None:
+        """Leaves out bytes that are known to be in the file."""
+        self._at += count
+
+    def skip_texts(self, count: int) -> None:
+        """Leaves out texts, each after its length. InputError where one does not fit the file."""
+        chunk, at, length = self._chunk, self._at, LENGTH.unpack_from
+        for _ in range(count):
+            if at + LENGTH.size > len(chunk):
+                self._at = at
+                self._load(LENGTH.size)
+                chunk, at = self._chunk, 0
+            at += LENGTH.size + length(chunk, at)[0]
+        self._at = at
+        if self.position > self.size:
+            raise self._too_short()
+
+    def _load(self, count: int) -> None:
+        """Makes the next `count` bytes the first of the chunk."""
+        start = self.position
+        if start + count > self.size:
+            raise self._too_short()
+        if start + count > MAX_HEADER:
+            raise self.fault(f"header is longer than {MAX_HEADER} bytes")
+        self._start, self._at = start, 0
+        self._chunk = read_at(self.fd, start, min(max(count, CHUNK), self.size - start), self.path)
+        if len(self._chunk) < count:
+            raise self._too_short()
+
+    def _too_short(self) -> InputError:
+        return self.fault(f"ends inside its header, at byte {self.size}")
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    """How many tensors and key-value pairs the file says it has."""
+    if cursor.size < 24:
+        raise cursor.fault(f"only {cursor.size} bytes, too short for a GGUF header")
+    magic, version = cursor.take(4), cursor.number("I")
+    if magic == MAGIC[::-1] or (magic == MAGIC and version and version & 0xFFFF == 0):
+        raise InputError(
+            f"{cursor.path}: a big-endian GGUF file; use the little-endian one, or convert it with gguf-py"
+        )
+    if magic != MAGIC:
+        raise cursor.fault(f"does not begin as a GGUF file but with {magic!r}")
+    if version not in VERSIONS:
+        raise UnsupportedError(
+            f"{cursor.path}: GGUF version {version} is not an input, only {' and '.join(map(str, VERSIONS))}; "
+            "use a newer release of the file"
+        )
+    # A tensor: its name's length, rank, type, place. A pair: its key's length, type, a byte.
+    return cursor.length("tensors", 1 << 32, 24), cursor.length("key-value pairs", 1 << 32, 13)
+
+
+def _text(cursor: _Cursor, what: str, most: int) -> str:
+    raw = cursor.take(cursor.length(f"bytes in {what}", most))
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise cursor.fault(f"{what} {raw[:80]!r} is not UTF-8 text") from None
+
+
+def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
+    """Every key with its value, None for values that are not kept."""
+    metadata: dict[str, Any] = {}
+    for _ in range(pairs):
+        key = _text(cursor, "a key", MAX_NAME)
+        if key in metadata:
+            raise cursor.fault(f"key {key!r} appears twice")
+        metadata[key] = _value(cursor, key, cursor.number("I"))
+    return metadata
+
+
+def _value(cursor: _Cursor, key: str, kind: int, depth: int = 0) -> Any:
+    """A value of this type; None if it is too long to be of use here."""
+    if kind in NUMBERS:
+        return cursor.number(NUMBERS[kind])
+    if kind == TEXT:
+        count = cursor.length(f"bytes in {key!r}", cursor.size)
+        if count > KEPT_TEXT:
+            return cursor.skip(count)
+        return cursor.take(count).decode("utf-8", "replace")
+    if kind != ARRAY or depth == NESTED:
+        raise cursor.fault(
+            f"key {key!r} has a value of unknown type {kind}" if kind != ARRAY else f"{key!r} is nested too deeply"
+        )
+    inner: int = cursor.number("I")
+    if inner == TEXT:
+        return cursor.skip_texts(cursor.length(f"texts in {key!r}", cursor.size, LENGTH.size))
+    if inner in NUMBERS:
+        width = struct.calcsize(f"<{NUMBERS[inner]}")
+        count = cursor.length(f"numbers in {key!r}", cursor.size, width)
+        if count > KEPT_ITEMS:
+            return cursor.skip(count * width)
+        return list(struct.unpack(f"<{count}{NUMBERS[inner]}", cursor.take(count * width)))
+    for _ in range(cursor.length(f"arrays in {key!r}", KEPT_ITEMS, 12)):
+        _value(cursor, key, inner, depth + 1)
+    return None
+
+
+def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape (rows before columns), type and offset of a tensor."""
+    name = _text(cursor, "a tensor's name", MAX_NAME)
+    rank = cursor.number("I")
+    if rank > MAX_RANK:
+        raise cursor.fault(f"tensor {name!r} has {rank} dimensions, and ggml {MAX_RANK} at most")
+    shape = struct.unpack(f"<{rank}Q", cursor.take(8 * rank))[::-1]
+    if math.prod(shape) >= 1 << 63:
+        raise cursor.fault(f"tensor {name!r} of shape {list(shape)} is larger than any file")
+    return name, shape, cursor.number("I"), cursor.number("Q")
+
+
+def _placed(
+    infos: list[tuple[str, tuple[int, ...], int, int]], first: int, alignment: int, cursor: _Cursor
+) -> Iterator[Entry]:
+    """The tensors in file order, each with its bytes. InputError where they overlap, or reach beyond the file."""
+    seen: set[str] = set()
+    at, before = 0, ""
+    ordered = sorted(infos, key=lambda info: info[3])
+    for number, (name, shape, kind, offset) in enumerate(ordered):
+        if name in seen:
+            raise cursor.fault(f"tensor {name!r} appears twice")
+        seen.add(name)
+        if offset % alignment:
+            raise cursor.fault(f"tensor {name!r} begins at byte {offset} of the data, no multiple of {alignment}")
+        if offset < at:
+            raise cursor.fault(f"tensor {name!r} overlaps {before!r}")
+        known = GGML_TYPES.get(kind)
+        if known is None:  # an error only if the tensor is needed: then no encoding reads it
+            following = ordered[number + 1][3] if number + 1 < len(ordered) else max(offset, cursor.size - first)
+            nbytes, dtype = following - offset, f"ggml type {kind}"
+        else:
+            columns = shape[-1] if shape else 1
+            if columns % known.columns:
+                raise cursor.fault(
+                    f"tensor {name!r} of shape {list(shape)} has rows of {columns} columns, but {known.name} is stored "
+                    f"in blocks of {known.columns}"
+                )
+            nbytes, dtype = math.prod(shape) // known.columns * known.nbytes, known.name
+        at, before = offset + nbytes, name
+        if first + at > cursor.size:
+            raise cursor.fault(f"cut short: tensor {name!r} ends at byte {first + at}, and the file has {cursor.size}")
+        yield Entry(name, dtype, shape, first + offset, nbytes)

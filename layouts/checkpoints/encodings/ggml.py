@@ -1,0 +1,63 @@
+"""The types of ggml, which GGUF files hold: blocks of columns of a row with their scales among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES, GgmlType
+from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.native_quant.matrix import Kind, Matrix
+
+# Those that gguf-py dequantizes, less those that are plain numbers.
+DEQUANTIZED = (
+    *(
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "MXFP4",
+        "NVFP4",
+        "TQ1_0",
+        "TQ2_0",
+    ),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+
+
+def _row(of: GgmlType) -> Encoding:
+    kind = Kind(of.name.lower(), np.dtype(np.uint8), columns=of.columns, items=of.nbytes, decode=_decoder(of.name))
+
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        info = tensors["weight"]
+        n, k = info.shape
+        return Matrix(source.view(replace(info, dtype="U8", shape=(n, k // of.columns * of.nbytes))), kind)
+
+    return Encoding(of.name, of.name, {"weight": ("{t}",)}, (of.name,), kind, matrix)
+
+
+def _decoder(name: str) -> Any:
+    def decode(matrix: Matrix) -> npt.NDArray[np.float32]:
+        """By gguf-py."""
+        import gguf
+
+        blocks = np.ascontiguousarray(matrix.values)
+        with np.errstate(all="ignore"):  # scales that are no numbers are found in the result
+            values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+        return values[:, matrix.skip : matrix.skip + matrix.shape[1]]
+
+    return decode
+
+
+ROWS = tuple(_row(of) for of in GGML_TYPES.values() if of.name in DEQUANTIZED)

@@ -1,0 +1,129 @@
+"""Tiny GGUF files: written by gguf-py, or byte by byte where they are to be wrong; random blocks of any type of ggml."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.quantizers import reference
+
+U8 = npt.NDArray[np.uint8]
+Types = Sequence[Sequence[str]]  # of gate, up and down, by layer
+
+E, H, I = 2, 512, 256  # noqa: E741
+# Where float16 scales lie in a block, by type; those whose scales are stored in other ways are in `blocks`.
+SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"), (0,)),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+TYPES = (*SCALES, "IQ1_M", "MXFP4", "NVFP4")  # all blocks that gguf-py dequantizes
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> U8:
+    """Random blocks [rows, bytes of a row] with scales of the size that weights have."""
+    rng = np.random.default_rng(seed)
+    per_block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    out = rng.integers(0, 256, (rows, columns // per_block, nbytes)).astype(np.uint8)
+    for at in SCALES.get(kind, ()):
+        values = rng.uniform(-2e-3, 2e-3, out.shape[:2]).astype(np.float16)
+        out[..., at : at + 2] = values[..., None].view(np.uint8)
+    if kind == "IQ1_M":  # the upper four bits of four words are one float16: its exponent
+        out[..., 55] = out[..., 55] & 0x0F | 0x10
+    if kind in ("F32", "F16", "BF16"):
+        x = (rng.standard_normal((rows, columns)) * 0.02).astype(np.float32)
+        return gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind]).view(np.uint8)
+    if kind == "MXFP4":
+        out[..., 0] = rng.integers(110, 122, out.shape[:2])
+    return out.reshape(rows, -1)
+
+
+def values_of(kind: str, stored: U8) -> npt.NDArray[np.uint16]:
+    """What gguf-py says that blocks [rows, bytes] stand for, rounded to BF16."""
+    return reference.f32_to_bf16(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]))
+
+
+def write(
+    path: Path, tensors: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, Any], arch: str = "qwen3moe"
+) -> Path:
+    """A file by gguf-py: blocks as bytes [..., bytes of a row], numbers as they are; whole numbers and texts as
+    metadata.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+    for name, (kind, values) in tensors.items():
+        writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def about(layers: int, arch: str = "qwen3moe", **more: Any) -> dict[str, Any]:
+    """The metadata of a model of E experts of this size."""
+    keys = {"block_count": layers, "embedding_length": H, "expert_count": E, "expert_used_count": 1}
+    keys |= {"expert_feed_forward_length": I, "feed_forward_length": 1024} | more
+    return {f"{arch}.{key}": value for key, value in keys.items()}
+
+
+def model(types: Types, seed: int = 0) -> dict[str, tuple[str, U8]]:
+    """The tensors of a model: experts of these types, a router, and an embedding that is not looked at."""
+    tensors: dict[str, tuple[str, Any]] = {"token_embd.weight": ("F32", np.ones((8, H), np.float32))}
+    for layer, of_layer in enumerate(types):
+        tensors[f"blk.{layer}.ffn_gate_inp.weight"] = ("F32", np.ones((E, H), np.float32))
+        for number, (part, kind) in enumerate(zip(("gate", "up", "down"), of_layer, strict=True)):
+            n, k = (H, I) if part == "down" else (I, H)
+            stored = blocks(kind, E * n, k, seed + 3 * layer + number)
+            tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = (kind, stored.reshape(E, n, -1))
+    return tensors
+
+
+# --- byte by byte -----------------------------------------------------------------------------------------------------
+
+NUMBERS = {"B": 0, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10}
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def pair(key: str, value: Any, code: str = "I") -> bytes:
+    """A key-value pair: a text, a list of texts, or a number by its code of the struct module."""
+    if isinstance(value, str):
+        return text(key) + struct.pack("<I", 8) + text(value)
+    if isinstance(value, list):
+        return text(key) + struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+    return text(key) + struct.pack(f"<I{code}", NUMBERS[code], value)
+
+
+def info(name: str | bytes, shape: Sequence[int], kind: int, offset: int) -> bytes:
+    """A tensor's entry; shape: rows before columns."""
+    dims = tuple(reversed(shape))
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def file(
+    pairs: Sequence[bytes], infos: Sequence[bytes], data: bytes = b"", *, magic: bytes = b"GGUF", version: int = 3,
+    counts: tuple[int, int] | None = None, alignment: int = 32,
+) -> bytes:  # fmt: skip
+    """A whole file; counts: those of tensors and pairs, if they are not to be true."""
+    head = magic + struct.pack("<IQQ", version, *(counts or (len(infos), len(pairs)))) + b"".join((*pairs, *infos))
+    return head + bytes(-len(head) % alignment) + data

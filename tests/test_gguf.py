@@ -1,0 +1,506 @@
+"""GGUF as an input: every type, however the experts are named and the files are cut; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf as library
+import numpy as np
+import pytest
+
+from ktconvert.layouts.checkpoints import hub
+from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES
+from ktconvert.layouts.checkpoints.containers.gguf import read_header
+from ktconvert.layouts.checkpoints.experts import PROJECTIONS, MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.native_quant import kernels
+from ktconvert.quantizers import reference
+from rig import gguf, killpoint
+from rig.conversion import KTCONVERT, tree
+from rig.gguf import E, H, I, about, blocks, file, info, model, pair, values_of, write
+from rig.safetensors import bits_of, read_folder
+
+EVERY = (*gguf.TYPES, "F32", "F16", "BF16")
+LAYERS = [(*EVERY[at : at + 3], *EVERY)[:3] for at in range(0, len(EVERY), 3)]
+Cli = Callable[..., Any]
+
+
+def recognised(path: Path, config: str | None = None) -> MoeModel:
+    return recognise(open_checkpoint(path, config=config))
+
+
+@pytest.fixture(scope="module")
+def all_types(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model whose layers go through all types, and its tensors."""
+    tensors = model(LAYERS)
+    return write(tmp_path_factory.mktemp("gguf") / "all.gguf", tensors, about(len(LAYERS))), tensors
+
+
+@pytest.fixture(scope="module")
+def truth(all_types: tuple[Path, dict[str, Any]]) -> dict[tuple[int, str, int], Any]:
+    """BF16 of every linear, by layer, projection and expert."""
+    out = {}
+    for layer in range(len(LAYERS)):
+        for part in PROJECTIONS:
+            kind, stored = all_types[1][f"blk.{layer}.ffn_{part}_exps.weight"]
+            for expert in range(E):
+                out[layer, part, expert] = values_of(kind, stored[expert])
+    return out
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_gguf_py() -> None:
+    theirs = {kind.value: (kind.name, *size) for kind, size in library.GGML_QUANT_SIZES.items()}
+    for number, of in GGML_TYPES.items():
+        assert theirs[number] == (of.name, of.columns, of.nbytes)
+
+
+def test_every_type_has_gguf_pys_values(all_types: tuple[Path, dict[str, Any]], truth: dict[Any, Any]) -> None:
+    """Whole linears, and parts of them that begin inside a block of 256 columns; both orientations."""
+    moe = recognised(all_types[0])
+    assert set(moe.dtypes) == set(EVERY) and moe.shape(0) == (E, H, I)
+    for (layer, part, expert), bits in truth.items():
+        linear = moe.linear(layer, expert, part)
+        assert (kernels.decode(linear) == bits).all(), (layer, part)
+        n, k = bits.shape
+        cut = linear.rows(n // 2, n - 3).columns(64, k - 64)
+        assert (kernels.decode(cut) == bits[n // 2 : n - 3, 64 : k - 64]).all()
+        again = cut.columns(64, k - 128)
+        assert (kernels.decode(again) == bits[n // 2 : n - 3, 128 : k - 64]).all()
+        assert (kernels.decode(again.T) == bits[n // 2 : n - 3, 128 : k - 64].T).all()
+
+
+def expected(truth: dict[Any, Any], bits: int, parts: int) -> dict[str, Any]:
+    """Weights and scales of a merged output by the definition."""
+    out = {}
+    for (layer, part, expert), linear in truth.items():
+        for i, piece in enumerate(np.split(linear, parts, axis=1 if part == "down" else 0)):
+            key = f"blk.{layer}.ffn_{part}_exps.{expert}.numa.{i}"
+            weight, scale = reference.quantize_pack(bits, np.ascontiguousarray(piece))
+            out |= {f"{key}.weight": weight.view(np.int8), f"{key}.scale": scale}
+    return out
+
+
+def same(folder: Path, wanted: dict[str, Any]) -> None:
+    ours = bits_of(read_folder(folder))
+    assert ours.keys() == wanted.keys()
+    for name, bits in wanted.items():
+        assert ours[name].tobytes() == bits.tobytes(), name
+
+
+@pytest.mark.parametrize(("bits", "parts"), [(4, 1), (4, 2), (8, 1), (8, 4)])
+def test_every_type_is_converted(
+    bits: int, parts: int, all_types: tuple[Path, dict[str, Any]], truth: dict[Any, Any], cli: Cli, tmp_path: Path
+) -> None:
+    """Parts of down_proj begin at columns 64 and 128 of a block of 256."""
+    how = ["--quant-method", f"int{bits}", "--threadpool-count", parts]
+    cli("cpu", "-i", all_types[0], "-o", tmp_path / "out", *how, "--input-type", "gguf")
+    same(tmp_path / "out", expected(truth, bits, parts))
+    if parts == 2:
+        cli("verify", tmp_path / "out", "--against", all_types[0], "--full")
+
+
+def test_loose_and_backward_are_those_of_a_bf16_checkpoint(
+    all_types: tuple[Path, dict[str, Any]], truth: dict[Any, Any], cli: Cli, write_qwen: Any, tmp_path: Path
+) -> None:
+    layers = {
+        layer: {part: np.stack([truth[layer, part, e] for e in range(E)]) for part in PROJECTIONS}
+        for layer in range(len(LAYERS))
+    }
+    plain = write_qwen(tmp_path / "plain", layers)
+    trees = []
+    for source in (all_types[0], plain):
+        out = tmp_path / f"out-{source.stem}"
+        cli("cpu", "-i", source, "-o", out, "--no-merge-safetensor", "--save-backward-weights")
+        trees.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.kt")})
+    assert trees[0] and trees[0] == trees[1]
+
+
+# ---- names and files -------------------------------------------------------------------------------------------------
+
+
+def small(path: Path, change: Callable[[dict[str, Any]], object] = lambda tensors: None, **more: Any) -> Path:
+    """Two layers in Q8_0, changed."""
+    tensors = model([("Q8_0",) * 3] * 2)
+    change(tensors)
+    arch = more.pop("arch", "qwen3moe")
+    return write(path, tensors, {**about(more.pop("layers", 2), arch, **more)}, arch)
+
+
+def test_fused_and_legacy_names_hold_the_same_experts(tmp_path: Path) -> None:
+    def fuse(tensors: dict[str, Any]) -> None:
+        for layer in range(2):
+            gate, up = (tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight")[1] for part in ("gate", "up"))
+            tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = ("Q8_0", np.concatenate([gate, up], axis=1))
+
+    def cut(tensors: dict[str, Any]) -> None:
+        for layer in range(2):
+            for part in PROJECTIONS:
+                kind, stored = tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight")
+                for expert in range(E):
+                    tensors[f"blk.{layer}.ffn_{part}.{expert}.weight"] = (kind, stored[expert])
+
+    models = [recognised(small(tmp_path / name, how)) for name, how in (("s.gguf", lambda _: 0), ("f.gguf", fuse), ("c.gguf", cut))]  # fmt: skip
+    for layer in range(2):
+        for expert in range(E):
+            for part in PROJECTIONS:
+                one, *others = (kernels.decode(m.linear(layer, expert, part)) for m in models)
+                assert all((one == other).all() for other in others)
+
+
+def split(folder: Path, count: int = 3, change: Callable[[list[Any]], object] = lambda files: None) -> Path:
+    """A model in several files, as gguf-split writes them; change: of (name, metadata, tensors) of each."""
+    tensors = list(model([("Q8_0",) * 3] * 2).items())
+    files = []
+    for number in range(count):
+        said = {} if number else about(2)
+        said |= {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        files.append([f"m-{number + 1:05d}-of-{count:05d}.gguf", said, dict(tensors[number::count])])
+    change(files)
+    for name, said, held in files:
+        write(folder / name, held, said)
+    return folder
+
+
+def test_a_split_is_opened_by_its_directory_and_by_any_of_its_files(tmp_path: Path) -> None:
+    whole = recognised(small(tmp_path / "whole.gguf"))
+    folder = split(tmp_path / "split")
+    (folder / "mmproj-F16.gguf").write_bytes(b"not looked at")
+    for path in (folder, *folder.glob("m-*.gguf")):
+        parts = recognised(path)
+        assert (kernels.decode(parts.linear(1, 1, "down")) == kernels.decode(whole.linear(1, 1, "down"))).all()
+        assert [shard.name for shard in parts.source.shards] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    assert open_checkpoint(folder).ignored == ("mmproj-F16.gguf",)
+
+
+BAD_SPLITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
+    "a file is missing": (lambda files: files.pop(), r"m-00003-of-00003\.gguf: missing, one of 3 files of a split"),
+    "another count": (lambda files: files[1][1].update({"split.count": 4}), "split.count is 4, but .* should be 3"),
+    "no count": (lambda files: files[2][1].pop("split.count"), "split.count is missing"),
+    "another number": (lambda files: files[1][1].update({"split.no": 2}), "split.no is 2, but .* should be 1"),
+    "a tensor is missing": (lambda files: files[2][2].popitem(), "split.tensors.count is 9, but .* should be 8"),
+    "a tensor in two files": (lambda files: files[2][2].update(files[0][2]), "is also in m-00001-of-00003.gguf"),
+    "two models": (lambda files: files.append(["n.gguf", about(2), {}]), r"several GGUF models \(m-00001.*, n\.gguf\)"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_SPLITS)
+def test_files_that_are_no_checkpoint(what: str, tmp_path: Path) -> None:
+    change, words = BAD_SPLITS[what]
+    with pytest.raises(InputError, match=words):
+        open_checkpoint(split(tmp_path, change=change))
+
+
+def test_a_file_of_a_split_under_another_name(tmp_path: Path) -> None:
+    split(tmp_path / "split")
+    (tmp_path / "split" / "m-00001-of-00003.gguf").rename(tmp_path / "alone.gguf")
+    with pytest.raises(InputError, match=r"alone\.gguf: split\.count is 3"):
+        open_checkpoint(tmp_path / "alone.gguf")
+
+
+def test_a_file_of_a_hub_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the cache, all files of its split; what is not there is named with the command that gets it."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "models--org--name-GGUF" / "snapshots" / ("0" * 40)
+    split(folder / "Q8_0")
+    (tmp_path / "models--org--name-GGUF" / "refs").mkdir()
+    (tmp_path / "models--org--name-GGUF" / "refs" / "main").write_text("0" * 40)
+    found = open_checkpoint("org/name-GGUF:Q8_0/m-00002-of-00003.gguf")
+    assert len(found.shards) == 3 and found.root == folder / "Q8_0"
+    (folder / "Q8_0" / "m-00003-of-00003.gguf").unlink()
+    with pytest.raises(
+        InputError, match=r"incomplete.*`hf download org/name-GGUF Q8_0/m-00001-of-00003\.gguf Q8_0/m-00002"
+    ):
+        open_checkpoint("org/name-GGUF:Q8_0/m-00002-of-00003.gguf")
+    with pytest.raises(UsageError, match="not the name of a file"):
+        open_checkpoint("org/name-GGUF:../m.gguf")
+    assert not any(".gguf" in pattern for pattern in hub.WANTED)  # a repository may hold a terabyte of them
+
+
+# ---- what the metadata say -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "family", "words"),
+    [
+        ("qwen3moe", "Qwen3-MoE, Qwen3-Coder", None),
+        ("llama", "Mixtral", None),
+        ("llama4", "Llama-4", "with routing weights on their input"),
+        ("gemma4", "Gemma-4 26B-A4B", "compute gelu(gate)"),
+        ("smallthinker", "SmallThinker", "compute relu(gate)"),
+        ("brandnew", "gguf:brandnew", "is not in the table of architectures; its experts are stored as in any GGUF"),
+    ],
+)
+def test_the_activation_is_that_of_the_architecture(arch: str, family: str, words: str | None, tmp_path: Path) -> None:
+    more = {"feed_forward_length": I} if arch == "llama" else {}
+    moe = recognised(small(tmp_path / "m.gguf", arch=arch, **more))
+    assert moe.arch.name == family
+    assert (words or "") in " ".join(moe.notes) and (words is None) == (moe.notes == ())
+
+
+def test_gpt_oss_and_biases_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="its experts have biases and a clamped activation"):
+        recognised(small(tmp_path / "oss.gguf", arch="gpt-oss"))
+
+    def biased(tensors: dict[str, Any]) -> None:
+        tensors["blk.1.ffn_up_exps.bias"] = ("F32", np.zeros((E, I), np.float32))
+
+    with pytest.raises(UnsupportedError, match=r"'blk\.1\.ffn_up_exps\.bias': .* no place for biases"):
+        recognised(small(tmp_path / "bias.gguf", biased))
+
+
+def test_the_last_blocks_are_mtp(tmp_path: Path) -> None:
+    moe = recognised(small(tmp_path / "m.gguf", nextn_predict_layers=1))
+    assert moe.layers == (0,) and moe.mtp_layers == (1,)
+    assert any("MTP part (layer 1) are left out" in note for note in moe.notes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"expert_count": 3}, "experts of layer 0 must be 2, config.json says num_experts = 3"),
+        ({"embedding_length": 256}, "hidden size of layer 0 must be 512"),
+        ({"expert_feed_forward_length": 512}, "expert width of layer 0 must be 256"),
+    ],
+)
+def test_metadata_and_tensors_disagree(changed: dict[str, int], words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        recognised(small(tmp_path / "m.gguf", **changed))
+
+
+def lost(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def test_a_tensor_or_a_layer_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"'blk\.1\.ffn_up_exps\.weight' is missing"):
+        recognised(small(tmp_path / "one.gguf", lost("blk.1.ffn_up_exps.weight")))
+
+    def layer(tensors: dict[str, Any]) -> None:
+        for part in PROJECTIONS:
+            del tensors[f"blk.1.ffn_{part}_exps.weight"]
+
+    with pytest.raises(InputError, match="layer 1 has a router but no experts"):
+        recognised(small(tmp_path / "layer.gguf", layer))
+
+
+def hugging_face(folder: Path, **changed: Any) -> Path:
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "num_experts": E,
+        "hidden_size": H,
+        "hidden_act": "silu",
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": I} | changed))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"not looked at")
+    return folder
+
+
+def test_config_gives_companions_and_the_family(tmp_path: Path, cli: Cli) -> None:
+    """With --config the output has config.json and tokenizer; without it none, and the plan says so."""
+    source, of = small(tmp_path / "in" / "m.gguf"), hugging_face(tmp_path / "hf")
+    (tmp_path / "in" / "private.txt").write_text("not the model's")
+    one = ["--threadpool-count", 1, "--quant-method", "int8"]
+    cli("cpu", "-i", source, "-o", tmp_path / "with", "--config", of, *one)
+    assert {p.name for p in (tmp_path / "with").iterdir()} >= {"config.json", "tokenizer.json"}
+    config = json.loads((tmp_path / "with" / "config.json").read_text())
+    assert config["model_type"] == "qwen3_moe" and config["quantization_config"]
+    done = cli("cpu", "-i", source, "-o", tmp_path / "without", *one)
+    assert "the output has no config.json and no tokenizer" in done.stderr
+    assert not {p.name for p in (tmp_path / "without").iterdir()} & {"config.json", "tokenizer.json", "private.txt"}
+    assert read_folder(tmp_path / "with") == read_folder(tmp_path / "without")
+    cli("verify", tmp_path / "with", "--against", source)
+    assert "nothing to do" in cli("cpu", "-i", source, "-o", tmp_path / "with", "--config", of, *one).stderr
+
+
+def test_config_of_another_model(tmp_path: Path, example: Path) -> None:
+    source = small(tmp_path / "m.gguf")
+    with pytest.raises(InputError, match="num_hidden_layers = 3, and the weights are of 2 layers"):
+        recognised(source, str(hugging_face(tmp_path / "layers", num_hidden_layers=3)))
+    with pytest.raises(InputError, match=r"config\.json says moe_intermediate_size = 300"):
+        recognised(source, str(hugging_face(tmp_path / "width", moe_intermediate_size=300)))
+    assert "gelu" in recognised(source, str(hugging_face(tmp_path / "gelu", hidden_act="gelu"))).notes[0]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match=r"has no config\.json"):
+        recognised(source, str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="--config"):
+        recognised(example, str(tmp_path / "width"))
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_gguf_is_no_input_for(tmp_path: Path, cli: Cli) -> None:
+    source = small(tmp_path / "m.gguf")
+    done = cli("gpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "RTN", code=3)
+    assert "GGUF is no input of `ktconvert gpu`" in done.stderr
+    done = cli("dequantize", source, tmp_path / "out", code=3)
+    assert "GGUF is no input of `ktconvert dequantize`" in done.stderr
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--non-experts", "copy", code=3)
+    assert "GGUF is no input of --non-experts copy" in done.stderr
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "bf16", code=5)
+    assert "the experts are Q8_0" in done.stderr
+    seen = json.loads(cli("inspect", source, "--json").stdout)
+    assert (seen["container"], seen["expert_dtypes"]) == ("GGUF", ["Q8_0"])
+    assert seen["convert"] and not seen["convert_gpu"]
+    assert "GGUF is no input" in seen["gpu"][0]["refused"]
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("Q4_K", True), ("Q4_1", True), ("Q5_0", False), ("Q8_0", False)])
+def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path, cli: Cli) -> None:
+    source = write(tmp_path / "m.gguf", model([(kind, "Q8_0", "Q8_0")]), about(1))
+    for method in ("int4", "int8"):
+        plan = cli("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", method)
+        assert ("int8 is 7.2 to 8.6 % off" in plan.stderr) == (warned and method == "int4")
+
+
+def test_killed_and_resumed_to_the_same_bytes(all_types: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+
+    def run(out: Path, n: int) -> int:
+        command = [*KTCONVERT, "cpu", "-i", str(all_types[0]), "-o", str(out), "--threadpool-count", "2", "-q"]
+        return killpoint.run(command, out, n, shim, log).returncode
+
+    assert run(tmp_path / "whole", 0) == 0
+    wanted, calls = tree(tmp_path / "whole"), killpoint.count(log)
+    for n in (calls // 3, 2 * calls // 3):
+        assert run(tmp_path / "out", n) == killpoint.KILLED
+    assert run(tmp_path / "out", 0) == 0
+    assert tree(tmp_path / "out") == wanted
+
+
+def test_a_value_that_is_no_number_is_refused_with_its_place(tmp_path: Path, cli: Cli) -> None:
+    tensors = model([("Q8_0",) * 3])
+    stored = tensors["blk.0.ffn_up_exps.weight"][1]
+    stored[1, 7, 2 * 34 : 2 * 34 + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)  # of columns 64 to 95
+    source = write(tmp_path / "m.gguf", tensors, about(1))
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, code=5)
+    assert "blk.0.ffn_up_exps.weight" in done.stderr and "at row 7, column 64" in done.stderr
+
+
+# ---- headers ---------------------------------------------------------------------------------------------------------
+
+ARCH = pair("general.architecture", "qwen3moe")
+ONE = info("a", [32], 2, 0)  # 18 bytes in Q4_0
+ENDLESS = (1 << 64) - 1
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "too short"),
+        (b"GGUF\3\0\0\0", "too short for a GGUF header"),
+        (file([], [], bytes(24), magic=b"GGML"), "does not begin as a GGUF file"),
+        (file([], [], bytes(24), magic=b"FUGG"), "big-endian"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(40), "big-endian"),
+        (file([], [], bytes(24), counts=(ENDLESS, 0)), "tensors, which a file of"),
+        (file([], [], bytes(24), counts=(0, ENDLESS)), "key-value pairs, which a file of"),
+        (file([], [], bytes(24), counts=(1, 0)), "ends inside its header|cannot hold|begins|cut short|too short"),
+        (file([struct.pack("<Q", ENDLESS) + bytes(40)], []), "bytes in a key"),
+        (file([pair("a" * 1001, 1)], []), "1001 bytes in a key"),
+        (file([pair("a", 1), pair("a", 1)], []), "key 'a' appears twice"),
+        (file([gguf.text(b"\xff") + bytes(12)], []), "not UTF-8"),
+        (file([gguf.text("a") + struct.pack("<I", 13) + bytes(30)], []), "unknown type 13"),
+        (file([gguf.text("a") + struct.pack("<IQ", 8, ENDLESS) + bytes(30)], []), "bytes in 'a'"),
+        (file([gguf.text("a") + struct.pack("<IIQ", 9, 8, ENDLESS) + bytes(30)], []), "texts in 'a'"),
+        (file([gguf.text("a") + struct.pack("<IIQQ", 9, 8, 2, ENDLESS) + bytes(30)], []), "ends inside its header"),
+        (file([gguf.text("a") + struct.pack("<IIQ", 9, 6, 1 << 62) + bytes(30)], []), "numbers in 'a'"),
+        (file([gguf.text("a") + struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 9], []), "nested too deeply"),
+        (file([pair("general.alignment", 0)], [ONE], bytes(64)), "alignment is 0"),
+        (file([pair("general.alignment", 48)], [ONE], bytes(64)), "alignment is 48"),
+        (file([pair("general.alignment", "x")], [ONE], bytes(64)), "alignment is x"),
+        (file([], [info("a" * 1001, [32], 2, 0)], bytes(64)), "1001 bytes in a tensor's name"),
+        (file([], [info("a", [1] * 5, 0, 0)], bytes(64)), "5 dimensions"),
+        (file([], [info("a", [1 << 40] * 4, 0, 0)], bytes(64)), "larger than any file"),
+        (file([], [info("a", [31], 2, 0)], bytes(64)), "stored in blocks of 32"),
+        (file([], [ONE, info("a", [32], 2, 32)], bytes(64)), "tensor 'a' appears twice"),
+        (file([], [info("a", [32], 2, 1)], bytes(64)), "no multiple of 32"),
+        (file([], [info("a", [64], 2, 0), info("b", [32], 2, 32)], bytes(64)), "'b' overlaps 'a'"),
+        (file([], [ONE], bytes(17)), "cut short: tensor 'a'"),
+        (file([], [info("a", [32], 2, 1 << 62)], bytes(64)), "cut short"),
+    ],
+)
+def test_damaged_and_hostile_headers(data: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=words) as refused:
+        open_checkpoint(path)
+    assert str(path) in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_a_version_that_is_no_input(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file([], [], bytes(24), version=1))
+    with pytest.raises(UnsupportedError, match="GGUF version 1"):
+        open_checkpoint(path)
+
+
+def test_a_git_lfs_pointer(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(InputError, match="Git LFS pointer"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_unknown_type_matters_only_where_it_is_needed(tmp_path: Path) -> None:
+    source = small(tmp_path / "m.gguf")
+    data = source.read_bytes()
+
+    def retyped(name: str, kind: int) -> bytes:
+        at = data.index(gguf.text(name)) + 8 + len(name)
+        rank = int.from_bytes(data[at : at + 4], "little")
+        at += 4 + 8 * rank
+        return data[:at] + struct.pack("<I", kind) + data[at + 4 :]
+
+    source.write_bytes(retyped("token_embd.weight", 139))
+    assert recognised(source).dtypes == ("Q8_0",)
+    for kind, words in ((139, "ggml type 139"), (31, "ggml type 31")):
+        source.write_bytes(retyped("blk.1.ffn_up_exps.weight", kind))
+        with pytest.raises(UnsupportedError, match=rf"'blk\.1\.ffn_up_exps\.weight': .*\({words}\) is not an input"):
+            recognised(source)
+
+
+def test_a_vocabulary_is_stepped_over(tmp_path: Path) -> None:
+    """300,000 texts, one of them longer than what is read at a time, before a tensor; no list of them is made."""
+    words = [f"token {n}" for n in range(150_000)]
+    pairs = [
+        ARCH,
+        pair("tokenizer.ggml.tokens", words),
+        pair("tokenizer.ggml.merges", [*words[:-1], "x" * 3_000_000]),
+        pair("tokenizer.chat_template", "y" * 100_000),
+        gguf.text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 150_000) + bytes(600_000),
+        pair("qwen3moe.block_count", 7),
+    ]
+    (tmp_path / "m.gguf").write_bytes(file(pairs, [ONE], bytes(18)))
+    header = read_header(tmp_path / "m.gguf")
+    assert header.config == {"model_type": "gguf:qwen3moe", "num_hidden_layers": 7}
+    (entry,) = header.entries
+    assert (entry.name, entry.dtype, entry.shape, entry.nbytes) == ("a", "Q4_0", (32,), 18)
+    assert header.size - entry.start == 18
+
+
+def test_header_identity_is_the_header_alone(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / name for name in ("one.gguf", "two.gguf", "three.gguf"))
+    one.write_bytes(file([ARCH], [ONE], bytes(18)))
+    two.write_bytes(file([ARCH], [ONE], b"\1" * 18))
+    three.write_bytes(file([ARCH], [info("b", [32], 2, 0)], bytes(18)))
+    assert read_header(one).sha256 == read_header(two).sha256 != read_header(three).sha256
+
+
+def test_plain_numbers_are_read_as_they_are(tmp_path: Path) -> None:
+    """A tensor outside the experts: its values lie where the header says."""
+    values = np.arange(64, dtype=np.float32).reshape(2, 32)
+    stored = blocks("Q4_0", 3, 32)
+    source = open_checkpoint(write(tmp_path / "m.gguf", {"b": ("Q4_0", stored), "a": ("F32", values)}, {}))
+    assert (source.array("a") == values).all()
+    assert source.tensors["b"].shape == (3, 32) and source.tensors["b"].nbytes == 54
