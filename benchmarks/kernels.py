@@ -25,8 +25,26 @@ from ktconvert.native_quant import kernels
 
 MIB = 1 << 20
 SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "fp8_e4m3": 1, "int8": 1}
-BLOCK = 128
+ITEM_BYTES = {
+    "bf16": 2,
+    "fp16": 2,
+    "f32": 4,
+    "fp8_e4m3": 1,
+    "mxfp8": 1,
+    "mxfp4": 0.5,
+    "nvfp4": 0.5,
+    "int4": 0.5,
+    "int8": 1,
+}
+# Encodings with scales: how the kernels call their values, and the block of a scale.
+SCALED = {
+    "fp8_e4m3": ("fp8_e4m3", (128, 128)),
+    "mxfp8": ("fp8_e4m3", (1, 32)),
+    "mxfp4": ("fp4_e2m1", (1, 32)),
+    "nvfp4": ("fp4_e2m1", (1, 16)),
+    "int4": ("int4", (1, 32)),
+}
+DECODED = ("fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "int4", "fp16", "f32")
 PAGE = 4096
 
 
@@ -55,10 +73,12 @@ def aligned(size: int, offset: int = 0) -> Any:
 
 
 def make_source(kind: str, size: int) -> Any:
-    """Random weights: Gaussian values, or FP8 codes other than NaN."""
+    """Random weights: Gaussian values, or codes (of FP8, no NaN)."""
     rng = np.random.default_rng(0)
     buffer = aligned(size, 8)
-    if kind == "fp8_e4m3":
+    if ITEM_BYTES[kind] == 0.5:
+        piece = rng.integers(0, 256, 4 * MIB, np.uint8)
+    elif kind in SCALED:
         piece = rng.integers(0, 127, 4 * MIB, np.uint8) | rng.integers(0, 2, 4 * MIB, np.uint8) << 7
     else:
         x = (rng.standard_normal(4 * MIB) * 0.02).astype(np.float32)
@@ -83,22 +103,23 @@ def make_codes(size: int) -> Any:
 def quantize_case(
     isa: str, kind: str, bits: int, n: int, k: int, source: Any, target: Any, reused: bool, transposed: bool = False
 ) -> Case:
-    matrix_bytes = n * k * ITEM_BYTES[kind]
+    matrix_bytes = int(n * k * ITEM_BYTES[kind])
     packed_bytes = n * k * bits // 8
     count = max(1, source.size // matrix_bytes // (16 if isa == "scalar" else 1))
-    dtype = kernels.KINDS[kind].dtype
     scale = np.empty(n, np.float32)
     options: dict[str, Any] = {}
-    if kind == "fp8_e4m3":
-        options = {"scales": np.full((-(-n // BLOCK), -(-k // BLOCK)), 1e-3, np.float32), "block": (BLOCK, BLOCK)}
+    values_of = kernels.KINDS[SCALED[kind][0] if kind in SCALED else kind]
+    if kind in SCALED:
+        rows, columns = SCALED[kind][1]
+        options = {"scales": np.full((-(-n // rows), -(-k // columns)), 2.0**-10, np.float32), "block": (rows, columns)}
 
     def run() -> None:
         kernels.set_isa(isa)
         for i in range(count):
-            values = source[i * matrix_bytes : (i + 1) * matrix_bytes].view(dtype)
-            values = values.reshape(k, n).T if transposed else values.reshape(n, k)
+            values = source[i * matrix_bytes : (i + 1) * matrix_bytes].view(values_of.dtype)
+            values = values.reshape(k, n).T if transposed else values.reshape(n, -1)
             at = 0 if reused else i * packed_bytes
-            matrix = kernels.Matrix(values, kernels.KINDS[kind], **options)
+            matrix = kernels.Matrix(values, values_of, **options)
             kernels.quantize_pack(bits, matrix, target[at : at + packed_bytes], scale)
 
     name = f"{kind}{' transposed' if transposed else ''} -> int{bits}"
@@ -151,7 +172,7 @@ def all_cases(isas: list[str], size: int) -> list[Case]:
             for bits in (8, 4):
                 for reused in (False, True):
                     cases.append(quantize_case(isa, "bf16", bits, n, k, sources["bf16"], target, reused))
-                for kind in ("fp8_e4m3", "fp16", "f32"):
+                for kind in DECODED:
                     cases.append(quantize_case(isa, kind, bits, n, k, sources[kind], target, True))
                 cases.append(quantize_case(isa, "bf16", bits, n, k, sources["bf16"], target, True, transposed=True))
                 cases.append(codes_case(isa, bits, n, k, codes, target))
