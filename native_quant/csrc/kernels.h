@@ -26,20 +26,6 @@ enum {
    alignment; k: a multiple of 64. */
 typedef uint16_t kt_amax_fn(const uint8_t *row, int64_t k);
 
-/* Bits of one value of an encoding; 0: there is none of this number. */
-static inline int kt_column_bits(int kind) {
-    switch (kind) {
-    case KTQ_BF16:
-    case KTQ_FP16: return 16;
-    case KTQ_F32: return 32;
-    case KTQ_FP8_E4M3:
-    case KTQ_INT8: return 8;
-    case KTQ_INT4:
-    case KTQ_FP4_E2M1: return 4;
-    }
-    return 0;
-}
-
 /* Rows that will be read next and may be brought nearer meanwhile: column_bits for each column; 0: none. */
 typedef struct {
     const uint8_t *first;
@@ -81,10 +67,10 @@ typedef void kt_gptq_fn(const kt_gptq *job);
 typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
                           uint16_t *out, int64_t out_pitch);
 
-/* Columns of one row of FP8, FP4 or integers (ktq_source): column c is code number skip + c of `codes`, times
+/* Columns of one row of packed integers (ktq_source): column c is code number skip + c of `codes`, times
    scales[(first + c) / group]. 0 <= first, skip. */
 typedef struct {
-    int kind;
+    int bits;
     const uint8_t *codes;
     int64_t skip, columns;
     const float *scales;
@@ -100,10 +86,26 @@ static inline int64_t kt_end_of_group(const kt_codes *row, int64_t group) {
 
 /* Columns start .. stop-1 of the row, which are of group number `group`. */
 static inline kt_codes kt_codes_of_group(const kt_codes *row, int64_t group, int64_t start, int64_t stop) {
-    int64_t at = row->skip + start, bits = kt_column_bits(row->kind);
-    return (kt_codes){row->kind,    row->codes + at * bits / 8, bits == 4 ? at % 2 : 0,
-                      stop - start, row->scales + group,        0,
-                      row->group};
+    int64_t at = row->skip + start;
+    return (kt_codes){
+        row->bits, row->codes + at * row->bits / 8, row->bits == 4 ? at % 2 : 0, stop - start, row->scales + group, 0,
+        row->group};
+}
+
+/* Columns of one row of FP8 or FP4 (ktq_source): column c is code number skip + c of `codes`, times
+   scales[(first + c) / group]. 0 <= first, skip. */
+typedef struct {
+    int kind;
+    const uint8_t *codes;
+    int64_t skip, columns;
+    const float *scales;
+    int64_t first, group;
+} kt_floats;
+typedef void kt_decode_floats_fn(const kt_floats *row, uint16_t *out);
+
+/* The row's columns from `start` on, which all have this scale. */
+static inline kt_floats kt_floats_of_group(const kt_floats *row, const float *scale, int64_t start, int64_t columns) {
+    return (kt_floats){row->kind, row->codes, row->skip + start, columns, scale, 0, columns};
 }
 
 /* out[r][c] = in[c][r] for at most 32 rows: items of item_bytes (1, 2 or 4); column c begins at in + c * column_stride,
@@ -180,6 +182,8 @@ const kt_kernels *kt_current(void);
 
 /* source.c: KTQ_OK, or what is wrong with a source of n rows and k columns. */
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
+/* source.c: bits of one value. */
+int kt_column_bits(int kind);
 /* source.c: the values of a row lie one after the other. */
 int kt_is_row_contiguous(const ktq_source *source);
 /* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1,

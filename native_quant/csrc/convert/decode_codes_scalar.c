@@ -1,17 +1,12 @@
-/* Codes times a scale for each group of columns, to BF16: rounded once, from float32, to nearest even. */
+/* Packed integer codes times a scale for each group of columns, to BF16: rounded once, from float32, to nearest even.
+ */
 #include "bf16.h"
-#include "codes.h"
 #include "kernels.h"
 
 void kt_decode_codes_scalar(const kt_codes *row, uint16_t *out) {
     for (int64_t c = 0; c < row->columns; c++) {
         int64_t at = row->skip + c;
-        float scale = row->scales[(row->first + c) / row->group];
-        if (row->kind == KTQ_FP8_E4M3)
-            kt_decode_scalar(row->kind, row->codes + at, 0, 1, 1, scale, out + c, 0);
-        else if (row->kind == KTQ_INT8)
-            out[c] = kt_to_bf16((float)(row->codes[at] - 128) * scale);
-        else
-            out[c] = kt_to_bf16(kt_values_of_codes(row->kind)[row->codes[at / 2] >> at % 2 * 4 & 15] * scale);
+        int code = row->bits == 8 ? row->codes[at] - 128 : (row->codes[at / 2] >> at % 2 * 4 & 15) - 8;
+        out[c] = kt_to_bf16((float)code * row->scales[(row->first + c) / row->group]);
     }
 }

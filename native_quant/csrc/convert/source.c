@@ -4,33 +4,44 @@
 #include "bf16.h"
 #include "kernels.h"
 
-enum {
-    /* Columns that are transposed and decoded at a time: 32 rows of 128 float32 are 16 KiB of stack, and stay in L1. */
-    STAGE_COLUMNS = 128,
-    /* FP8 columns with one scale that are decoded by a table (fp8_table.h); fewer are not worth making it. */
-    TABLE_COLUMNS = 64,
-};
+/* Columns that are transposed and decoded at a time: 32 rows of 128 float32 are 16 KiB of stack, and stay in L1. */
+enum { STAGE_COLUMNS = 128 };
 
-/* Kinds whose columns always lie one after the other, and need not begin at a whole byte. */
-static int is_packed(int kind) {
-    return kind == KTQ_INT4 || kind == KTQ_INT8 || kind == KTQ_FP4_E2M1;
+/* FP8 columns with one scale that are decoded by a table (fp8_table.h); fewer are not worth making it. */
+enum { TABLE_COLUMNS = 64 };
+
+int kt_column_bits(int kind) {
+    switch (kind) {
+    case KTQ_BF16:
+    case KTQ_FP16: return 16;
+    case KTQ_F32: return 32;
+    case KTQ_FP8_E4M3:
+    case KTQ_INT8: return 8;
+    case KTQ_INT4:
+    case KTQ_FP4_E2M1: return 4;
+    }
+    return 0;
 }
 
-/* Whether the source is decoded row by row, in groups of columns. */
+static int is_integer(int kind) {
+    return kind == KTQ_INT4 || kind == KTQ_INT8;
+}
+
+/* Whether rows are decoded one by one, in groups of columns with one scale. */
 static int is_grouped(const ktq_source *source) {
-    if (source->kind != KTQ_FP8_E4M3) return is_packed(source->kind);
-    return source->column_stride == 1 && source->block_columns < TABLE_COLUMNS;
+    return source->kind == KTQ_FP4_E2M1 || (source->kind == KTQ_FP8_E4M3 && source->column_stride == 1 &&
+                                            source->block_columns < TABLE_COLUMNS);
 }
 
 int kt_is_row_contiguous(const ktq_source *source) {
-    return is_packed(source->kind) || source->column_stride * 8 == kt_column_bits(source->kind);
+    return is_integer(source->kind) || source->kind == KTQ_FP4_E2M1 || source->column_stride * 8 == kt_column_bits(source->kind);
 }
 
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
     int bits = kt_column_bits(source->kind);
     if (!bits || !source->values || n <= 0 || k <= 0 || source->skip < 0) return KTQ_EINVAL;
     if (!kt_is_row_contiguous(source) && source->row_stride * 8 != bits) return KTQ_EINVAL;
-    if (source->kind != KTQ_FP8_E4M3 && !is_packed(source->kind)) return KTQ_OK;
+    if (source->kind != KTQ_FP8_E4M3 && source->kind != KTQ_FP4_E2M1 && !is_integer(source->kind)) return KTQ_OK;
     if (!source->scales || source->block_rows <= 0 || source->block_columns <= 0) return KTQ_EINVAL;
     if (source->first_row < 0 || source->first_column < 0) return KTQ_EINVAL;
     if ((source->first_column + k - 1) / source->block_columns >= source->scales_per_row) return KTQ_EINVAL;
@@ -67,12 +78,12 @@ static void decode_piece(const kt_kernels *kernels, const ktq_source *source, co
     }
 }
 
-/* Rows first..first+rows-1, each in groups of columns: out[rows][k]. */
-static void decode_groups(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
-                          uint16_t *out) {
+/* Rows first..first+rows-1 of packed integers: out[rows][k]. */
+static void decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                            uint16_t *out) {
     for (int64_t r = first; r < first + rows; r++, out += k) {
         const float *scales = source->scales + (source->first_row + r) / source->block_rows * source->scales_per_row;
-        kt_codes row = {source->kind,
+        kt_codes row = {kt_column_bits(source->kind),
                         (const uint8_t *)source->values + r * source->row_stride,
                         source->skip,
                         k,
@@ -83,11 +94,26 @@ static void decode_groups(const kt_kernels *kernels, const ktq_source *source, i
     }
 }
 
+/* Rows first..first+rows-1, each in groups of columns: out[rows][k]. */
+static void decode_grouped(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                           uint16_t *out) {
+    for (int64_t r = first; r < first + rows; r++, out += k) {
+        const float *scales = source->scales + (source->first_row + r) / source->block_rows * source->scales_per_row;
+        const uint8_t *codes = (const uint8_t *)source->values + r * source->row_stride;
+        kt_floats row = {source->kind, codes, source->skip, k, scales, source->first_column, source->block_columns};
+        kernels->decode_floats(&row, out);
+    }
+}
+
 /* Rows first..first+rows-1: out[rows][k]. At most 32 if the columns are contiguous. */
 static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                         uint16_t *out) {
     if (is_grouped(source)) {
-        decode_groups(kernels, source, first, rows, k, out);
+        decode_grouped(kernels, source, first, rows, k, out);
+        return;
+    }
+    if (is_integer(source->kind)) {
+        decode_integers(kernels, source, first, rows, k, out);
         return;
     }
     int bytes = kt_column_bits(source->kind) / 8;
