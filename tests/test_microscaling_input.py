@@ -19,7 +19,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages import experts
-from ktconvert.quantizers import reference
+from ktconvert.quantizers import groups, reference
 from rig import killpoint
 from rig.conversion import KTCONVERT, tree
 from rig.safetensors import Tensor, Tensors, bits_of, edit_file, metadata_of, read_file, read_folder, write_file
@@ -245,7 +245,7 @@ def test_loose_files_hold_the_same_bytes(cli: Callable[..., Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors MXFP4", "MXFP8", "modelopt NVFP4"])
-def test_for_a_gpu_and_inspected(name: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_for_a_gpu(name: str, cli: Callable[..., Any], tmp_path: Path) -> None:
     """W4A16 of the values; what is quantized beside the experts becomes BF16 without its scales."""
     kind = KINDS[name]
     folder, values = make(kind, tmp_path / "model")
@@ -261,22 +261,21 @@ def test_for_a_gpu_and_inspected(name: str, cli: Callable[..., Any], tmp_path: P
     model = model_of(folder)
     rest = beside(model.source, model.expert_tensor_names(), model.quantization)
     assert set(rest.tensors) == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"}
-    gpu = ("--quant-method", "RTN", "--quant-type", "W4A16")
-    cli("gpu", "-i", folder, "-o", tmp_path / "out", *gpu)
-    cli("verify", tmp_path / "out", "--against", folder)
+    cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
+    cli("verify", tmp_path / "out", "--against", folder, "--no-load")
     out = bits_of(read_folder(tmp_path / "out"))
     assert (out["model.layers.0.self_attn.q_proj.weight"] == beside_bits).all()
     assert not [n for n in out if "q_proj" in n and n != "model.layers.0.self_attn.q_proj.weight"]
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    (plain / "config.json").write_text(json.dumps(config_of(kind)))
-    stored = {f"{base_of(kind, *key)}.weight": ("BF16", bits) for key, bits in values.items()}
-    write_file(plain / "model.safetensors", stored)
-    cli("gpu", "-i", plain, "-o", tmp_path / "of_plain", *gpu)
-    of_plain = bits_of(read_folder(tmp_path / "of_plain"))
-    assert of_plain and all((out[n] == bits).all() for n, bits in of_plain.items())
+    for key, bits in values.items():
+        codes, scales = groups.quantize_groups(4, 128, bits)
+        assert (out[f"{base_of(kind, *key)}.weight_packed"] == groups.pack_words(4, codes)).all()
+        assert (out[f"{base_of(kind, *key)}.weight_scale"] == scales).all()
+
+
+def test_inspected(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder, _ = make(KINDS["modelopt NVFP4"], tmp_path / "model")
     seen = json.loads(cli("inspect", folder, "--json").stdout)
-    assert seen["expert_dtypes"] == [kind.name] and seen["convert"] and seen["convert_gpu"]
+    assert seen["expert_dtypes"] == ["NVFP4"] and seen["convert"] and seen["convert_gpu"]
 
 
 def test_killed_and_resumed_to_the_same_bytes(tmp_path: Path) -> None:
@@ -292,6 +291,28 @@ def test_killed_and_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     assert run(tmp_path / "out", calls // 2) == killpoint.KILLED
     assert run(tmp_path / "out", 0) == 0
     assert tree(tmp_path / "out") == wanted
+
+
+def test_tensors_that_no_type_is_aligned_to(made: tuple[Kind, Path, dict[tuple[int, str], Bits]]) -> None:
+    _, folder, values = made
+    moved = folder.with_name("moved")
+    if not moved.exists():
+        moved.mkdir()
+        (moved / "config.json").write_bytes((folder / "config.json").read_bytes())
+        odd: dict[str, Any] = {"model.odd": ("BOOL", np.ones(3, np.uint8))}
+        write_file(moved / "model.safetensors", {**odd, **read_file(folder / "model.safetensors")})
+    model = model_of(moved)
+    for (expert, projection), bits in values.items():
+        assert (kernels.decode(model.linear(0, expert, projection)) == bits).all()
+
+
+def test_a_plan_counts_what_is_decoded_before_it_is_transposed(tmp_path: Path) -> None:
+    """Codes of 4 bits are not read transposed; FP8 codes are."""
+    for name, whole in (("DeepSeek-V4", 2 * H * I), ("MXFP8", 0)):
+        folder, _ = make(KINDS[name], tmp_path / name)
+        model = model_of(folder)
+        assert model.reading_bytes(0, backward=True) - model.reading_bytes(0) == whole
+        assert model.reading_bytes(0) == 4 * H * I // 32
 
 
 # ---- files of the libraries, and of kt-kernel -----------------------------------------------------------------------

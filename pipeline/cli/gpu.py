@@ -202,7 +202,7 @@ def gpu(**params: Any) -> None:
     """Quantize a checkpoint's routed experts to W4A16 or W8A16, for the GPU: SGLang, vLLM and transformers load the
     output.
 
-    FP8, FP16, BF16 and F32 safetensors are read; memory is bounded by a few experts (RTN) or by one layer (GPTQ),
+    What `cpu` reads is read here too; memory is bounded by a few experts (RTN) or by one layer (GPTQ),
     whatever the model's size. All other tensors are copied as they are.
     """
     from ktconvert.pipeline.engine.plan import Request
