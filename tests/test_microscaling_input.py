@@ -225,7 +225,8 @@ def test_converted_claimed_verified(
     """The real command: merged, with backward matrices, and the same bytes in loose files."""
     kind, folder, values = made
     options = ("--threadpool-count", 2, "--save-backward-weights", "--input-type", kind.claim)
-    cli("cpu", "-i", folder, "-o", tmp_path / "out", *options)
+    done = cli("cpu", "-i", folder, "-o", tmp_path / "out", *options)
+    assert done.stderr.count("rounds twice") == 1
     cli("verify", tmp_path / "out", "--against", folder, "--full")
     out = bits_of(read_folder(tmp_path / "out"))
     for (expert, projection), bits in values.items():
