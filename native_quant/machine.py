@@ -18,6 +18,7 @@ from ktconvert.native_quant import own_cpus
 ROOT = Path("/")
 # cgroup v1 spells "no limit" as the largest page-aligned int64; no real limit reaches an exbibyte.
 UNLIMITED = 1 << 60
+NODES = "sys/devices/system/node"
 
 
 # ---- CPUs -----------------------------------------------------------------------------------------------------------
@@ -167,6 +168,42 @@ def peak_rss(root: Path = ROOT) -> int:
     # Not getrusage first: its ru_maxrss starts at the parent's size at the time of the exec.
     peak = _table(root / "proc/self/status").get("VmHWM")
     return (peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+def memory_nodes(root: Path = ROOT) -> tuple[int, ...]:
+    """The NUMA nodes whose memory this process may use (all but those that its cpuset forbids), in order; (0,) where
+    the kernel shows none.
+    """
+    nodes = _parse_list(_read(root / f"{NODES}/has_memory") or "")
+    status = re.search(r"^Mems_allowed_list:(.*)$", _read(root / "proc/self/status") or "", re.MULTILINE)
+    allowed = nodes.intersection(_parse_list(status[1])) if status else nodes
+    return tuple(sorted(allowed or nodes)) or (0,)
+
+
+def nearest_memory(node: int, root: Path = ROOT) -> int:
+    """The node itself if this process may use its memory, else the one of memory_nodes() that is closest to it."""
+    candidates = memory_nodes(root)
+    if node in candidates:
+        return node
+    online = sorted(_parse_list(_read(root / f"{NODES}/online") or ""))
+    distances = map(int, (_read(root / f"{NODES}/node{node}/distance") or "").split())
+    far = dict(zip(online, distances, strict=False))
+    return min(candidates, key=lambda other: (far.get(other, max(far.values(), default=0)), other))
+
+
+def node_memory_available(root: Path = ROOT) -> dict[int, int]:
+    """How much memory each NUMA node has free or in the page cache; {} where the kernel shows no nodes."""
+    names = ("MemFree", "Active(file)", "Inactive(file)")
+    return {node: sum(table.get(name, 0) for name in names) for node, table in _node_meminfo(root).items()}
+
+
+def _node_meminfo(root: Path) -> dict[int, dict[str, int]]:
+    """The lines `Node n name: number kB` of each node with memory, in bytes."""
+    tables = {}
+    for node in sorted(_parse_list(_read(root / f"{NODES}/has_memory") or "")):
+        lines = re.findall(r"^Node \d+ (\S+):\s*(\d+)", _read(root / f"{NODES}/node{node}/meminfo") or "", re.MULTILINE)
+        tables[node] = {name: int(number) * 1024 for name, number in lines}
+    return tables
 
 
 # ---- disk -----------------------------------------------------------------------------------------------------------

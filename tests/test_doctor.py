@@ -36,6 +36,9 @@ SERVER = Facts(
     memory_total=1024 * GIB,
     memory_available=1000 * GIB,
     memory_limit=None,
+    memory_nodes=(0, 1),
+    memory_policy="default",
+    memory_refusal=None,
     disk=Disk("/data", 4000 * GIB, None, 2e9, True, None),
     versions={"python": "3.11.7", "torch": None},
 )
@@ -53,6 +56,11 @@ IN_THE_WAY = {
     "quota": ({"cpu_quota": 3.5, "physical_cores": 4}, ["3.5 CPUs' worth of time, on 96 CPUs"]),
     "one node of two": ({"numa_nodes": (1,)}, ["1 of 2 NUMA nodes"]),
     "memory limit": ({"memory_limit": 64 * GIB}, ["64.0 GiB of the machine's 1.0 TiB"]),
+    "mbind denied": (
+        {"memory_policy": None, "memory_refusal": "This process may not choose."},
+        ["This process may not choose."],
+    ),
+    "numactl --membind": ({"memory_policy": "bind"}, ["has a memory policy (bind; "]),
     "small disk": ({"disk": replace(SERVER.disk, free=99 * 10**9)}, ["/data has 99 GB free"]),
     "ulimit -f": ({"disk": replace(SERVER.disk, file_size_limit=GIB)}, ["1.0 GiB (ulimit -f)"]),
     "read-only": (

@@ -78,11 +78,42 @@ def test_a_pool_per_node_that_has_a_thread(tmp_path: Path) -> None:
     assert (machine.physical_cores(root, range(16)), machine.pool_count(root, range(16))) == (2, 2)
 
 
+def four_nodes(root: Path, allowed: str = "0-3") -> Path:
+    """Node 1 has no memory; 2 is close to it."""
+    files = {
+        "proc/self/status": f"Name:\tpython\nMems_allowed:\tf\nMems_allowed_list:\t{allowed}\n",
+        "sys/devices/system/node/online": "0-3\n",
+        "sys/devices/system/node/has_memory": "0,2-3\n",
+        "sys/devices/system/node/node1/distance": "21 10 12 21\n",
+    }
+    for node in (0, 2, 3):
+        lines = {"MemTotal": 8 << 20, "MemFree": node << 20, "Active(file)": 5, "Inactive(file)": 6, "Active(anon)": 7}
+        text = "".join(f"Node {node} {name}:  {number:8} kB\n" for name, number in lines.items())
+        files[f"sys/devices/system/node/node{node}/meminfo"] = text + f"Node {node} HugePages_Total:     0\n"
+    return tree(root, files)
+
+
+def test_memory_of_nodes(tmp_path: Path) -> None:
+    root = four_nodes(tmp_path)
+    assert machine.memory_nodes(root) == (0, 2, 3)
+    assert machine.node_memory_available(root) == {node: (node << 30) + (11 << 10) for node in (0, 2, 3)}
+    assert [machine.nearest_memory(node, root) for node in range(4)] == [0, 2, 2, 3]
+
+
+def test_memory_that_a_cpuset_forbids(tmp_path: Path) -> None:
+    root = four_nodes(tmp_path, allowed="0,3")
+    assert machine.memory_nodes(root) == (0, 3)
+    assert [machine.nearest_memory(node, root) for node in range(4)] == [0, 0, 0, 3]
+
+
 def test_an_empty_machine_still_answers(tmp_path: Path) -> None:
     assert machine.allowed_cpus(tmp_path, [0, 1, 2]) == 3
     assert machine.allowed_cpus(tmp_path, []) == 1
     assert machine.physical_cores(tmp_path, [0, 1, 2]) == 3
     assert machine.numa_nodes(tmp_path) == machine.machine_nodes(tmp_path) == (0,)
+    assert machine.memory_nodes(tmp_path) == (0,)
+    assert machine.nearest_memory(0, tmp_path) == machine.nearest_memory(5, tmp_path) == 0
+    assert machine.node_memory_available(tmp_path) == {}
     assert machine.cpu_quota(tmp_path) is None
     assert machine.memory_limit(tmp_path) is None
     assert machine.oom_kills(tmp_path) is None

@@ -4,6 +4,7 @@ there is nothing to do."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool, default_pool, shared_pool
+from rig.pools import grouped
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,12 @@ def test_settings_that_make_no_sense() -> None:
             Pool(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("nodes", [[10_000], [-1], [0, 0], [], "0", ["0"], [0.0]], ids=str)
+def test_nodes_that_are_none(nodes: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"some of {list(machine.numa_nodes())}, not {nodes!r}")):
+        Pool(2, numa_nodes=nodes)
+
+
 def test_default_is_the_physical_cores_of_the_allowed_cpus() -> None:
     one = min(os.sched_getaffinity(0))
     script = (
@@ -52,7 +61,7 @@ def test_the_same_settings_share_a_pool() -> None:
 
 
 def test_wrappers_with_different_pools_coexist(layer: list[Any], call: tuple[Any, ...]) -> None:
-    pools = [Pool(1), Pool(3), Pool(4, numa_nodes=[0, 1])]
+    pools = [Pool(1), Pool(3), grouped(4, 2)]
     experts = [Experts.from_bf16(*layer, method="AMXINT8", pool=pool) for pool in pools]
     expected = experts[0].forward(*call)
     wrong: list[int] = []

@@ -18,6 +18,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
+from rig.pools import grouped
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.v1.*_t[12].safetensors"))
 RUN = [path for path in GOLDEN if "backward" not in path.name]
@@ -75,8 +76,8 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture(scope="module")
 def pools() -> list[Pool]:
-    """One thread, as many as CPUs, more than CPUs, and two NUMA nodes (which this machine may not have)."""
-    return [Pool(1), Pool(2), Pool(7), Pool(2, numa_nodes=[0, 1]), Pool(5, numa_nodes=[0, 1])]
+    """One thread, as many as CPUs, more than CPUs, and groups of them as for two NUMA nodes."""
+    return [Pool(1), Pool(2), Pool(7), grouped(2, 2), grouped(5, 2)]
 
 
 Make = Callable[..., tuple[Experts, npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.float32]]]

@@ -173,7 +173,7 @@ def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tup
     matrices = random_experts(6, 256, 256, 3)
     from ktconvert.layouts.outputs import FORMS
 
-    return weights.pack(**matrices, form=FORMS["AMXINT8"], layer=0, parts=parts, threads=1), matrices
+    return weights.pack(**matrices, form=FORMS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
 
 
 def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:

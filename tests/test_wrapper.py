@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -433,6 +434,7 @@ def test_unknown_modes_and_methods_are_refused_with_the_known_ones() -> None:
 
 
 LATER = "RAWINT4 FP8 BF16 FP8_PERCHANNEL GPTQ_INT4 SYCL_GPTQ_INT4 MXFP4 NVFP4 MXFP8 LLAMAFILE MOE_INT4 MOE_INT8"
+NODES = re.escape(f"some of {list(machine.numa_nodes())}, not ")
 TRAINING = (
     "AMXBF16_SFT AMXFP8_SFT MXFP4_SFT INT8_SFT AMXINT8_SFT AMXINT4_SFT AMXINT4_1_SFT RAWINT4_SFT AMXINT4_KGroup_SFT "
     "AMXINT4_1KGroup_SFT AMXBF16_SFT_SkipLoRA AMXINT8_SFT_SkipLoRA AMXINT4_SFT_SkipLoRA AMXINT4_1_SFT_SkipLoRA "
@@ -460,7 +462,10 @@ def test_training_is_kt_kernels(method: str) -> None:
         ({"num_experts": 0}, "must be positive"),
         ({"hidden_size": -1}, "must be positive"),
         ({"num_experts_per_tok": 9}, "at most num_experts"),
-        ({"numa_nodes": [0, 1]}, "numa_nodes must name 1 nodes"),
+        ({"numa_nodes": [0, 0]}, "numa_nodes must name 1 nodes"),
+        ({"numa_nodes": [5000]}, NODES + r"\(5000,\)"),
+        ({"numa_nodes": "01", "threadpool_count": 2}, NODES + r"\('0', '1'\)"),
+        ({"numa_nodes": ["0", "1"], "threadpool_count": 2}, NODES + r"\('0', '1'\)"),
         ({"gpu_experts_mask": torch.zeros(3)}, r"gpu_experts_mask must have shape \(8,\)"),
     ],
 )

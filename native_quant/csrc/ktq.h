@@ -158,8 +158,14 @@ void ktq_job_free(ktq_job *job);
  * tests. */
 int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c);
 
-/* Binds the pages of a block to a NUMA node (mbind); KTQ_ESYSTEM where the kernel refuses. */
-int ktq_bind_memory(void *address, size_t length, int node);
+/* NUMA nodes of memory; KTQ_ESYSTEM where the kernel refuses (errno says why). address: the beginning of a page.
+   place: pages that come later lie on one of these nodes if it has room, in turns where there are several nodes.
+   gather: pages that lie elsewhere move to the node, as far as it has room.
+   policy: the calling thread's policy, MPOL_* in *mode and its nodes as bits of nodes[KTQ_NODE_WORDS]. */
+#define KTQ_NODE_WORDS 16
+int ktq_place_memory(void *address, size_t length, int count, const int *nodes);
+int ktq_gather_memory(void *address, size_t length, int node);
+int ktq_memory_policy(int *mode, uint64_t *nodes);
 
 /* Instruction sets, worst first: 0 "scalar" .. ktq_isa_count() - 1 "amx". */
 int ktq_isa_count(void);

@@ -110,14 +110,15 @@ class Experts:
         method .. intermediate  what the caller expects; an error where the file differs
         parts   how many NUMA parts the caller expects; the file's number is used. Another one costs speed: a
                 warning, once, or an error if `strict`
-        memory  "copy": a copy on huge pages, bound to the part's NUMA node; "map": the files' pages, shared between
-                processes, 8 to 12 % slower; "auto": copy if the whole directory fits into the available
-                memory, else map
+        memory  "copy": a copy on huge pages, each part on the NUMA node of the pool's threads that compute with it;
+                "map": the files' pages, shared between processes, 8 to 12 % slower, on whatever node they lie; "auto":
+                copy if the whole directory fits into the available memory, else map
         order   int64 [E]: expert p computes with the file's expert order[p]
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         sizes = {"method": method, "experts": num_experts, "hidden": hidden, "intermediate": intermediate}
-        packed = weights.load(Path(path), layer, memory, **sizes)  # type: ignore[arg-type]
+        pool = pool or default_pool()
+        packed = weights.load(Path(path), layer, memory, pool, **sizes)  # type: ignore[arg-type]
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)
         return cls(packed, pool=pool, exact=exact, order=order)
@@ -142,7 +143,7 @@ class Experts:
         UnsupportedError for sizes that the method cannot hold.
         """
         pool = pool or default_pool()
-        packed = weights.pack(gate, up, down, FORMS[method], layer, parts, pool.threads)
+        packed = weights.pack(gate, up, down, FORMS[method], layer, parts, pool)
         return cls(packed, pool=pool, exact=exact, order=order)
 
     def forward(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16 | None = None) -> U16:

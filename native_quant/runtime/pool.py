@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import operator
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -24,16 +25,16 @@ class Pool:
     """`threads` threads (default: the physical cores that this process may use), spread over NUMA nodes.
 
     threads     how many, spread by the nodes' cores; or how many of each node
-    numa_nodes  the nodes, one group of threads each; a node that this machine lacks is a group that is not pinned.
-                Default: every node with CPUs that this process may use.
-    Raises ValueError for counts out of range, ResourceError where the system cannot start more threads.
+    numa_nodes  the nodes, one group of threads each. Default: every node with CPUs that this process may use.
+    Raises ValueError for counts out of range and for nodes that checked_nodes refuses, ResourceError where the system
+    cannot start more threads.
     """
 
     # Kept here because at exit the module's globals may be cleared before the last pools are freed.
     _free = staticmethod(lib.ktq_pool_free)
 
     def __init__(self, threads: int | Sequence[int] | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
-        nodes = machine.numa_nodes() if numa_nodes is None else tuple(numa_nodes)
+        nodes = machine.numa_nodes() if numa_nodes is None else checked_nodes(numa_nodes)
         if threads is None:
             threads = machine.physical_cores()
         groups = layout(threads, nodes, machine.node_cpus(), machine.core_cpus())
@@ -55,6 +56,23 @@ class Pool:
     def __del__(self) -> None:
         if hasattr(self, "pointer"):
             self._free(self.pointer)
+
+
+def checked_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of NUMA nodes. Raises ValueError unless each is a node with CPUs that this process may use, and is
+    there once.
+    """
+    usable = machine.numa_nodes()
+    try:
+        numbers = tuple(map(operator.index, nodes))
+    except TypeError:
+        numbers = ()
+    if not numbers or not set(numbers) <= set(usable) or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"numa_nodes must be numbers of NUMA nodes with CPUs that this process may use, each once: some of "
+            f"{list(usable)}, not {nodes!r}"
+        )
+    return numbers
 
 
 def no_threads() -> ResourceError:

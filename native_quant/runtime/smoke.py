@@ -49,7 +49,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
 
     Raises the errors of weights.load.
     """
-    packed = weights.load(path, layer, "auto")
+    packed = weights.load(path, layer, "auto", pool)
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
     wanted = reference(packed, widen(hidden), pool.threads)  # [inputs, E, H]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +23,14 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import machine
-from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods
+from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
+from ktconvert.native_quant.runtime.pool import Pool
 
-Bytes = npt.NDArray[np.uint8]
 MEMORY = ("auto", "map", "copy")
 ROOMY = 0.8  # share of the available memory that copies may take
-HUGE_PAGE = 2 << 20
-ALIGNMENT = 64  # a cache line, at which the kernels read fastest
 MAX_COLUMNS = 65536  # more terms of up to 255 * 127 could overflow an int32 sum
 
 
@@ -62,12 +59,12 @@ class LayerWeights:
 
 def layers_of(path: Path | str) -> list[int]:
     """The layers whose experts a converted directory holds."""
-    return sorted(_opened(Path(path))[1].shapes)
+    return sorted(_opened(Path(path)).measured.shapes)
 
 
 def require_readable(path: Path, layer: int) -> None:
     """Raise InputError where a missing layer may be in a file that is damaged or missing."""
-    because = "; ".join(_unreadable(_opened(path)[0])[:3])
+    because = "; ".join(_unreadable(_opened(path).output)[:3])
     if because:
         raise InputError(f"{path}: layer {layer} cannot be read ({because}); {AGAIN}.")
 
@@ -82,20 +79,22 @@ def load(
     path: Path,
     layer: int,
     memory: str,
+    pool: Pool,
     *,
     method: str | None = None,
     experts: int | None = None,
     hidden: int | None = None,
     intermediate: int | None = None,
 ) -> LayerWeights:
-    """One layer of a converted directory, merged or loose, ours or kt-kernel's.
+    """One layer of a converted directory, merged or loose, ours or kt-kernel's, in the memory of the pool's nodes.
 
     method .. intermediate, unless None, must agree with the files' sizes. Raises UnsupportedError where they do not or
     where the directory is of another kind, InputError where the layer is damaged or incomplete.
     """
     if memory not in MEMORY:
         raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
-    output, measured, files, roomy = _opened(path)
+    opened = _opened(path)
+    output, measured = opened.output, opened.measured
     if measured.form is None or measured.method not in kt_methods.OURS:
         raise UnsupportedError(
             f"{path}: its method is {measured.method}, which this runtime cannot compute; "
@@ -115,11 +114,12 @@ def load(
     check_sizes(measured.form, grid)
     stored = dict(_stored(output, measured.form, grid, count))
     if memory == "auto":
-        memory = "copy" if roomy or output.loose else "map"
+        memory = "copy" if opened.is_roomy or output.loose else "map"
     if memory == "map" and not output.loose:
-        views = {key: _view(output, files, one) for key, one in stored.items()}
+        views = {key: _view(output, opened.files, one) for key, one in stored.items()}
     else:  # one mapping per loose file would exceed the kernel's limit
-        views = _copy(output, stored)
+        warn_of_shortages(str(path), opened.part_bytes, pool.nodes, opened.left)
+        views = _copy(output, stored, measured.numa, pool.nodes)
     return LayerWeights(measured.form, grid, count, _arrays(views))
 
 
@@ -130,9 +130,10 @@ def pack(
     form: Form,
     layer: int,
     parts: int,
-    threads: int,
+    pool: Pool,
 ) -> LayerWeights:
-    """Experts quantized on the spot from BF16 bits: gate and up [E, I, H], down [E, H, I].
+    """Experts quantized on the spot from BF16 bits, by the pool's number of threads and in the memory of its nodes:
+    gate and up [E, I, H], down [E, H, I].
 
     Raises kernels.NonFinite where a weight is infinite or NaN, ValueError for shapes and types that do not fit.
     """
@@ -154,14 +155,15 @@ def pack(
         for part in grid.all_parts(range(experts))
         for tensor in form.tensors(part.n, part.k)
     }
-    arrays = _arrays(_blocks(sizes))
 
     def one(item: tuple[Part, tuple[Bytes, npt.NDArray[np.float32]]]) -> None:
         part, (weight, scale) = item
         matrix = part.of(Matrix(linears[part.projection][part.expert], BF16), parts)
         form.quantize(matrix, (weight, scale.view(np.uint8)))
 
-    _in_parallel(one, arrays.items(), threads)
+    with blocks(sizes, parts, pool.nodes) as views:
+        arrays = _arrays(views)
+        _in_parallel(one, arrays.items(), pool.threads)
     return LayerWeights(form, grid, experts, arrays)
 
 
@@ -175,15 +177,32 @@ def check_sizes(form: Form, grid: ExpertGrid) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """An output, its sizes and mappings, the bytes of each NUMA part, and what memory was like before the first layer:
+    whether it holds all of them, and what each NUMA node had left (bytes).
+    """
+
+    output: Output
+    measured: Measure
+    files: MappedFiles
+    part_bytes: tuple[int, ...]
+    is_roomy: bool
+    left: Mapping[int, int]
+
+
 @functools.lru_cache(maxsize=8)
-def _opened_at(path: Path, mtime_ns: int) -> tuple[Output, Measure, MappedFiles, bool]:
+def _opened_at(path: Path, mtime_ns: int) -> _Opened:
     output = open_output(path)
-    size = sum(stored.nbytes for stored in output.tensors.values())
-    return output, measure(output), MappedFiles(), size < ROOMY * machine.memory_available()
+    parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
+    for (place, _), stored in output.tensors.items():
+        parts[place.numa] += stored.nbytes
+    is_roomy = sum(parts) < ROOMY * memory_available()
+    return _Opened(output, measure(output), MappedFiles(), tuple(parts), is_roomy, machine.node_memory_available())
 
 
-def _opened(path: Path) -> tuple[Output, Measure, MappedFiles, bool]:
-    """An output, its sizes, its mappings, and whether it fits in memory; read again only if the directory changes."""
+def _opened(path: Path) -> _Opened:
+    """An output, read again only if the directory changes."""
     if not path.is_dir():
         raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
     return _opened_at(path.resolve(), path.stat().st_mtime_ns)
@@ -255,32 +274,14 @@ def _view(output: Output, files: MappedFiles, stored: Stored) -> Bytes:
     return np.ndarray((stored.nbytes,), np.uint8, buffer=mapped, offset=stored.start)
 
 
-def _copy(output: Output, stored: dict[tuple[Part, str], Stored]) -> dict[tuple[Part, str], Bytes]:
-    views = _blocks({key: one.nbytes for key, one in stored.items()})
-
+def _copy(
+    output: Output, stored: dict[tuple[Part, str], Stored], parts: int, nodes: Sequence[int]
+) -> dict[tuple[Part, str], Bytes]:
     def one(key: tuple[Part, str]) -> None:
         output.read(stored[key], out=views[key])
 
-    _in_parallel(one, views, machine.physical_cores())
-    return views
-
-
-def _blocks(sizes: dict[tuple[Part, str], int]) -> dict[tuple[Part, str], Bytes]:
-    """Memory on huge pages for tensors of these sizes: a block per NUMA part, bound to its node (if several)."""
-    nodes = machine.numa_nodes()
-    views: dict[tuple[Part, str], Bytes] = {}
-    for numa in sorted({part.numa for part, _ in sizes}):
-        mine = {key: size for key, size in sizes.items() if key[0].numa == numa}
-        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in mine.values())
-        memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = np.frombuffer(memory, np.uint8)
-        start = -whole.ctypes.data % HUGE_PAGE
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        if len(nodes) > 1:  # best effort: a container may forbid it
-            lib.ktq_bind_memory(ffi.cast("void *", whole.ctypes.data), len(whole), nodes[numa % len(nodes)])
-        for key, size in mine.items():
-            views[key] = whole[start : start + size]
-            start += -(-size // ALIGNMENT) * ALIGNMENT
+    with blocks({key: one.nbytes for key, one in stored.items()}, parts, nodes) as views:
+        _in_parallel(one, views, machine.physical_cores())
     return views
 
 

@@ -13,7 +13,7 @@ from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.on_cpu import Layer, OnCpu
 from ktconvert.native_quant.runtime.on_stream import OnStream
-from ktconvert.native_quant.runtime.pool import Pool, shared_pool
+from ktconvert.native_quant.runtime.pool import Pool, checked_nodes, shared_pool
 from ktconvert.native_quant.runtime.streams import Buffers
 
 if TYPE_CHECKING:
@@ -284,12 +284,15 @@ def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
 
 
 def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
-    """The pool for these settings. Nodes that the machine lacks are ignored, as in kt-kernel."""
-    if numa_nodes is not None and len(numa_nodes) != count:
+    """The pool for these settings. A node that numa_nodes names twice has one group of threads, not two as in
+    kt-kernel.
+    """
+    if numa_nodes is None:
+        return shared_pool(threads, machine.numa_nodes()[:count])
+    nodes = checked_nodes(tuple(dict.fromkeys(numa_nodes)))
+    if len(numa_nodes) != count:
         raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(numa_nodes)}")
-    present = machine.numa_nodes()
-    wanted = present[:count] if numa_nodes is None else numa_nodes
-    return shared_pool(threads, tuple(dict.fromkeys(node for node in wanted if node in present)) or None)
+    return shared_pool(threads, nodes)
 
 
 def _order(order: torch.Tensor | None) -> Any:

@@ -150,7 +150,6 @@ def cpu(**params: Any) -> None:
         },
     )
     plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))
-    first = convert.machine_note(plan)
-    if first:
-        reporter.note(first)
+    for note in filter(None, (convert.machine_note(plan), convert.memory_note(plan))):
+        reporter.note(note)
     options.carry_out(plan, reporter, params)

@@ -48,7 +48,11 @@ class Disk:
 
 @dataclass(frozen=True)
 class Facts:
-    """What `ktconvert doctor` reports. Sizes in bytes; the CPU counts are those that this process may use."""
+    """What `ktconvert doctor` reports. Sizes in bytes; the CPU counts are those that this process may use.
+
+    memory_policy   a row of placement.MODES; None where the kernel does not tell or the extension cannot be loaded
+    memory_refusal  a sentence where this process cannot place memory on nodes
+    """
 
     cpu: str
     features: tuple[str, ...]
@@ -67,6 +71,9 @@ class Facts:
     memory_total: int
     memory_available: int
     memory_limit: int | None
+    memory_nodes: tuple[int, ...]
+    memory_policy: str | None
+    memory_refusal: str | None
     disk: Disk
     versions: dict[str, str | None]
 
@@ -108,6 +115,16 @@ def instruction_sets() -> tuple[tuple[str, ...], str | None, str | None]:
         return kernels.available_isas(), None, f"{error}."
 
 
+def memory_placement() -> tuple[str | None, str | None]:
+    """The memory policy of this process, and a sentence if it cannot place memory on NUMA nodes."""
+    try:
+        from ktconvert.native_quant import placement
+    except ImportError:  # instruction_sets tells
+        return None, None
+    refusal = placement.refusal()
+    return (None if refusal else placement.policy().mode), refusal
+
+
 def measure_disk(folder: Path) -> Disk:
     """Write at most 256 MiB (or 5 s) to a nameless file in `folder`, fsync it, and give the space back."""
     free, limit = machine.disk_free(folder), machine.file_size_limit()
@@ -145,6 +162,7 @@ def examine(folder: Path) -> Facts:
     """Examine this machine and the disk that holds `folder`."""
     flags, cpus = machine.cpu_flags(), machine.affinity()
     isas, isa, isa_problem = instruction_sets()
+    memory_policy, memory_refusal = memory_placement()
     return Facts(
         cpu=machine.cpu_name(),
         features=tuple(name for name in FEATURES if name in flags),
@@ -163,6 +181,9 @@ def examine(folder: Path) -> Facts:
         memory_total=machine.memory_total(),
         memory_available=machine.memory_available(),
         memory_limit=machine.memory_limit(),
+        memory_nodes=machine.memory_nodes(),
+        memory_policy=memory_policy,
+        memory_refusal=memory_refusal,
         disk=measure_disk(folder),
         versions=versions(),
     )
@@ -206,6 +227,17 @@ WARNINGS: tuple[tuple[Callable[[Facts], bool], Callable[[Facts], str]], ...] = (
     (
         lambda f: f.memory_limit is not None and f.memory_limit < f.memory_total,
         lambda f: f"The cgroup limits memory to {size(f.memory_limit or 0)} of the machine's {size(f.memory_total)}.",
+    ),
+    (
+        lambda f: len(f.memory_nodes) > 1 and f.memory_refusal is not None,
+        lambda f: str(f.memory_refusal),
+    ),
+    (
+        lambda f: len(f.memory_nodes) > 1 and f.memory_policy not in (None, "default"),
+        lambda f: (
+            f"This process has a memory policy ({f.memory_policy}; numactl or a launcher set it), which decides on "
+            "which NUMA nodes weights lie: without one each part lies on the node of its threads."
+        ),
     ),
     (
         lambda f: f.disk.free < ROOMY,

@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Form, card, forms_of, legal, loose
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.native_quant import machine
+from ktconvert.native_quant import machine, placement
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
@@ -229,6 +229,16 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
             "the form that kt-kernel reads: --config MODEL takes them from the Hugging Face model (directory or id)"
         )
     return [*notes, *form.notes]
+
+
+def memory_note(plan: Plan) -> str | None:
+    """What to say first where a NUMA part of the plan does not fit its node of this machine."""
+    parts = plan.facts["numa"]
+    size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // parts
+    shortages = placement.shortages([size] * parts, machine.numa_nodes(), machine.node_memory_available())
+    if not shortages:
+        return None
+    return f"run here, the output does not fit its NUMA nodes ({shortages}): some is read from another node, slowly"
 
 
 def machine_note(plan: Plan) -> str | None:

@@ -300,11 +300,3 @@ void *kt_pool_block(ktq_pool *pool, size_t size, size_t keep) {
     if (old) munmap(old, old_size);
     return block;
 }
-
-int ktq_bind_memory(void *address, size_t length, int node) {
-    enum { MPOL_BIND = 2, MPOL_MF_MOVE = 2, BITS = 8 * sizeof(unsigned long) };
-    unsigned long nodes[1024 / BITS] = {0};
-    if (!address || node < 0 || node >= 1024) return KTQ_EINVAL;
-    nodes[node / BITS] = 1ul << node % BITS;
-    return syscall(SYS_mbind, address, length, MPOL_BIND, nodes, 1024 + 1, MPOL_MF_MOVE) == 0 ? KTQ_OK : KTQ_ESYSTEM;
-}

@@ -1,0 +1,111 @@
+"""On which NUMA nodes memory lies: the memory policy of this process, and blocks placed on nodes (mempolicy(7))."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.native_quant import machine
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.instruction_sets import raise_error
+
+Bytes = npt.NDArray[np.uint8]
+# By number, as in linux/mempolicy.h; higher bits are flags that say how the nodes are counted.
+MODES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
+MODE_BITS = 0xFF
+
+REFUSED = (
+    "This process may not choose the NUMA nodes of its memory (mbind: {reason}; containers forbid it by default): "
+    "weights lie where they fall, and some are read from another node, which is slower. Allow it with "
+    "docker run --cap-add SYS_NICE, or with the capability SYS_NICE in Kubernetes."
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The memory policy of a thread: one of MODES, and the nodes that it names."""
+
+    mode: str
+    nodes: frozenset[int]
+
+
+def policy() -> Policy:
+    """The memory policy of the calling thread, which threads that it starts inherit; "default" if nobody set one.
+
+    Raises OSError where the kernel does not tell: a container forbids it, or it knows no nodes.
+    """
+    mode, words = ffi.new("int *"), ffi.new("uint64_t[]", lib.KTQ_NODE_WORDS)
+    _require(lib.ktq_memory_policy(mode, words))
+    number = mode[0] & MODE_BITS
+    nodes = frozenset(node for node in range(64 * len(words)) if words[node // 64] >> node % 64 & 1)
+    return Policy(MODES[number] if number < len(MODES) else f"number {number}", nodes)
+
+
+def place(block: Bytes, nodes: Sequence[int]) -> None:
+    """Let the pages that a block gets from now on lie on a node, in turns on several; on others where these are full.
+
+    block: bytes from the beginning of a page on. Raises OSError where the kernel refuses: a container forbids it, a
+    node has no memory.
+    """
+    _require(lib.ktq_place_memory(ffi.from_buffer(block), block.nbytes, len(nodes), list(nodes)))
+
+
+def gather(block: Bytes, node: int) -> None:
+    """Move the pages of a block from other nodes to this one, as far as there is room.
+
+    For this the kernel takes memory back from the node's page cache; for new pages it goes to another node instead.
+    Raises OSError where the kernel refuses or cannot move a page.
+    """
+    _require(lib.ktq_gather_memory(ffi.from_buffer(block), block.nbytes, node))
+
+
+def refusal() -> str | None:
+    """A sentence with the remedy if this process cannot place memory; None if it can."""
+    try:
+        policy()
+        place(np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8), machine.memory_nodes()[:1])
+    except OSError as error:
+        return REFUSED.format(reason=error.strerror)
+    return None
+
+
+def nodes_of(part: int, parts: int, nodes: Sequence[int]) -> tuple[int, ...]:
+    """Where a part's memory belongs, for a pool with a group of threads on each of `nodes`: the nodes with the memory
+    of the groups that begin with this part (csrc/forward/moe.c).
+    """
+    groups = min(len(nodes), parts)
+    mine = (node for group, node in enumerate(nodes) if group % groups == part % groups)
+    return tuple(dict.fromkeys(map(machine.nearest_memory, mine)))
+
+
+def node_bytes(part_bytes: Sequence[int], nodes: Sequence[int]) -> dict[int, float]:
+    """How much memory each node should give to parts of these sizes."""
+    needed: dict[int, float] = {}
+    for part, size in enumerate(part_bytes):
+        homes = nodes_of(part, len(part_bytes), nodes)
+        for home in homes:
+            needed[home] = needed.get(home, 0) + size / len(homes)
+    return needed
+
+
+def shortages(part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> str:
+    """Which nodes have less memory left than parts of these sizes (bytes) need there, for people; "": none.
+
+    nodes: those of a pool; left: machine.node_memory_available() at a time. Always "" on a machine with one node.
+    """
+    return ", ".join(
+        f"node {node} has {left[node] / 2**30:.2f} GiB left for {needed / 2**30:.2f} GiB"
+        for node, needed in node_bytes(part_bytes, nodes).items()
+        if needed > left.get(node, needed) and len(left) > 1
+    )
+
+
+def _require(result: int) -> None:
+    if result == lib.KTQ_ESYSTEM:
+        raise OSError(ffi.errno, os.strerror(ffi.errno))
+    raise_error(result)

@@ -1,0 +1,212 @@
+"""Where the runtime's weights lie: which NUMA nodes are asked for, and what the kernel says of it (numa_maps).
+
+The kernel's answers are real. That there is a second node is made up: it is never the one asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.native_quant import machine, placement
+from ktconvert.native_quant.runtime import blocks
+from rig import shims
+
+needs_mbind = pytest.mark.skipif(placement.refusal() is not None, reason="this process may not place memory")
+
+# A container's seccomp profile denies these calls; `numactl --membind=0` sets the policy that children inherit.
+BEFORE_MAIN = """
+    #include <errno.h>
+    #include <linux/filter.h>
+    #include <linux/seccomp.h>
+    #include <stddef.h>
+    #include <stdlib.h>
+    #include <sys/prctl.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+    __attribute__((constructor)) static void begin(void) {
+        unsigned long node_0 = 1;
+        if (getenv("MEMBIND") && syscall(SYS_set_mempolicy, atoi(getenv("MEMBIND")), &node_0, 64)) abort();
+        if (!getenv("DENY")) return;
+        struct sock_filter steps[] = {
+            BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+            BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, atoi(getenv("DENY")) ? SYS_get_mempolicy : SYS_mbind, 0, 1),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        };
+        struct sock_fprog program = {sizeof steps / sizeof *steps, steps};
+        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) abort();
+        if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program)) abort();
+    }
+"""
+MPOL_PREFERRED, MPOL_BIND, MPOL_INTERLEAVE = "1", "2", "3"
+
+# Loads two layers and packs one, as if node 1 were there, and prints the policy of each block of weights.
+PROGRAM = """
+import json, sys, warnings
+import numpy as np
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+machine.memory_nodes = lambda root=None: (0, 1)
+path, pool = sys.argv[1], Pool(2, numa_nodes=[machine.numa_nodes()[0]])
+bits = [np.full(shape, 0x3C80, np.uint16) for shape in ((2, 128, 128), (2, 128, 128), (2, 128, 128))]
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    layers = [Experts.load(path, 0, memory="copy", pool=pool), Experts.load(path, 1, memory="copy", pool=pool)]
+    layers.append(Experts.from_bf16(*bits, method="AMXINT8", parts=2, pool=pool))
+policies = {int(line.split()[0], 16): line.split()[1] for line in open("/proc/self/numa_maps")}
+said = []
+for layer in layers:
+    weights = [weight for part, (weight, _) in layer.packed.arrays.items() if part.numa == 0]
+    said.append(policies[max(start for start in policies if start <= weights[0].ctypes.data)])
+x = np.full((3, layers[0].hidden), 0x3F80, np.uint16)
+out = layers[0].forward(x, np.tile(np.arange(8), (3, 1)), np.ones((3, 8), np.float32))
+print(json.dumps([said, [str(each.message) for each in told], out.tolist()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
+    folder = tmp_path_factory.mktemp("placement") / "int8"
+    cli("cpu", "-i", example, "-o", folder, "--quant-method", "int8", "--threadpool-count", 2, "-q")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shims.build(tmp_path_factory.mktemp("shim"), "before_main", BEFORE_MAIN)
+
+
+def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
+    """The policies of the blocks, the warnings and the result of PROGRAM."""
+    env = {**os.environ, "LD_PRELOAD": str(shim), **env}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, output], env=env, capture_output=True, text=True, timeout=200)
+    if done.returncode < 0:
+        pytest.skip("this system lets no process set a memory policy or a seccomp filter")
+    assert done.returncode == 0, done.stderr
+    policies, told, out = json.loads(done.stdout)
+    return policies, told, out
+
+
+@pytest.fixture(scope="module")
+def plain(shim: Path, output: Path) -> tuple[list[str], list[str], Any]:
+    return loaded(shim, output)
+
+
+@needs_mbind
+def test_weights_prefer_the_node_of_the_pool(plain: tuple[list[str], list[str], Any]) -> None:
+    assert plain[:2] == (["prefer:0"] * 3, [])
+
+
+@needs_mbind
+@pytest.mark.parametrize(
+    ("mode", "policy"), [(MPOL_PREFERRED, "prefer:0"), (MPOL_BIND, "bind:0"), (MPOL_INTERLEAVE, "interleave:0")]
+)
+def test_a_policy_that_the_user_set_stays(
+    mode: str, policy: str, shim: Path, output: Path, plain: tuple[list[str], list[str], Any]
+) -> None:
+    assert loaded(shim, output, MEMBIND=mode) == ([policy] * 3, [], plain[2])
+
+
+@pytest.mark.parametrize(("deny", "call"), [("0", "mbind"), ("1", "get_mempolicy")])
+def test_a_kernel_that_refuses_is_reported_once(
+    deny: str, call: str, shim: Path, output: Path, plain: tuple[list[str], list[str], Any]
+) -> None:
+    policies, told, out = loaded(shim, output, DENY=deny)
+    assert (policies, out) == (["default"] * 3, plain[2])
+    assert len(told) == 1 and "(mbind: Operation not permitted;" in told[0] and "--cap-add SYS_NICE" in told[0]
+
+
+def test_doctor_reports_a_kernel_that_refuses(shim: Path, cli: Any) -> None:
+    code = (
+        "from ktconvert.native_quant import machine; machine.memory_nodes = lambda root=None: (0, 1)\n"
+        "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
+    )
+    env = {**os.environ, "LD_PRELOAD": str(shim), "DENY": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    assert done.stdout.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
+    assert "mbind" not in cli("doctor").stdout  # one node: nothing to choose, or nothing refused
+
+
+@needs_mbind
+@pytest.mark.parametrize(("mode", "is_bound"), [(MPOL_PREFERRED, False), (MPOL_BIND, True)])
+def test_memory_that_is_bound_to_a_node_is_that_nodes(mode: str, is_bound: bool, shim: Path) -> None:
+    code = """
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime import blocks
+machine.memory_nodes = lambda root=None: (0, 1)
+machine.node_memory_available = lambda: {0: 1 << 20, 1: 1 << 50}
+print(blocks.memory_available() == 1 << 20)
+"""
+    env = {**os.environ, "LD_PRELOAD": str(shim), "MEMBIND": mode}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{is_bound}\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "nodes", "homes"),
+    [
+        (1, (0,), [(0,)]),
+        (2, (0,), [(0,), (0,)]),
+        (2, (0, 1), [(0,), (1,)]),
+        (2, (1, 0), [(1,), (0,)]),
+        (2, (1,), [(1,), (1,)]),
+        (4, (0, 1), [(0,), (1,), (0,), (1,)]),
+        (1, (0, 1), [(0, 1)]),  # both groups read it: in turns
+        (2, (0, 1, 2, 3), [(0, 2), (1, 3)]),
+        (3, (0, 1), [(0,), (1,), (0,)]),
+    ],
+)
+def test_parts_belong_to_the_nodes_of_their_threads(
+    parts: int, nodes: tuple[int, ...], homes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "memory_nodes", lambda root=None: tuple(range(4)))
+    assert [placement.nodes_of(part, parts, nodes) for part in range(parts)] == homes
+
+
+def test_shortages_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
+    gib = 1 << 30
+    left = {0: 12 * gib, 1: 8 * gib}
+    assert placement.shortages([8 * gib, 8 * gib], [0, 1], left) == ""
+    assert placement.shortages([9 * gib, 9 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 9.00 GiB"
+    assert placement.shortages([9 * gib, 9 * gib], [0], left) == "node 0 has 12.00 GiB left for 18.00 GiB"
+    assert placement.shortages([17 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 8.50 GiB"
+    assert placement.shortages([17 * gib], [0], {0: gib}) == ""  # one node only: nothing lies elsewhere
+
+
+@needs_mbind
+def test_a_shortage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
+    with pytest.warns(UserWarning, match=r"out: .*\(node 1 has 0.00 GiB left for 2.00 GiB\): the rest lies on other"):
+        blocks.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blocks.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
+
+
+@needs_mbind
+def test_pages_are_placed_and_gathered() -> None:
+    node = machine.memory_nodes()[0]
+    block = np.frombuffer(bytearray(1 << 22), np.uint8)
+    start = -block.ctypes.data % 4096
+    block = block[start : start + (1 << 21)]
+    block[:] = np.arange(len(block), dtype=np.uint64).astype(np.uint8)
+    placement.place(block, [node])
+    placement.gather(block, node)
+    assert np.array_equal(block, np.arange(len(block), dtype=np.uint64).astype(np.uint8))
+    with pytest.raises(OSError):
+        placement.place(block, [1000])  # no such node
+    with pytest.raises(ValueError):
+        placement.place(block, [-1])
+    with pytest.raises(ValueError):
+        placement.place(block, [])
