@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.form import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, KINDS, Matrix
-from ktconvert.pipeline.stages.experts import plan_parts, room
+from ktconvert.pipeline.stages.expert_files import plan_parts, room
 from ktconvert.quantizers import groups, reference
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}

@@ -208,12 +208,13 @@ def of_broken(places: Places) -> list[list[object]]:
 
 
 def of_output(root: Path) -> list[list[object]]:
-    return [["inspect", root], ["verify", root], ["resume", root, "--dry-run"]]
+    resplit = ["resplit", root, root.with_name("new"), "--threadpool-count", 1, "--dry-run"]
+    return [["inspect", root], ["verify", root], ["resume", root, "--dry-run"], resplit]
 
 
 def of_packed(places: Places) -> list[list[object]]:
     check = ["verify", places.packed, "--no-load"]
-    return [*of_output(places.packed)[::2], check, [*check, "--against", places.source]]
+    return [*of_output(places.packed)[::2], of_output(places.packed)[3], check, [*check, "--against", places.source]]
 
 
 INDEX = "model.safetensors.index.json"

@@ -64,8 +64,10 @@ class Case:
 
     def arguments(self, inputs: Inputs, output: Path) -> list[str]:
         original = ("-r", str(inputs.tiny)) if self.command == "merge" else ()
+        source = str(getattr(inputs, self.source))
+        places = (source, str(output)) if self.command == "resplit" else ("-i", source, "-o", str(output))
         return [
-            *(self.command, "-i", str(getattr(inputs, self.source)), "-o", str(output), *self.options, *original),
+            *(self.command, *places, *self.options, *original),
             *(("--overwrite",) if self.over else ()),
             *("--cpuinfer-threads", str(min(self.threads, conversion.CORES))),
         ]
@@ -79,6 +81,7 @@ CASES = {
     "loose": Case("cpu", "tiny", ("--no-merge-safetensor",)),
     "cut and copied": Case("cpu", "small", ("--max-shard-size", "80KB", "--non-experts", "copy", "--layers", "0-1")),
     "merge": Case("merge", "loose", ("--max-tensors", "9")),
+    "resplit": Case("resplit", "loose", ("--threadpool-count", "1")),
     "for the GPU": Case("gpu", "small", ("--quant-method", "RTN", "--quant-type", "W4A16", "--max-shard-size", "80KB")),
     "overwrite": Case("cpu", "tiny", over=True, threads=1),
     "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),

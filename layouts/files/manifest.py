@@ -32,6 +32,7 @@ MANIFEST = {
         "layers?": LAYERS,
         "kept_layers?": LAYERS,
         "numa?": PARTS,
+        "resplit_from?": [PARTS],
         "experts?": (EXPERTS, [EXPERTS], str),
         "hidden?": SIZES,
         "intermediate?": SIZES,

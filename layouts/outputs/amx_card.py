@@ -37,6 +37,7 @@ def config_entries(facts: Mapping[str, Any], tool_version: str) -> dict[str, Any
 def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
     """The lines of the model card."""
     method, numa, layers = facts["method"], facts["numa"], facts["layers"]
+    before = facts.get("resplit_from", ())
     what = (
         "everything else under kt-kernel's names"
         if non_experts
@@ -55,6 +56,7 @@ def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_e
         rows=(
             ("method", f"{method} ({facts['bits']} bits, one scale per output row and part)"),
             ("NUMA parts", f"{numa}: load with `--kt-threadpool-count {numa}` and no other"),
+            *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
             ("experts per layer", f"{facts['experts']}"),
             ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
             ("activation", f"{facts['activation']}"),

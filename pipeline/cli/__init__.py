@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "gpu": ("gpu", "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU."),
     "dequantize": ("dequantize", "Write a quantized checkpoint as a BF16 release."),
     "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
+    "resplit": ("resplit", "Rewrite an AMX INT4/INT8 output for another number of NUMA nodes."),
     "resume": ("resume", "Finish a conversion that was cut off."),
     "verify": ("verify", "Check an output, alone or against its source or another output."),
     "inspect": ("inspect", "Describe a checkpoint or an output, and list what it can be converted to."),

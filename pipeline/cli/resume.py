@@ -49,8 +49,8 @@ def resume(output: Path, **params: Any) -> None:
             reporter.say(f"{output} is finished: nothing to do")
             return
         raise OutputError(
-            f"{output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `dequantize` or "
-            "`merge`."
+            f"{output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `dequantize`, "
+            "`merge` or `resplit`."
         )
     options.check_kernels()
     request = saved_request(output, old)

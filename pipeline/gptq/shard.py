@@ -20,7 +20,7 @@ from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
 from ktconvert.pipeline.gptq.settings import Settings
-from ktconvert.pipeline.stages import experts
+from ktconvert.pipeline.stages import expert_files, experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens
@@ -57,7 +57,7 @@ def nearest(work: LayerWork) -> Nearest:
     rtn = experts.ExpertsWork(work.model, work.form, ABSMAX, grid, 0, count, work.metadata)
 
     def quantize(expert: int, projection: str) -> Stored:
-        ((_, stored),) = rtn.quantize((expert, projection))
+        ((_, stored),) = rtn.make((expert, projection))
         return stored
 
     return quantize
@@ -72,7 +72,7 @@ class ShardWriter:
         self.work, self.reporter = work, reporter
         items = [(e, p) for e in range(work.model.shape(work.layer)[0]) for p in PROJECTIONS]
         names = work.form.names(work.model)
-        self.plan = experts.plan_parts(work.form, names, (work.part(*item) for item in items), work.metadata)
+        self.plan = expert_files.plan_parts(work.form, names, (work.part(*item) for item in items), work.metadata)
         self._others: list[Stored] = []
         self._file = publish.DirectFile(partial, self.plan.size)
 
@@ -107,7 +107,7 @@ class ShardWriter:
 
     def finish(self) -> tuple[Written, int]:
         """Write the tensors that follow all first ones; returns the file and its number of tensors."""
-        experts.append_others(self._file, self._others)
+        expert_files.append_others(self._file, self._others)
         return Written("", self.plan.size, self._file.close()), len(self.plan.entries)
 
 

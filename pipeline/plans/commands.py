@@ -15,6 +15,7 @@ from ktconvert.pipeline.plans.cpu import plan_cpu
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
+from ktconvert.pipeline.plans.resplit import plan_resplit
 from ktconvert.quantizers.choice import QUANTIZERS
 
 PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
@@ -22,6 +23,7 @@ PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] 
     "gpu": plan_gpu,
     "dequantize": plan_dequantize,
     "merge": plan_merge,
+    "resplit": plan_resplit,
 }
 
 
@@ -50,6 +52,13 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     },
     "dequantize": {"max_shard_size": COMMON["max_shard_size"]},
     "merge": {"max_tensors": COUNT, "companions": bool, "layers?": (str, None)},
+    "resplit": {
+        "threadpool_count": COUNT,
+        "max_shard_size": (SIZE, None),
+        "no_merge_safetensor": bool,
+        "layers?": str,
+        "arch_file?": str,
+    },
 }
 GPTQ = {
     "dataset": str,

@@ -26,6 +26,8 @@ CARRIED = (
     "activation",
     "dtypes",
     "weights_on",
+    "scale",
+    "resplit_from",
 )  # facts of the layers' manifest that hold for the merged output, too
 
 
@@ -56,7 +58,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         )
     method = METHODS[prefix]
     layers = {layer: measure_layer(own, FORMS.get(method)) for layer, own in by_layer.items()}
-    recorded = _recorded(root)
+    recorded = recorded_facts(root)
     original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
     beside = _companions(original)
     source_config = _config(original)
@@ -176,13 +178,15 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
     return facts
 
 
-def _recorded(root: Path) -> dict[str, Any] | None:
-    """The facts of the manifest beside the layers. Raises VerificationError for one that ktconvert did not write."""
+def recorded_facts(root: Path) -> dict[str, Any] | None:
+    """The facts of an output's manifest, if there is one. Raises VerificationError for one that ktconvert did not
+    write.
+    """
     document = manifest.read(root)
     if document is None:
         return None
     facts = dict(document["model"])
-    for key in CARRIED:
+    for key in (key for key in CARRIED if key != "resplit_from"):  # whose type manifest.read checks
         texts = facts.get(key, "")
         texts = texts if isinstance(texts, list) and key == "dtypes" else [texts]
         if not all(isinstance(text, str) and text.isprintable() for text in texts):

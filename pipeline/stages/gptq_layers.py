@@ -87,7 +87,7 @@ def stage(
         experts, hidden, width = model.shape(layer)
         before = tuple(range(first, layer))
         first = layer + 1
-        about = layer_metadata(model, layer, metadata)
+        about = layer_metadata(layer, model.shape(layer), metadata)
         beside = [c for n in (*before, layer) for c in beside_experts(model, rest, n)]
         tensors: list[TensorInfo] = [*model.layer_tensors(layer), *(i for c in beside for i in c.reads)]
         units.append(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, merged
+from ktconvert.layouts.outputs import PROJECTIONS, legal, merged
+from ktconvert.layouts.outputs.amx import Amx
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.measuring import Measure
@@ -23,6 +24,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork
 from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.stages.resplit import resplit
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
 from ktconvert.pipeline.verify.checks import Check, ExpertComparison, LayerError, first_difference, gather, sample
@@ -41,6 +43,17 @@ class Comparison:
     model: MoeModel
     calibrated: list[Calibrated] | None
     problems: list[str] = field(default_factory=list)
+
+    def wanted(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
+        """The parts of a projection as they must be: quantized from the source, and rearranged as often as the output
+        was.
+        """
+        first, *later = (replace(work.grid, numa=numa) for numa in (*_before(self.output), work.grid.numa))
+        parts = replace(work, grid=first).make(item)
+        for grid in later:
+            assert isinstance(work.form, Amx)
+            parts = resplit(work.form, parts, grid, item)
+        return parts
 
 
 def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
@@ -72,7 +85,12 @@ def compare_source(
     compared = Comparison(output, model, [] if METHODS[method] else None)
     problems, notes = _same_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
-    layers = [n for n in layers if form.illegal_reason(*measure.shapes[n][1:], measure.numa) is None]
+    before = _before(output)
+    for numa in (*before, measure.numa):
+        wrong = legal.illegal_reason(form, (measure.shapes[n][1:] for n in layers), numa)
+        if wrong is not None and numa in before:
+            problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {wrong}")
+        layers = [n for n in layers if form.illegal_reason(*measure.shapes[n][1:], numa) is None]
 
     def one(layer: int, expert: int) -> ExpertComparison:
         count, hidden, intermediate = model.shape(layer)
@@ -83,12 +101,18 @@ def compare_source(
     differing, equal, errors = gather(model, layers, one, threads, reporter)
     carried = _carried(output, model)
     problems += [*differing, *compare_carried(output, model.source, carried, threads=threads, reporter=reporter)]
-    summary = f"{equal} tensors quantized again: the same bytes"
+    again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
+    summary = f"{equal} tensors {again}: the same bytes"
     if compared.calibrated is not None:
         summary = calibrated_summary(compared.calibrated)
         notes += calibrated_notes(compared.calibrated)
     summary += f"; {len(carried)} other tensors are the source's" if carried else ""
     return Check("source", summary, tuple(problems), tuple(notes)), errors
+
+
+def _before(output: Output) -> list[int]:
+    """The numbers of NUMA parts that the output had before `ktconvert resplit`, in order."""
+    return list(output.facts.get("resplit_from", [])) if not output.whole else []
 
 
 def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[list[str], list[str]]:
@@ -117,7 +141,7 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
 def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) -> ExpertComparison:
     comparison = ExpertComparison()
     for projection in PROJECTIONS:
-        for part, wanted in work.quantize((work.start, projection)):
+        for part, wanted in compared.wanted(work, (work.start, projection)):
             stored = _compare_part(compared, work, part, wanted, comparison)
             if stored is None or part.backward:
                 continue

@@ -1,0 +1,274 @@
+"""The plan of `ktconvert resplit`: an output in AMXINT4 or AMXINT8, rewritten for another number of NUMA parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktconvert.layouts.checkpoints.companions import companion_files
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import amx_card, card, legal
+from ktconvert.layouts.outputs.amx import Amx
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.resplit import rounds_again
+from ktconvert.pipeline.engine.loop import WAITING
+from ktconvert.pipeline.engine.plan import (
+    CARD,
+    CONFIG,
+    Assembly,
+    Plan,
+    Request,
+    SourceFile,
+    changed_since,
+    tool_version,
+)
+from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.plans.checkpoint import (
+    BASE_MEMORY,
+    base_model,
+    collector_at_rest,
+    companions,
+    number_shards,
+    one_or_all,
+)
+from ktconvert.pipeline.plans.merge import CARRIED, recorded_facts
+from ktconvert.pipeline.stages import carry_over, resplit
+from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages.resplit import ResplitWork
+
+STATED = ("activation", "weights_on", "source")  # what shards say of their experts, whatever the number of parts
+SAMPLED = 3  # units whose rounding is measured for the plan
+
+
+@collector_at_rest()
+def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Plan the whole rearrangement from names, sizes and headers; only the error of another rounding is measured, on
+    SAMPLED experts.
+
+    Raises UnsupportedError for what is no such output or a number of parts that it cannot have, InputError for one that
+    is damaged.
+    """
+    root, numa = Path(request.input), int(request.settings["threadpool_count"])
+    output, measured, form = _open(root)
+    for _, hidden, intermediate in measured.shapes.values():
+        legal.require_legal(form, hidden, intermediate, numa)
+    if output.loose and request.settings["max_shard_size"]:
+        raise UsageError(f"--max-shard-size cuts safetensors, and {root} is loose; leave it out.")
+    source = TensorSource(root, output.config, (), {}) if output.loose else open_checkpoint(root)
+    facts = _facts(output, measured, form, numa)
+    metadata = _metadata(output, form, numa)
+    beside = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
+    files = tuple(_files(output, source, beside))
+    rearranging = resplit.stage(
+        output,
+        form,
+        [(ExpertGrid(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
+        numa,
+        {file.name: file for file in files},
+        max_shard_size=request.settings["max_shard_size"],
+        metadata=metadata,
+    )
+    stages: list[Stage[Any]] = [rearranging]
+    others = tuple(carry_over.Carried(name, info) for name, info in source.tensors.items() if name in output.others)
+    if others:
+        stages.append(carry_over.stage(source, others, request.settings["max_shard_size"], metadata))
+    entries = amx_card.config_entries(facts, tool_version())
+    notes = tuple(_notes(rearranging.units, measured.numa, numa))
+    return Plan(
+        request=replace(request, settings={**request.settings, **_kept_settings(output, measured)}),
+        source=files,
+        stages=tuple(stages) if output.loose else number_shards(stages),
+        facts=facts,
+        notes=notes,
+        assembly=Assembly(
+            companions=companions(root, beside),
+            config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in beside else None,
+            loose=output.loose,
+        ),
+        conversion=ResplitConversion(output, source, files, form, rearranging.units, others, facts, notes),
+    )
+
+
+@dataclass(frozen=True)
+class ResplitConversion:
+    """`ktconvert resplit`; a Conversion. source: the same output as named tensors, for those that are no experts."""
+
+    output: Output
+    source: TensorSource
+    files: tuple[SourceFile, ...]
+    form: Amx
+    units: tuple[Unit[ResplitWork], ...]
+    others: tuple[carry_over.Carried, ...]
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    def peak_memory(self, threads: int) -> int:
+        """The buffers of all threads; they do not grow with the model."""
+        copying = carry_over.peak_memory(self.others) if self.others else 0
+        return BASE_MEMORY + max(resplit.peak_memory(self.units, threads + WAITING), copying)
+
+    def require_ready(self) -> None:
+        """Any machine will do."""
+
+    def changed_sources(self) -> list[str]:
+        """Files of the output that is read that changed since they were listed."""
+        return changed_since(self.files, self.output.root)
+
+    def files_read(self, unit: Unit[Any]) -> set[str]:
+        """The files that hold a unit's tensors."""
+        if unit.stage == resplit.NAME:
+            return {content[0] for *_, content in unit.inputs}
+        by_header = {(s.header_sha256, s.size): s.name for s in self.source.shards}
+        return {by_header[content[0], content[1]] for *_, content in unit.inputs}
+
+    def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
+        """README.md of the new output."""
+        base = base_model(self.source)
+        lines = self.form.card(self.facts, base, loose=self.output.loose, non_experts=bool(self.others))
+        return card.model_card(lines, base, self.facts, self.notes, (), tool_version())
+
+    def check(self, assembled: Path) -> None:
+        """Sizes are known before the first byte is written: nothing to check."""
+
+
+def _open(root: Path) -> tuple[Output, Measure, Amx]:
+    """The output, its sizes and its form. Raises InputError where it is not whole, UnsupportedError where it has no
+    NUMA parts, or parts whose bytes mean nothing to us.
+    """
+    from ktconvert.pipeline.verify.output import require_finished
+    from ktconvert.pipeline.verify.structure import check_structure
+
+    try:
+        require_finished(root)
+        output = open_output(root)
+    except VerificationError as error:
+        raise InputError(str(error)) from error
+    measured = measure(output)
+    problems = [problem for check in check_structure(output, measured) for problem in check.problems]
+    form = measured.form
+    if form is not None and not isinstance(form, Amx):
+        raise UnsupportedError(f"{root}: {form.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
+    if form is None and measured.method != "unknown":
+        raise UnsupportedError(
+            f"{root}: {measured.method} weights cannot be rearranged here; convert the model again with "
+            "--threadpool-count."
+        )
+    if problems or form is None:
+        first = problems[0] if problems else f"its weights fit none of {', '.join(output.methods)}"
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise InputError(f"{root}: {first}{more}; convert it again.")
+    return output, measured, form
+
+
+def _facts(output: Output, measured: Measure, form: Amx, numa: int) -> dict[str, Any]:
+    """What the bytes say, and what the manifest says beyond that; resplit_from: the numbers of parts that it had
+    before, in order.
+    """
+    experts, hidden, intermediate = map(one_or_all, zip(*measured.shapes.values(), strict=True))
+    recorded = recorded_facts(output.root) or {}
+    before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
+    return {
+        "architecture": "unknown",
+        "method": form.name,
+        "layout_version": form.version,
+        **form.facts(),
+        "numa": numa,
+        "layers": sorted(measured.shapes),
+        "experts": experts,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "activation": "not recorded",
+        "dtypes": ["not recorded"],
+        "backward": measured.backward,
+        **{key: recorded[key] for key in CARRIED if key in recorded},
+        **({"resplit_from": before} if before else {}),
+    }
+
+
+def _metadata(output: Output, form: Amx, numa: int) -> dict[str, str]:
+    """Of every shard: ours, and what the shards that are read say of their experts."""
+    stated = next(iter(output.metadata.values()), {})
+    return {
+        "format": "pt",
+        "ktconvert_format": "1",
+        "method": form.name,
+        "layout_version": str(form.version),
+        "numa": str(numa),
+        **{name: stated[name] for name in STATED if name in stated},
+    }
+
+
+def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
+    """What was asked of the conversion and holds for the new output, too: loose files, a choice of layers, the table's
+    row.
+    """
+    before = {} if output.manifest is None else output.manifest["settings"]
+    kept: dict[str, Any] = {"no_merge_safetensor": output.loose}
+    if before.get("layers", "all") not in ("all", None):
+        kept["layers"] = ranges(sorted(measured.shapes)).replace(" ", "")
+    if before.get("arch_file"):
+        kept["arch_file"] = before["arch_file"]
+    return kept
+
+
+def _config_before(output: Output) -> dict[str, Any]:
+    """config.json without our entries of another number of parts."""
+    config = dict(output.config)
+    about = config.get("quantization_config")
+    if isinstance(about, dict) and about.get("quant_method") == amx_card.QUANT_METHOD:
+        del config["quantization_config"]
+    return config
+
+
+def _files(output: Output, source: TensorSource, beside: Sequence[str]) -> Iterator[SourceFile]:
+    """Every file that is read, weights first."""
+    for shard in source.shards:
+        yield SourceFile(shard.name, shard.size, shard.header_sha256, shard.mtime_ns, shard.blob)
+    loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
+    for name in (*loose_files, *beside):
+        status = (output.root / name).stat()
+        yield SourceFile(name, status.st_size, None, status.st_mtime_ns)
+
+
+# --- the error ------------------------------------------------------------------------------------
+
+
+def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
+    """The units whose sampled expert is measured, spread evenly."""
+    chosen = sorted({i * (len(units) - 1) // max(1, SAMPLED - 1) for i in range(SAMPLED)})
+    return [units[i].work for i in chosen]
+
+
+def experts(count: int) -> str:
+    """So many experts, in words."""
+    return f"{count} expert{'s' if count != 1 else ''}"
+
+
+def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[str]:
+    backward = units[0].work.grid.backward
+    parts = "down_proj" + (" and the transposed gate_proj and up_proj" if backward else "")
+    if old == new:
+        yield f"the output has {old} NUMA part{'s' if old != 1 else ''} already: every tensor stays as it is"
+    elif not rounds_again(old, new):
+        yield (
+            f"all weights keep their values; {parts} keeps the scales of {old} part{'s' if old != 1 else ''}, where "
+            "converting again would choose one for each new part"
+        )
+    else:
+        works = sample(units)
+        sums = sum((work.change((work.sampled, p)) for work in works for p in work.by_columns), np.zeros(4))
+        error = error_figures(sums)["relative_error"]
+        yield (
+            f"{parts}: columns of several parts come to share a scale, so they are rounded once more; that moves them "
+            f"by {error:.4f} (relative, measured on {experts(len(works))}); all else keeps its values"
+        )

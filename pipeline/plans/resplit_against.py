@@ -1,0 +1,119 @@
+"""`ktconvert resplit --against SOURCE`: how far from the source the experts are before and after, and would be if they
+were converted again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.outputs.parts import Part
+from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.plans.checkpoint import rows_for
+from ktconvert.pipeline.plans.resplit import ResplitConversion, experts, sample
+from ktconvert.pipeline.stages.expert_files import Packed
+from ktconvert.pipeline.stages.expert_stream import error_figures
+from ktconvert.pipeline.stages.experts import ExpertsWork
+from ktconvert.pipeline.stages.resplit import ResplitWork
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
+
+BETTER = 0.99  # times the error of resplit: below this, converting again is advised
+
+
+@dataclass
+class Errors:
+    """Sums of x*x, y*y, x*y and (x-y)^2, x the source: of the output that is read, of the new one, and of a fresh
+    conversion.
+    """
+
+    before: npt.NDArray[np.float64]
+    after: npt.NDArray[np.float64]
+    again: npt.NDArray[np.float64]
+
+
+def advice(plan: Plan, against: str, revision: str | None = None) -> str:
+    """What is better, with the errors of the down projections of a few experts.
+
+    Raises InputError for a checkpoint that the output was not made from, and what opening one raises.
+    """
+    assert isinstance(plan.conversion, ResplitConversion)
+    works = sample(plan.conversion.units)
+    scale = plan.facts.get("scale", ABSMAX.name)
+    if scale not in QUANTIZERS:
+        raise UnsupportedError(f"{plan.request.input}: {scale} weights cannot be converted again here.")
+    errors = Errors(np.zeros(4), np.zeros(4), np.zeros(4))
+    with open_checkpoint(against, revision) as source:
+        model = recognise(source, rows_for(plan.request.settings.get("arch_file")))
+        for work in works:
+            _require_source_of(work, model, against)
+            grid = work.grid
+            again = ExpertsWork(model, work.form, QUANTIZERS[scale], grid, work.sampled, work.sampled + 1, {})
+            if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
+                raise _not_its_source(work, against)
+            _measure(errors, work, again)
+    before, after, fresh = (error_figures(s)["relative_error"] for s in (errors.before, errors.after, errors.again))
+    told = (
+        f"down_proj of {experts(len(works))} is {before:.4f} away from {against} (relative error), {after:.4f} after "
+        f"resplit, {fresh:.4f} if converted again"
+    )
+    if fresh >= BETTER * after:
+        return f"{told}: resplit is as good"
+    return f"{told}: converting again is better: {_command(plan, against)}"
+
+
+def _require_source_of(work: ResplitWork, model: MoeModel, against: str) -> None:
+    layer = work.grid.layer
+    sizes = work.grid.hidden, work.grid.intermediate
+    if layer not in model.moe_layers or model.shape(layer)[1:] != sizes or work.sampled >= model.shape(layer)[0]:
+        raise _not_its_source(work, against)
+
+
+def _not_its_source(work: ResplitWork, against: str) -> InputError:
+    return InputError(
+        f"{against}: expert {work.sampled} of layer {work.grid.layer} is not that of {work.output.root}; give the "
+        "checkpoint that it was made from with --against."
+    )
+
+
+def _equal(ours: Iterable[tuple[Part, Packed]], theirs: Iterable[tuple[Part, Packed]]) -> bool:
+    """Whether the forward parts are the same bytes."""
+    return all(
+        np.array_equal(mine, other)
+        for (part, a), (_, b) in zip(ours, theirs, strict=True)
+        if not part.backward
+        for mine, other in zip(a, b, strict=True)
+    )
+
+
+def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
+    item = work.sampled, "down"
+    linear = again.model.linear(work.grid.layer, *item)
+    sides = (
+        (errors.before, work.old.numa, work.stored(item)),
+        (errors.after, work.grid.numa, work.make(item)),
+        (errors.again, work.grid.numa, again.make(item)),
+    )
+    for sums, numa, parts in sides:
+        for part, packed in parts:
+            if not part.backward:
+                sums += work.form.error_sums(part.of(linear, numa), packed)
+
+
+def _command(plan: Plan, against: str) -> str:
+    """The command that converts again what the output holds."""
+    assert isinstance(plan.conversion, ResplitConversion)
+    settings, facts = plan.request.settings, plan.facts
+    words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
+    words += ["--quant-method", plan.conversion.form.option, "--threadpool-count", str(facts["numa"])]
+    words += ["--layers", settings["layers"]] if "layers" in settings else []
+    words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
+    words += ["--save-backward-weights"] if facts["backward"] else []
+    words += ["--non-experts", "copy"] if plan.conversion.others else []
+    return shlex.join(words)

@@ -1,0 +1,165 @@
+"""Writing the experts of a unit, merged or loose, in file order: whatever makes them, and however many threads do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.shards import ALIGNMENT, Entry, ShardPlan, plan_shard
+from ktconvert.layouts.outputs import PROJECTIONS, Form, loose
+from ktconvert.layouts.outputs.names import Names
+from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
+from ktconvert.pipeline.stages.expert_stream import items
+from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.tell.report import Reporter
+
+Item = tuple[int, str]  # expert, projection
+Packed = list[Bytes]  # the tensors of one part, in the form's order
+
+
+class Experts(Protocol):
+    """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about."""
+
+    @property
+    def form(self) -> Form:
+        """Of the output."""
+
+    @property
+    def grid(self) -> ExpertGrid:
+        """The layer and its parts."""
+
+    @property
+    def start(self) -> int:
+        """The first expert."""
+
+    @property
+    def stop(self) -> int:
+        """The first expert after the last one."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Of the shard."""
+
+    @property
+    def names(self) -> Names:
+        """Of the tensors."""
+
+    def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
+        """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
+        other. Called in many threads.
+        """
+
+    def coming(self) -> Iterator[Item]:
+        """The items in file order; what they are made of may be prefetched meanwhile."""
+
+    def made(self, item: Item, reporter: Reporter) -> None:
+        """An item was written: let go of what it was made of, and report progress."""
+
+    def figures(self) -> dict[str, object]:
+        """What is reported of the unit's numbers."""
+
+
+Work = TypeVar("Work", bound=Experts)
+
+
+def room(form: Form, part: Part, place: Bytes | None = None) -> Packed:
+    """Memory for the tensors of a part; the first tensor lies at the start of `place`, if that is not None."""
+    first, *others = (tensor.nbytes for tensor in form.tensors(part.n, part.k))
+    own = np.empty(first, np.uint8) if place is None else place[:first]
+    return [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]
+
+
+def plan_parts(form: Form, names: Names, parts: Iterable[Part], metadata: Mapping[str, str]) -> ShardPlan:
+    """A shard of parts: all first tensors, then all second ones, and so on, so that each is aligned to its items."""
+    by_part = [
+        [Entry(names.key(part.place, t.suffix), t.dtype, t.shape, t.nbytes) for t in form.tensors(part.n, part.k)]
+        for part in parts
+    ]
+    return plan_shard([entry for kind in zip(*by_part, strict=True) for entry in kind], metadata)
+
+
+def append_others(file: publish.DirectFile, others: Sequence[Packed]) -> None:
+    """Write what comes after all first tensors; others: the tensors of each part less the first."""
+    for kind in zip(*others, strict=True):
+        file.append(np.concatenate(kind))
+
+
+def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
+    """One safetensors shard: header, all first tensors straight from the packing threads, then the others."""
+    work = unit.work
+    plan = plan_parts(work.form, work.names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
+    todo = list(items(work.start, work.stop))
+    sizes = {item: _first_bytes(work, item) for item in todo}
+    offsets: dict[Item, int] = {}
+    at = len(plan.header)
+    for item in todo:
+        offsets[item] = at
+        at += sizes[item]
+    in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
+    others: list[Packed] = []
+    with publish.DirectFile(partial, plan.size) as file:
+        file.append(plan.header)
+
+        def make(item: Item, place: Bytes) -> list[tuple[Part, Packed]]:
+            packed = _checked(work, item, place, context)
+            if in_pages:
+                file.write_at(offsets[item], place[: sizes[item]])
+            return packed
+
+        for item, place, packed in in_order(context.pool, work.coming(), _places(work, context), make):
+            (file.skip if in_pages else file.append)(place[: sizes[item]])
+            others += [tensors[1:] for _, tensors in packed]
+            work.made(item, context.reporter)
+        append_others(file, others)
+        digest = file.close()
+    return Result((Written("", plan.size, digest),), len(plan.entries), work.figures())
+
+
+def write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
+    """One folder of loose files, a file for each tensor, synced together."""
+    work = unit.work
+    partial.mkdir()
+    for node in range(work.grid.numa):
+        (partial / loose.numa_folder(node)).mkdir()
+
+    def make(item: Item, place: Bytes) -> list[Written]:
+        written = []
+        for part, packed in _checked(work, item, place, context):
+            for tensor, data in zip(work.form.tensors(part.n, part.k), packed, strict=True):
+                name = work.form.loose_path(part, tensor)
+                assert name is not None
+                written.append(Written(name, data.size, publish.write_unsynced(partial / name, data)))
+        return written
+
+    files: list[Written] = []
+    for item, _, written in in_order(context.pool, work.coming(), _places(work, context), make):
+        files += written
+        work.made(item, context.reporter)
+    publish.sync_tree(partial)
+    return Result(tuple(files), len(files), work.figures())
+
+
+def _checked(work: Experts, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:
+    """Make one item; warn where the result is all zeros."""
+    packed = work.make(item, place)
+    if all(work.form.is_zero(tensors) for _, tensors in packed):
+        part, _ = packed[0]
+        name = work.names.key(part.place, "").removesuffix(".")
+        context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
+    return packed
+
+
+def _first_bytes(work: Experts, item: Item) -> int:
+    return sum(work.form.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(*item))
+
+
+def _places(work: Experts, context: Context) -> list[Bytes]:
+    """Page-aligned buffers, each for the first tensors of one item."""
+    size = max(_first_bytes(work, (0, projection)) for projection in PROJECTIONS)
+    return [publish.aligned_buffer(size) for _ in range(context.window)]

@@ -1,0 +1,224 @@
+"""Experts of an output in AMXINT4 or AMXINT8, rearranged for another number of NUMA parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.errors import InputError, VerificationError
+from ktconvert.layouts.files.shards import group_by_limit
+from ktconvert.layouts.outputs import PROJECTIONS, loose
+from ktconvert.layouts.outputs import resplit as parts_of
+from ktconvert.layouts.outputs.amx import Amx
+from ktconvert.layouts.outputs.form import expert_bytes
+from ktconvert.layouts.outputs.names import Names
+from ktconvert.layouts.outputs.output import Bytes, Output
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.pipeline.engine.loop import LANES
+from ktconvert.pipeline.engine.plan import SourceFile
+from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.stages.expert_files import Item, Packed, room, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_stream import error_figures, items
+from ktconvert.pipeline.stages.experts import layer_metadata
+from ktconvert.pipeline.tell.report import Reporter
+
+NAME = "resplit"
+VERSION = 1
+SCRATCH = 32  # bytes for each code of a row block: codes, float32 and float64 of both sides
+
+
+@dataclass(frozen=True)
+class ResplitWork:
+    """What one unit rearranges: experts [start, stop) of one layer, from `old` parts to those of `grid`."""
+
+    output: Output
+    form: Amx
+    old: ExpertGrid
+    grid: ExpertGrid
+    start: int
+    stop: int
+    metadata: Mapping[str, str]
+
+    @property
+    def names(self) -> Names:
+        """Of the tensors: those of the output that is read."""
+        return self.output.names
+
+    def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
+        """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
+        other.
+
+        Raises InputError, naming the tensor, for a scale or a code that no finite weight has.
+        """
+        return self._rearranged(self.stored(item), item, place)
+
+    def change(self, item: Item) -> npt.NDArray[np.float64]:
+        """How far the new numbers of a projection are from the old ones, where parts are columns: sums of x*x, y*y, x*y
+        and (x-y)^2.
+        """
+        old = self.stored(item)
+        new = self._rearranged(old, item)
+        sums = np.zeros(4)
+        for before, after in zip(_linears(old), _linears(new), strict=True):
+            if not parts_of.is_cut_by_rows(before[0][0]):
+                sums += parts_of.change_sums(self.form, before, after)
+        return sums
+
+    def stored(self, item: Item) -> list[tuple[Part, Packed]]:
+        """The old parts of a projection, as they are."""
+        return [(part, self._read(part)) for part in self.old.parts(*item)]
+
+    def coming(self) -> Iterator[Item]:
+        """The items in file order."""
+        return items(self.start, self.stop)
+
+    def made(self, item: Item, reporter: Reporter) -> None:
+        """Report progress."""
+        reporter.advance(self.read_bytes(item))
+
+    def read_bytes(self, item: Item) -> int:
+        """Bytes of all old parts of a projection."""
+        return sum(tensor.nbytes for part in self.old.parts(*item) for tensor in self.form.tensors(part.n, part.k))
+
+    def figures(self) -> dict[str, object]:
+        """How far one expert's down projection is from what it was; nothing where it stays exactly."""
+        if not parts_of.rounds_again(self.old.numa, self.grid.numa):
+            return {}
+        expert = self.sampled
+        return {"sampled_expert": expert, "down_change": error_figures(self.change((expert, "down")))}
+
+    @property
+    def by_columns(self) -> tuple[str, ...]:
+        """The projections whose parts, of themselves or of their transposes, are columns: others never change."""
+        return PROJECTIONS if self.grid.backward else ("down",)
+
+    @property
+    def sampled(self) -> int:
+        """The expert that is measured."""
+        return self.start + self.grid.layer % (self.stop - self.start)
+
+    def _rearranged(
+        self, old: Sequence[tuple[Part, Packed]], item: Item, place: Bytes | None = None
+    ) -> list[tuple[Part, Packed]]:
+        try:
+            return resplit(self.form, old, self.grid, item, place)
+        except ValueError as error:
+            key, high = self.names.key(old[0][0].place, "weight"), self.form.grid.high
+            raise InputError(
+                f"{self.output.root}: {key} or another part of this linear holds a code that is not in "
+                f"-{high}..{high}; convert it again."
+            ) from error
+
+    def _read(self, part: Part) -> Packed:
+        stored = []
+        for tensor in self.form.tensors(part.n, part.k):
+            here = self.output.tensors[part.place, tensor.suffix]
+            try:
+                stored.append(self.output.read(here))
+            except VerificationError as error:
+                raise InputError(str(error)) from error
+        scales = self.form.scales(stored, part.n, part.k)
+        if not (np.isfinite(scales) & (scales >= 0)).all():
+            raise InputError(
+                f"{self.output.root}: {here.name} in {here.file} holds a scale that is negative or not finite; "
+                "convert it again."
+            )
+        return stored
+
+
+def resplit(
+    form: Amx, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
+) -> list[tuple[Part, Packed]]:
+    """The parts of `grid` of one projection of one expert, from its old parts; both forward, then backward.
+
+    place: as of ResplitWork.make. Raises ValueError for a code that is not one of the form's."""
+    new = []
+    at = 0
+    for part in grid.parts(*item):
+        out = room(form, part, None if place is None else place[at:])
+        at += out[0].size
+        new.append((part, out))
+    for before, after in zip(_linears(old), _linears(new), strict=True):
+        parts_of.rearrange(form, before, after)
+    return new
+
+
+def _linears(parts: Sequence[tuple[Part, Packed]]) -> list[list[tuple[Part, Packed]]]:
+    """The parts of the linear, and those of its transpose where it is there."""
+    both = ([part for part in parts if part[0].backward == backward] for backward in (False, True))
+    return [linear for linear in both if linear]
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+
+def stage(
+    output: Output,
+    form: Amx,
+    grids: Sequence[tuple[ExpertGrid, int]],
+    numa: int,
+    files: Mapping[str, SourceFile],
+    *,
+    max_shard_size: int | None,
+    metadata: Mapping[str, str],
+) -> Stage[ResplitWork]:
+    """The stage that rearranges these layers, (old grid, number of experts), into numa parts.
+
+    files: the weight files of the output, by name."""
+    units = []
+    for old, experts in grids:
+        grid = replace(old, numa=numa)
+        each = expert_bytes(form, grid)
+        cuts = group_by_limit([each] * experts, None if output.loose else max_shard_size)
+        about = layer_metadata(old.layer, (experts, old.hidden, old.intermediate), metadata)
+        for number, (start, stop) in enumerate(cuts):
+            work = ResplitWork(output, form, old, grid, start, stop, about)
+            units.append(
+                Unit(
+                    stage=NAME,
+                    key=f"layer-{old.layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
+                    versions=(VERSION, form.version),
+                    params=(
+                        ("layout", form.name),
+                        ("metadata", tuple(sorted(about.items()))),
+                        ("numa", (old.numa, numa)),
+                        ("backward", old.backward),
+                        ("experts", (start, stop)),
+                        ("merged", not output.loose),
+                    ),
+                    inputs=tuple(_inputs(work, files)),
+                    final=loose.layer_folder(old.layer) if output.loose else "",
+                    bytes_in=expert_bytes(form, old) * (stop - start),
+                    bytes_out=each * (stop - start),
+                    folder=output.loose,
+                    work=work,
+                )
+            )
+    title = f"rearrange {form.name} experts for {numa} NUMA part{'s' if numa != 1 else ''}"
+    return Stage(NAME, title, ("source",), tuple(units), write_folder if output.loose else write_shard)
+
+
+def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[object, ...]]:
+    for part in work.old.all_parts(range(work.start, work.stop)):
+        for tensor in work.form.tensors(part.n, part.k):
+            here = work.output.tensors[part.place, tensor.suffix]
+            file = files[here.file]
+            yield here.name, here.dtype, here.shape, (file.name, file.header_sha256, file.size)
+
+
+def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
+    """Bytes for so many projections under way, old and new, and for the scales that wait for their place in the shards
+    in flight.
+    """
+    largest = scratch = waiting = 0
+    for unit in units:
+        work = unit.work
+        parts = [work.grid.parts(0, projection) for projection in PROJECTIONS]
+        sizes = [[tensor.nbytes for part in own for tensor in work.form.tensors(part.n, part.k)] for own in parts]
+        largest = max(largest, *map(sum, sizes), *(work.read_bytes((0, projection)) for projection in PROJECTIONS))
+        scratch = max(scratch, SCRATCH * work.form.multiple * max(work.grid.hidden, work.grid.intermediate))
+        waiting = max(waiting, sum(sum(own[1::2]) for own in sizes) * (work.stop - work.start))
+    return (packing + 2 * LANES) * largest + packing * (2 * largest + scratch) + LANES * (2 * largest + waiting)

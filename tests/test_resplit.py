@@ -1,0 +1,327 @@
+"""`ktconvert resplit`: an output for another number of NUMA parts. What keeps its values has the bytes of a fresh
+conversion; what is rounded once more follows the definition of NUMERICS.md, and the plan says by how much."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.outputs import resplit
+from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8, Amx
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.native_quant.matrix import KINDS, Matrix
+from ktconvert.pipeline.stages.expert_files import Packed, room
+from ktconvert.quantizers import reference
+from rig import conversion, killpoint
+from rig.safetensors import bits_of, read_folder
+
+HIDDEN, WIDTH = 128, 768  # AMXINT4 takes 1, 2, 3 and 6 parts, AMXINT8 4 as well
+PAIRS = [("int4", 1, 2), ("int8", 2, 1), ("int4", 2, 3), ("int8", 2, 4), ("int4", 6, 2)]
+Linear = list[tuple[Part, Packed]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 2 layers with one expert, which is the one that the plan measures."""
+    folder = tmp_path_factory.mktemp("resplit") / "model"
+    return conversion.checkpoint(folder, layers=2, experts=1, hidden=HIDDEN, width=WIDTH)
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path, cli: Any) -> Any:
+    """Fresh conversions of it: converted("int8", 2, "--no-merge-safetensor")."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def convert(method: str, numa: int, *options: str) -> Path:
+        key = (method, numa, *options)
+        if key not in made:
+            made[key] = source.with_name(f"out{len(made)}")
+            words = ("--quant-method", method, "--threadpool-count", numa, *options)
+            cli("cpu", "-q", "-i", source, "-o", made[key], *words)
+        return made[key]
+
+    return convert
+
+
+def tensors(folder: Path) -> dict[str, npt.NDArray[Any]]:
+    return dict(bits_of(read_folder(folder)))
+
+
+def same(a: Mapping[str, Any], b: Mapping[str, Any], *words: str) -> bool:
+    """Whether both hold the same tensors, of those in whose names all words stand."""
+    mine, other = ({name for name in side if all(word in name for word in words)} for side in (a, b))
+    return bool(mine) and mine == other and all(a[name].tobytes() == b[name].tobytes() for name in mine)
+
+
+# ---- against a fresh conversion --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "old", "new"), PAIRS)
+def test_what_keeps_its_values_is_as_converted_again(
+    method: str, old: int, new: int, tmp_path: Path, cli: Any, converted: Any, source: Path
+) -> None:
+    said = cli("resplit", converted(method, old), tmp_path / "new", "--threadpool-count", new).stderr
+    ours, fresh = tensors(tmp_path / "new"), tensors(converted(method, new))
+    assert ours.keys() == fresh.keys()
+    assert same(ours, fresh, "ffn_gate") and same(ours, fresh, "ffn_up")
+    if old % new == 0:  # whole parts are put together: the largest scale is that of all columns
+        assert same(ours, fresh, "ffn_down", ".scale")
+        assert "rounded once more" in said
+    elif new % old == 0:
+        assert "all weights keep their values" in said
+    report = json.loads(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json").stdout)
+    checks = {check["name"]: check["result"] for check in report["checks"]}
+    assert checks["source"] == f"{len(ours)} tensors quantized again (T = {old}) and resplit: the same bytes"
+
+
+@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor", "--save-backward-weights")], ids=["merged", "loose"])
+def test_the_same_number_of_parts_changes_no_weight(
+    options: tuple[str, ...], tmp_path: Path, cli: Any, converted: Any
+) -> None:
+    before = converted("int8", 2, *options)
+    said = cli("resplit", before, tmp_path / "new", "--threadpool-count", 2).stderr
+    assert "every tensor stays as it is" in said
+    assert set(conversion.differing(conversion.tree(tmp_path / "new"), conversion.tree(before))) == {
+        "README.md",
+        "manifest.json",
+    }
+
+
+@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor", "--save-backward-weights")], ids=["merged", "loose"])
+def test_there_and_back_changes_no_weight(options: tuple[str, ...], tmp_path: Path, cli: Any, converted: Any) -> None:
+    """Parts that were split share their scales, so that putting them together again loses nothing."""
+    before = converted("int4", 1, *options)
+    cli("resplit", before, tmp_path / "three", "--threadpool-count", 3)
+    cli("resplit", tmp_path / "three", tmp_path / "back", "--threadpool-count", 1)
+    assert set(conversion.differing(conversion.tree(tmp_path / "back"), conversion.tree(before))) == {
+        "README.md",
+        "manifest.json",
+    }
+    assert "| resplit from | 1, then 3 NUMA parts |" in (tmp_path / "back" / "README.md").read_text()
+
+
+def test_loose_files_with_backward_matrices(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
+    """Of the transposes, it is gate and up whose parts are columns. A merge keeps account of it."""
+    before = converted("int8", 4, "--no-merge-safetensor", "--save-backward-weights")
+    cli("resplit", before, tmp_path / "new", "--threadpool-count", 2)
+    cli("verify", tmp_path / "new", "--against", source)
+    cli("merge", "-i", tmp_path / "new", "-o", tmp_path / "merged")
+    cli("verify", tmp_path / "merged", "--against", source)
+    ours, fresh = tensors(tmp_path / "merged"), tensors(converted("int8", 2, "--save-backward-weights"))
+    for words in (("gate_exps",), ("up_exps",), ("down_bwd",), (".scale",)):
+        assert same(ours, fresh, *words)
+    for words in (("gate_bwd", "weight"), ("up_bwd", "weight"), ("down_exps", "weight")):
+        assert not same(ours, fresh, *words)
+
+
+def test_everything_else_comes_along(tmp_path: Path, cli: Any, source: Path) -> None:
+    options = ("--non-experts", "copy", "--quant-method", "int8", "--layers", "1")
+    (tmp_path / "in").mkdir()
+    shutil.copytree(source, tmp_path / "in" / "model")
+    (tmp_path / "in" / "model" / "README.md").write_text("card of the model")
+    cli("cpu", "-i", tmp_path / "in" / "model", "-o", tmp_path / "old", *options)
+    cli("resplit", tmp_path / "old", tmp_path / "new", "--threadpool-count", 6, "--max-shard-size", "300KB")
+    old, new = conversion.tree(tmp_path / "old"), conversion.tree(tmp_path / "new")
+    for name in ("README.source.md", "tokenizer.json", "extra/chat_template.jinja"):
+        assert new[name] == old[name], name
+    assert "README.source.source.md" not in new and "manifest.source.json" not in new
+    config, before = (json.loads(files["config.json"] or b"") for files in (new, old))
+    assert config["quantization_config"].pop("num_numa_nodes") == 6
+    before["quantization_config"].pop("num_numa_nodes")
+    assert config == before
+    assert same(tensors(tmp_path / "new"), tensors(tmp_path / "old"), "embed")
+    cli("verify", tmp_path / "new", "--against", source, "--numa", 6, "--run")
+
+
+def test_an_output_of_kt_kernel(tmp_path: Path, cli: Any, converted: Any) -> None:
+    """No manifest, no metadata, no index: the bytes say what it is."""
+    from safetensors.numpy import load_file, save_file
+
+    (tmp_path / "old").mkdir()
+    for shard in converted("int4", 2).glob("*.safetensors"):
+        save_file(load_file(shard), tmp_path / "old" / shard.name)
+    cli("resplit", tmp_path / "old", tmp_path / "new", "--threadpool-count", 6)
+    cli("resplit", converted("int4", 2), tmp_path / "ours", "--threadpool-count", 6)
+    assert same(tensors(tmp_path / "new"), tensors(tmp_path / "ours"))
+    cli("verify", tmp_path / "new")
+
+
+# ---- another rounding ------------------------------------------------------------------------------------------------
+
+
+def down_error(cli: Any, output: Path, source: Path) -> float:
+    """Of all experts, as verify measures it; resplit measures the same where a layer has one expert."""
+    report = json.loads(cli("verify", output, "--against", source, "--full", "--json").stdout)
+    return float(next(e["relative_error"] for e in report["errors"] if e["projection"] == "down"))
+
+
+def test_what_is_better_is_said(tmp_path: Path, cli: Any) -> None:
+    source = conversion.checkpoint(tmp_path / "model", layers=1, experts=1)
+    parts = {1: tmp_path / "one", 2: tmp_path / "two"}
+    for numa, output in parts.items():
+        cli("cpu", "-q", "-i", source, "-o", output, "--threadpool-count", numa)
+    words = ("resplit", parts[2], tmp_path / "new", "--threadpool-count", 1)
+    plan = json.loads(cli(*words, "--against", source, "--dry-run", "--json").stdout.splitlines()[-1])
+    assert not (tmp_path / "new").exists()
+    said = cli(*words, "--against", source, "--json").stdout.splitlines()
+    notes = [event["text"] for event in map(json.loads, said) if event["event"] == "note"]
+    assert plan["advice"][0] in notes and plan["notes"][0] in notes
+    before, after, again = (down_error(cli, folder, source) for folder in (parts[2], tmp_path / "new", parts[1]))
+    assert before < again < after
+    told = f"is {before:.4f} away from {source} (relative error), {after:.4f} after resplit, {again:.4f} if converted"
+    assert told in plan["advice"][0]
+    assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in plan["advice"][0]
+    done = next(event for event in map(json.loads, said) if event["event"] == "done")
+    moved = done["stats"]["down_change"]["relative_error"]
+    assert f"that moves them by {moved:.4f} (relative, measured on 1 expert)" in plan["notes"][0]
+    assert plan["notes"][0] in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_what_is_as_good_is_said(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
+    words = ("resplit", converted("int8", 2), tmp_path / "new", "--threadpool-count", 2, "--dry-run")
+    assert "resplit is as good" in cli(*words, "--against", source).stdout
+    other = conversion.checkpoint(tmp_path / "other", layers=2, experts=1, hidden=HIDDEN, width=WIDTH, seed=1)
+    assert "is not that of" in cli(*words, "--against", other, code=5).stderr
+    assert "is not that of" in cli(*words, "--against", conversion.checkpoint(tmp_path / "small"), code=5).stderr
+
+
+# ---- the definition --------------------------------------------------------------------------------------------------
+
+
+def by_definition(bits: int, old: Linear, count: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
+    """NUMERICS.md, section 8: parts that are columns, by the NumPy definitions of packing and unpacking."""
+    codes = np.hstack([reference.unpack(bits, stored[0], part.n, part.k) for part, stored in old])
+    scales = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in old])
+    new = []
+    for q, d in zip(np.hsplit(codes, count), np.hsplit(scales, count), strict=True):
+        largest = d.max(axis=1, keepdims=True)
+        ratio = np.where(largest > 0, d / np.where(largest > 0, largest, 1), 0).astype(np.float32)
+        new.append((reference.pack(bits, np.rint(q * ratio).astype(np.int8)), largest[:, 0]))
+    return new
+
+
+@pytest.mark.parametrize("form", [AMXINT4, AMXINT8], ids=lambda form: form.name)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_parts_are_rearranged_by_the_definition(form: Amx, data: st.DataObject) -> None:
+    legal = [1, 2, 3, 6] if form.grid.bits == 4 else [1, 2, 3, 4, 6]
+    old_count, new_count = data.draw(st.sampled_from(legal)), data.draw(st.sampled_from(legal))
+    projection, backward = data.draw(st.sampled_from(["gate", "down"])), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    old, new = (
+        [(part, room(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count, True).parts(0, projection)]
+        for count in (old_count, new_count)
+    )
+    old, new = ([part for part in parts if part[0].backward == backward] for parts in (old, new))
+    for part, stored in old:
+        codes = rng.integers(form.grid.low, form.grid.high, (part.n, part.k), np.int8, endpoint=True)
+        scales = np.float32(2.0) ** rng.integers(-126, 3, part.n) * rng.uniform(1, 2, part.n).astype(np.float32)
+        scales[rng.random(part.n) < 0.1] = 0  # a row of zeros
+        codes[scales == 0] = 0
+        form.pack(codes, scales, stored)
+    resplit.rearrange(form, old, new)
+    if resplit.is_cut_by_rows(old[0][0]):
+        axis = 0
+        for which in range(2):
+            assert np.array_equal(*(np.concatenate([stored[which] for _, stored in side]) for side in (old, new)))
+    else:
+        axis = 1
+        for (_, stored), wanted in zip(new, by_definition(form.grid.bits, old, new_count), strict=True):
+            assert np.array_equal(stored[0], wanted[0]) and np.array_equal(stored[1].view(np.float32), wanted[1])
+    before, after = (
+        np.concatenate([form.unpack(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
+    )
+    if axis == 0 or not resplit.rounds_again(old_count, new_count):
+        assert np.array_equal(before, after)
+    else:
+        half = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in new])
+        bound = half.astype(np.float64) * form.grid.step / 2
+        assert (np.abs(before.astype(np.float64) - after) <= bound * (1 + 1e-6) + 2.0**-149).all()
+
+
+def test_put_together_the_scale_is_that_of_all_columns() -> None:
+    """The largest of the parts' scales is the one that the whole row gets."""
+    rng = np.random.default_rng(0)
+    linear = Matrix(conversion.bf16(rng, HIDDEN, WIDTH), KINDS["bf16"])
+    for form in (AMXINT4, AMXINT8):
+        sides = []
+        for count in (3, 1):
+            sides.append([(part, room(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count).parts(0, "down")])
+            for part, stored in sides[-1]:
+                form.quantize(part.of(linear, count), stored)
+        new = [(part, room(form, part)) for part, _ in sides[1]]
+        resplit.rearrange(form, sides[0], new)
+        assert np.array_equal(new[0][1][1], sides[1][0][1][1])
+
+
+# ---- cut off, changed, refused ---------------------------------------------------------------------------------------
+
+
+def test_an_edited_input_is_noticed(bench: Any) -> None:
+    old = bench.base / "old"
+    assert bench.cpu(output=old).returncode == 0
+    words = ("resplit", old, bench.output, "--threadpool-count", "1", "--cpuinfer-threads", "1")
+    assert bench.run(*words).returncode == 0
+    points = len(bench.calls())
+    shutil.rmtree(bench.output)
+    assert bench.run(*words, kill=points // 2).returncode == killpoint.KILLED
+    conversion.edit(old / "model-00001-of-00003.safetensors", -50000)  # a code of a gate projection
+    for again in (bench.run(*words), bench.run("resume", bench.output)):
+        conversion.refused(again, 5, "model-00001-of-00003.safetensors", "--verify-inputs")
+    assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
+    before = conversion.tree(bench.output)
+    shutil.rmtree(bench.output)
+    assert bench.run(*words).returncode == 0
+    bench.finished_as(before)
+    conversion.refused(bench.run(*words[:3], "--threadpool-count", "2"), 7, "--threadpool-count was 1, is 2")
+
+
+def test_what_cannot_be_rearranged_is_refused(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
+    new = tmp_path / "new"
+
+    def refused(old: Path, code: int, *words: str, numa: int = 2, options: tuple[str, ...] = ()) -> None:
+        said = cli("resplit", old, new, "--threadpool-count", numa, *options, code=code).stderr
+        assert all(word in said for word in words), said
+        assert not new.exists()
+
+    refused(converted("int4", 2), 3, "Legal here: int4 (AMXINT4) takes --threadpool-count 1, 2, 3, 6", numa=4)
+    refused(source, 3, "holds no expert weights of kt-kernel")
+    refused(tmp_path / "absent", 5, "no such directory")
+    refused(converted("int4", 1, "--no-merge-safetensor"), 2, "loose", options=("--max-shard-size", "5GB"))
+    cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")
+    refused(tmp_path / "gpu", 3, "W8A16 weights have no NUMA parts")
+    loose = converted("int4", 1, "--no-merge-safetensor")
+    shutil.copytree(loose, tmp_path / "moe", ignore=shutil.ignore_patterns("*.json", "*.md"))
+    for file in (tmp_path / "moe").rglob("INT4_*.kt"):
+        file.rename(file.with_name(f"MOE_{file.name}"))
+    refused(tmp_path / "moe", 3, "MOE_INT4 weights cannot be rearranged here")
+    shutil.copytree(loose, tmp_path / "gone")
+    next((tmp_path / "gone").rglob("INT4_down_0_*quant_.kt")).unlink()
+    refused(tmp_path / "gone", 5, "INT4_down_0", "convert it again")
+    cli("resplit", converted("int4", 1), converted("int4", 1), "--threadpool-count", 2, "--overwrite", code=2)
+    cli("resplit", loose, source, "--threadpool-count", 2, "--against", source, "--overwrite", code=2)
+    cli("resplit", loose, new, "--threadpool-count", 2, "--max-memory", "1MB", code=4)
+
+
+def test_numbers_that_no_conversion_gives_are_refused(tmp_path: Path, cli: Any, converted: Any) -> None:
+    """A scale that is not finite, and a code below the smallest, where they would be rounded."""
+    for what, data, words in (
+        ("scale", np.float32("nan").tobytes(), "scale that is negative or not finite"),
+        ("quant", b"\x80", "code that is not in -127..127"),
+    ):
+        damaged = tmp_path / what
+        shutil.copytree(converted("int8", 2, "--no-merge-safetensor"), damaged)
+        file = next((damaged / "_layer_1" / "_numa_0").glob(f"INT8_down_0_*_{what}_.kt"))
+        file.write_bytes(data + file.read_bytes()[len(data) :])
+        said = cli("resplit", damaged, tmp_path / "new", "--threadpool-count", 1, code=5).stderr
+        assert words in said and (file.name in said or "blk.1.ffn_down_exps.0" in said), said
+        assert not (tmp_path / "new").exists()
