@@ -33,11 +33,13 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
     names = [name for name in source.tensors if name not in taken]
     decoded: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
     dropped: set[str] = set()
+    dtypes = {dtype for row in encodings.ENCODINGS if row.quantized for dtype in row.dtypes}
+    roles = encodings.roles()
     failed: dict[str, Exception] = {}  # a scale may look like values without scales until its weight is seen
     for name in names:
         info = source.tensors[name]
         try:
-            weight = _weight(source, info, quantization)
+            weight = _weight(source, info, quantization, roles) if info.dtype in dtypes else None
         except (InputError, UnsupportedError) as error:
             failed[name] = type(error)(f"{source.shards[info.shard].path}: {error}")
             continue
@@ -64,11 +66,11 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
     return Beside(tensors, tuple(sorted(dropped - decoded.keys())))
 
 
-def _weight(source: TensorSource, info: TensorInfo, quantization: Quantization) -> tuple[str, Weight] | None:
+def _weight(
+    source: TensorSource, info: TensorInfo, quantization: Quantization, roles: Mapping[str, str]
+) -> tuple[str, Weight] | None:
     """The quantized weight whose values this tensor holds, with its name in BF16; None for any other tensor."""
-    if not any(row.quantized and info.dtype in row.dtypes for row in encodings.ENCODINGS):
-        return None
-    for template, candidates in encodings.beside_weight(info.name, source.tensors):
+    for template, candidates in encodings.beside_weight(info, source.tensors, roles):
         tensors = {role: infos[0] for role, infos in candidates.items()}
         row = encodings.of_tensors(tensors, quantization)
         if row is None or not row.quantized or tensors[row.values] is not info:

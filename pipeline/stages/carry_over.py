@@ -49,7 +49,7 @@ class Carried:
     def entry(self) -> Entry:
         """The tensor as it is in the output."""
         if isinstance(self.stored, Weight):
-            return Entry(self.key, "BF16", self.stored.shape, 2 * math.prod(self.stored.shape))
+            return Entry(self.key, "BF16", self.stored.released_shape, 2 * math.prod(self.stored.shape))
         return Entry(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
 
     @property
@@ -135,9 +135,10 @@ def peak_memory(tensors: Iterable[Carried]) -> int:
     """Bytes for the windows of the units in flight, what decoding one takes, and the scales of the largest linears; the
     source is only mapped.
     """
-    weights = [tensor.stored for tensor in tensors if isinstance(tensor.stored, Weight)]
+    stored = (tensor.stored for tensor in tensors)
+    weights = {(w.encoding.name, w.shape): w for w in stored if isinstance(w, Weight)}.values()
     reading = max((weight.reading_bytes(False) for weight in weights), default=0)
-    row = max((2 * weight.shape[-1] for weight in weights), default=0)
+    row = max((2 * weight.released_shape[-1] for weight in weights), default=0)
     return LANES * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * LANES * reading
 
 
@@ -253,14 +254,17 @@ def _mapped(source: TensorSource, part: TensorInfo) -> Callable[[int, int], Byte
 
 
 def _opened(source: TensorSource, weight: Weight, expert: int) -> Callable[[int, int], Bytes]:
-    return functools.partial(_decoded, weight.matrix(source, expert))
+    return functools.partial(_decoded, weight.matrix(source, expert), weight.encoding.transposed)
 
 
-def _decoded(linear: Matrix, start: int, stop: int) -> Bytes:
-    """Bytes start..stop-1 of a linear in BF16; of the rows that they cut, only what is wanted."""
-    row = 2 * linear.shape[1]
+def _decoded(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:
+    """Bytes start..stop-1 of a linear in BF16, or of its transpose; of the rows that they cut, only what is wanted."""
+    row = 2 * linear.shape[0 if transposed else 1]
     first, last = start // row, -(-stop // row)
-    bits = kernels.decode(linear.rows(first, last))
+    if transposed:
+        bits = np.ascontiguousarray(kernels.decode(linear.columns(first, last)).T)
+    else:
+        bits = kernels.decode(linear.rows(first, last))
     return bits.reshape(-1).view(np.uint8)[start - first * row : stop - first * row]
 
 

@@ -72,18 +72,21 @@ def weight(row: Encoding, template: str, tensors: Tensors, quantization: Quantiz
     return Weight(row, ordered, row.shape(ordered, quantization), quantization)
 
 
-def beside_weight(name: str, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, dict[str, list[TensorInfo]]]]:
+def beside_weight(
+    values: TensorInfo, tensors: Mapping[str, TensorInfo], roles: Mapping[str, str]
+) -> Iterable[tuple[str, dict[str, list[TensorInfo]]]]:
     """For each row whose values this tensor may hold: the weight's name in BF16, and the tensors stored beside it, by
-    role."""
+    role. roles: the result of the function of this name.
+    """
     seen: set[str] = set()
     for row in ENCODINGS:
-        for pattern in row.tensors[row.values]:
-            template = _template(name, pattern)
+        for pattern in row.tensors[row.values] if values.dtype in row.dtypes else ():
+            template = _template(values.name, pattern)
             if template is None or template in seen:
                 continue
             seen.add(template)
             stored: dict[str, list[TensorInfo]] = {}
-            for other, role in roles().items():
+            for other, role in roles.items():
                 if (info := tensors.get(spelled(other, template))) is not None and info not in stored.get(role, []):
                     stored.setdefault(role, []).append(info)
             yield template, stored

@@ -61,6 +61,7 @@ class Encoding:
     claims       whether tensors are of this row, where rows share roles and dtypes.
     optional     roles whose tensors may be missing.
     quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16.
+    transposed   whether a BF16 release holds such a weight as [k, n], or [E, k, n].
     input_types  its names in --input-type.
     """
 
@@ -75,6 +76,7 @@ class Encoding:
     claims: Callable[[Tensors, Quantization], bool] = always
     optional: frozenset[str] = frozenset()
     quantized: bool = True
+    transposed: bool = False
     input_types: tuple[str, ...] = ()
 
     @property
@@ -106,6 +108,12 @@ class Weight:
     def name(self) -> str:
         """Its name in messages."""
         return self.values.name
+
+    @property
+    def released_shape(self) -> tuple[int, ...]:
+        """Its shape in a BF16 release."""
+        *stack, n, k = self.shape
+        return (*stack, k, n) if self.encoding.transposed else self.shape
 
     def one(self, expert: int) -> Tensors:
         """The tensors of one linear: of a stack, the expert's part of each."""

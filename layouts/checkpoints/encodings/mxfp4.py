@@ -13,7 +13,9 @@ from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 GROUP = 32  # columns that share a scale
 
 
-def _row(role: str, pattern: str, scales: tuple[str, ...], dtypes: tuple[str, ...] = ("U8",)) -> Encoding:
+def _row(
+    role: str, pattern: str, scales: tuple[str, ...], dtypes: tuple[str, ...] = ("U8",), transposed: bool = False
+) -> Encoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
         """The type of the scales tells it from other formats of 4 bits under the same names."""
         return (scale := tensors.get("scale")) is not None and scale.dtype in E8M0
@@ -48,6 +50,7 @@ def _row(role: str, pattern: str, scales: tuple[str, ...], dtypes: tuple[str, ..
         shape=shape,
         fit=fit,
         claims=claims,
+        transposed=transposed,
         input_types=("mxfp4", "fp4"),
     )
 
@@ -67,6 +70,6 @@ ROWS = (
     _row("weight", "{t}", ("{s}.scale", "{t}_scale", "{t}_scale_inv"), ("I8", "U8")),
     # compressed-tensors' mxfp4-pack-quantized.
     _row("packed", "{t}_packed", ("{t}_scale",)),
-    # gpt-oss.
-    _row("blocks", "{t}_blocks", ("{t}_scales",)),
+    # gpt-oss; in BF16 transformers holds its experts as gate_up_proj [E, H, 2I] and down_proj [E, I, H].
+    _row("blocks", "{t}_blocks", ("{t}_scales",), transposed=True),
 )
