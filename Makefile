@@ -38,9 +38,10 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
-# Every kill point, every family: some minutes more.
+# Every kill point, every family: some minutes more. Machines with several NUMA nodes: an hour where KVM does not work.
 test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long --timeout=3600
+	$(MAKE) numa
 
 demo: setup
 	@rm -rf build/demo && mkdir -p build/demo

@@ -10,8 +10,12 @@ import pytest
 from numa.see import parse_list, seen_by
 from numa.variants import Variant
 
-# Torch reads these when it is imported, and its OpenMP then pins the thread that imported it to the first place.
+# With these set, torch's OpenMP pins the thread that loads it, with torch or alone, to the first place.
 PINNED = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+LOAD_OPENMP = """
+import ctypes, importlib.util
+ctypes.CDLL(Path(importlib.util.find_spec("torch").origin).parent / "lib/libgomp.so.1")
+"""
 POOL = """
 new = New()
 pool = {pool}
@@ -44,31 +48,58 @@ def test_a_default_pool_has_a_thread_per_core_each_on_its_node(variant: Variant)
 
 
 @pytest.mark.on("two", "four", "asym")
-@pytest.mark.parametrize("pool", ["default_pool()", "Pool(4)"])
-def test_a_pinned_caller_does_not_narrow_the_pool(pool: str, variant: Variant) -> None:
-    code = f"import torch; alone = len(os.sched_getaffinity(0)) == 1{POOL}".replace("say(", "say(alone=alone, ")
-    seen = seen_by(code.format(pool=pool), env=PINNED)
-    assert seen["alone"], "importing torch did not pin the caller: the check shows nothing"
-    assert seen["threads"] == 4
-    assert per_node(variant, seen) == variant.workers
+def test_a_pinned_caller_does_not_narrow_the_pool(variant: Variant) -> None:
+    seen = seen_by(
+        LOAD_OPENMP
+        + """
+me = sorted(os.sched_getaffinity(0))
+pools = []
+for make in default_pool, lambda: Pool(4):
+    new = New()
+    pool = make()
+    pools.append({"threads": pool.threads, "nodes": pool.nodes, "workers": new.cpus()})
+say(me=me, pools=pools)
+""",
+        env=PINNED,
+    )
+    assert len(seen["me"]) == 1, "OpenMP did not pin the caller: the check shows nothing"
+    for pool in seen["pools"]:
+        assert pool["threads"] == 4
+        assert per_node(variant, pool) == variant.workers
 
 
-@pytest.mark.on("two", "asym")
-@pytest.mark.parametrize("env", [{}, PINNED], ids=["plain", "pinned by OpenMP"])
-def test_taskset_is_honoured(env: dict[str, str], variant: Variant) -> None:
-    for node, cores in variant.workers.items():
-        code = POOL.format(pool="default_pool()")
-        seen = seen_by(f"import torch\n{code}" if env else code, cpus=variant.cpus(node), env=env)
-        assert (seen["threads"], seen["nodes"]) == (cores, [node])
-        assert all(set(cpus) <= set(variant.cpus(node)) for cpus in seen["workers"]), seen
+@pytest.mark.on("two", "asym", "hole")
+def test_taskset_is_honoured(variant: Variant) -> None:
+    node = max(variant.workers)
+    on_the_node_only(variant, node, seen_by(POOL.format(pool="default_pool()"), cpus=variant.cpus(node)))
+
+
+@pytest.mark.on("asym")
+def test_taskset_is_honoured_though_openmp_pins_the_caller(variant: Variant) -> None:
+    code = LOAD_OPENMP + POOL.format(pool="default_pool()")
+    on_the_node_only(variant, 0, seen_by(code, cpus=variant.cpus(0), env=PINNED))
+
+
+def on_the_node_only(variant: Variant, node: int, seen: dict[str, Any]) -> None:
+    """A pool of this node's cores alone."""
+    assert (seen["threads"], seen["nodes"]) == (variant.workers[node], [node])
+    assert all(set(cpus) <= set(variant.cpus(node)) for cpus in seen["workers"]), seen
 
 
 @pytest.mark.on("asym")
 def test_threads_follow_the_cores_of_unequal_nodes(variant: Variant) -> None:
-    for pool in ("Pool(4)", "Pool(4, numa_nodes=[0, 1])", "Pool(4, numa_nodes=[1, 0])"):
-        seen = seen_by(POOL.format(pool=pool))
-        assert per_node(variant, seen) == {0: 3, 1: 1}
-    assert per_node(variant, seen_by(POOL.format(pool="Pool(2)"))) == {0: 1, 1: 1}
+    expected = [(4, [0, 1], {0: 3, 1: 1}), (4, [1, 0], {0: 3, 1: 1}), (2, [0, 1], {0: 1, 1: 1})]
+    seen = seen_by(
+        f"""
+        pools, alive = [], []
+        for threads, nodes in {[(threads, nodes) for threads, nodes, _ in expected]}:
+            new = New()
+            alive.append(Pool(threads, numa_nodes=nodes))
+            pools.append({{"threads": threads, "nodes": nodes, "workers": new.cpus()}})
+        say(pools=pools)
+        """
+    )
+    assert [per_node(variant, pool) for pool in seen["pools"]] == [counts for _, _, counts in expected]
 
 
 @pytest.mark.on("two", "four", "asym")
@@ -94,7 +125,7 @@ def test_a_group_takes_over_the_work_of_one_that_gets_no_time(variant: Variant) 
 
 @pytest.mark.on("two", "asym")
 def test_every_thread_that_computes_is_on_its_node(variant: Variant) -> None:
-    """The caller's work too: while a forward runs, either the caller is on the first group's node or it only waits."""
+    """The caller too, which is the first thread of the first group, until the forward is over."""
     seen = seen_by(
         """
         new = New()
@@ -107,18 +138,20 @@ def test_every_thread_that_computes_is_on_its_node(variant: Variant) -> None:
         import threading
         watcher = threading.Thread(target=watch)
         watcher.start()
-        for _ in range(20):
+        for _ in range(10):
+            for cpus in [3], range(4):  # it starts on node 1
+                os.sched_setaffinity(0, cpus)
             experts.forward(*call(experts, 64))
         done = True
         watcher.join()
         me = os.getpid()
-        say(caller=[list(cpus) for cpus in sorted({tuple(each[me]) for each in at_work})], after=threads()[me],
-            workers=[cpus for thread, cpus in threads().items() if thread not in new.before], threads=4)
+        caller = [list(cpus) for cpus in sorted({tuple(each[me]) for each in at_work})]
+        say(threads=4, nodes=[0, 1], workers=new.cpus(), caller=caller, after=threads()[me])
         """
     )
-    assert seen["after"] == sorted(parse_list("0-3")), "the caller's own mask must come back"
-    if len(seen["workers"]) < seen["threads"]:
-        assert any(node_of(variant, cpus) == 0 for cpus in seen["caller"]), seen
+    assert per_node(variant, seen) == variant.workers
+    assert any(node_of(variant, cpus) == 0 for cpus in seen["caller"]), seen
+    assert seen["after"] == [0, 1, 2, 3], "the caller's own affinity must come back"
 
 
 @pytest.mark.on("two", "asym")
