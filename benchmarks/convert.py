@@ -30,6 +30,7 @@ MIB = 1 << 20
 METHODS = ("int4", "int8")
 NUMA = 2
 SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
+INPUTS = {"FP8": "F8_E4M3", "MXFP4": "MXFP4"}  # that are compared with BF16, as models.py calls them
 
 # Targets: figure -> (limit, unit). Wall and CPU are ratios to cp in the same rounds.
 TARGETS = {
@@ -41,23 +42,22 @@ TARGETS = {
     "int8 cold wall": (1.0, "x cp"),
     "anonymous": (300, "MiB"),
     "RSS": (600, "MiB"),
-    "int4 FP8 wall": (1.5, "x BF16, per output byte"),
-    "int8 FP8 wall": (1.5, "x BF16, per output byte"),
+    **{f"{method} {name} wall": (1.5, "x BF16, per output byte") for name in INPUTS for method in METHODS},
 }
 
 HEADING = (
-    f"{'warm':14} {'wall s':>20} {'x cp':>6} {'CPU s':>7} {'user':>6} {'sys':>6} {'hashing':>8} {'x cp':>6} "
+    f"{'warm':16} {'wall s':>20} {'x cp':>6} {'CPU s':>7} {'user':>6} {'sys':>6} {'hashing':>8} {'x cp':>6} "
     f"{'without':>8} {'RSS MiB':>8}"
 )
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The paths of one run, and the Python with kt-kernel if it is installed."""
+    """The paths of one run, the models by the names of INPUTS, and the Python with kt-kernel if it is installed."""
 
     folder: Path
     bf16: Path
-    fp8: Path
+    inputs: dict[str, Path]
     peer: str | None
 
     @property
@@ -99,13 +99,15 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="models are created and kept here; default: a temporary directory")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of cp, int4 and int8 in turn")
-    parser.add_argument("--fp8-rounds", type=int, default=3)
+    parser.add_argument("--input-rounds", type=int, default=3, help="rounds of each other input and BF16 in turn")
+    parser.add_argument("--inputs", nargs="*", choices=INPUTS, default=list(INPUTS))
     parser.add_argument("--cold", type=int, default=3, metavar="ROUNDS", help="rounds that start with a cold cache")
     parser.add_argument("--peer-rounds", type=int, default=1, help="rounds of kt-kernel, which is slow; 0: without it")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
-        bench = prepare(options.dir or Path(temporary), options.size, with_peer=options.peer_rounds > 0)
+        inputs = options.inputs if options.input_rounds else []
+        bench = prepare(options.dir or Path(temporary), options.size, inputs, with_peer=options.peer_rounds > 0)
         try:
             figures = measure_all(bench, options)
         finally:
@@ -114,17 +116,16 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def prepare(folder: Path, size: str, *, with_peer: bool) -> Bench:
+def prepare(folder: Path, size: str, inputs: list[str], *, with_peer: bool) -> Bench:
     """Create missing models, in a separate process so that this one stays small."""
     layers, experts, shards = SIZES[size]
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {}
-    for dtype, name in (("BF16", "bf16"), ("F8_E4M3", "fp8")):
-        paths[name] = folder / f"qwen3-{name}-{layers}x{experts}"
-        timing.in_subprocess(write_random_model, paths[name], layers, experts, shards, dtype)
+    paths = {name: folder / f"qwen3-{name.lower()}-{layers}x{experts}" for name in ("BF16", *inputs)}
+    for name, path in paths.items():
+        timing.in_subprocess(write_random_model, path, layers, experts, shards, INPUTS.get(name, name))
     python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
     peer = python if with_peer and Path(python).exists() else None
-    return Bench(folder, paths["bf16"], paths["fp8"], peer)
+    return Bench(folder, paths.pop("BF16"), paths, peer)
 
 
 def write_random_model(folder: Path, layers: int, experts: int, shards: int, dtype: str) -> None:
@@ -152,14 +153,17 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.cold):
         for what, runs in cold.items():
             runs.append(bench.timed(what, bench.bf16, cold=True))
-    fp8: dict[str, list[Run]] = {}
-    beside: dict[str, list[Run]] = {}
-    for method in METHODS if options.fp8_rounds else ():
-        fp8[method], beside[method] = [], []
-        for _ in range(options.fp8_rounds):
-            fp8[method].append(bench.timed(method, bench.fp8))
-            sizes[f"{method} FP8"] = bench.out_bytes()
-            beside[method].append(bench.timed(method, bench.bf16))
+    inputs: dict[str, list[Run]] = {}
+    beside: dict[str, list[Run]] = {}  # BF16 in turn with it
+    for name, path in bench.inputs.items():
+        for method in METHODS:
+            case = f"{method} {name}"
+            inputs[case], beside[case] = [], []
+            for _ in range(options.input_rounds):
+                inputs[case].append(bench.timed(method, path))
+                sizes[case] = bench.out_bytes()
+                beside[case].append(bench.timed(method, bench.bf16))
+                sizes[f"{case}, BF16"] = bench.out_bytes()
 
     shown = {**rounds, **{f"peer-{m}": runs for m, runs in peers.items()}}
     print(HEADING)
@@ -167,14 +171,15 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     if options.cold:
         print("\ncold")
         show(cold, sizes, hash_rate)
-    if fp8:
-        print("\nFP8 input, and BF16 in turn with it")
-        show({f"{m} {k}": r[m] for m in METHODS for k, r in (("FP8", fp8), ("BF16", beside))}, sizes, hash_rate, "")
-    reached = reach(rounds, cold, fp8, beside, memory, sizes)
+    if inputs:
+        print("\nother inputs, and BF16 in turn with each")
+        turns = {f"{case}{of}": runs[case] for case in inputs for of, runs in (("", inputs), (", BF16", beside))}
+        show(turns, sizes, hash_rate, "")
+    reached = reach(rounds, cold, inputs, beside, memory, sizes)
     print("\ntargets")
     for name, value in reached.items():
         limit, unit = TARGETS[name]
-        print(f"  {name:15} {value:7.2f} {unit:24} (at most {limit}: {'met' if value <= limit else 'MISSED'})")
+        print(f"  {name:17} {value:7.2f} {unit:24} (at most {limit}: {'met' if value <= limit else 'MISSED'})")
     return {
         "machine": machine,
         "sha256_bytes_per_second": hash_rate,
@@ -184,7 +189,7 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "anonymous_bytes": memory,
         "runs": {
             kind: {what: [timing.plain(r) for r in runs] for what, runs in group.items()}
-            for kind, group in (("warm", shown), ("cold", cold), ("fp8", fp8), ("bf16_beside_fp8", beside))
+            for kind, group in (("warm", shown), ("cold", cold), ("inputs", inputs), ("bf16_beside_inputs", beside))
         },
         "targets": {name: {"value": value, "at_most": TARGETS[name][0]} for name, value in reached.items()},
     }
@@ -207,7 +212,6 @@ def check(
             bench.out.rename(peer_out)
         run = bench.timed(method, bench.bf16, sample=True)
         memory[method], sizes[method] = run.anonymous, bench.out_bytes()
-        sizes[f"{method} BF16"] = sizes[method]
         if bench.peer:
             checks[method] = timing.in_subprocess(same_tensors, peer_out, bench.out)
             sizes[f"peer-{method}"] = 0  # it hashes nothing
@@ -282,7 +286,7 @@ def show(runs: dict[str, list[Run]], sizes: dict[str, int], hash_rate: float, ba
         unhashed_ratio = f"{unhashed / timing.median(reference, 'cpu'):8.2f}" if reference else ""
         spread = f"{statistics.median(walls):.2f} ({min(walls):.2f}-{max(walls):.2f})"
         print(
-            f"{what:14} {spread:>20} {wall_ratio:>6} {timing.median(group, 'cpu'):7.2f} "
+            f"{what:16} {spread:>20} {wall_ratio:>6} {timing.median(group, 'cpu'):7.2f} "
             f"{timing.median(group, 'user'):6.2f} {timing.median(group, 'system'):6.2f} {hashing:8.2f} {cpu_ratio:>6} "
             f"{unhashed_ratio:>8} {max(r.max_rss for r in group) / MIB:8.0f}"
         )
@@ -291,7 +295,7 @@ def show(runs: dict[str, list[Run]], sizes: dict[str, int], hash_rate: float, ba
 def reach(
     warm: dict[str, list[Run]],
     cold: dict[str, list[Run]],
-    fp8: dict[str, list[Run]],
+    inputs: dict[str, list[Run]],
     beside: dict[str, list[Run]],
     memory: dict[str, int],
     sizes: dict[str, int],
@@ -304,10 +308,11 @@ def reach(
             values[f"{method} CPU"] = timing.median(warm[method], "cpu") / timing.median(warm["cp"], "cpu")
         if cold["cp"]:
             values[f"{method} cold wall"] = timing.median(cold[method], "wall") / timing.median(cold["cp"], "wall")
-        if fp8:
-            per_byte = timing.median(fp8[method], "wall") / sizes[f"{method} FP8"]
-            values[f"{method} FP8 wall"] = per_byte / (timing.median(beside[method], "wall") / sizes[method])
-    ours = [r for group in (warm, cold, fp8) for method in METHODS for r in group.get(method, [])]
+    for case, runs in inputs.items():
+        per_byte = timing.median(runs, "wall") / sizes[case]
+        values[f"{case} wall"] = per_byte / (timing.median(beside[case], "wall") / sizes[f"{case}, BF16"])
+    ours = [r for group in (warm, cold) for method in METHODS for r in group[method]]
+    ours += [r for runs in inputs.values() for r in runs]
     values["anonymous"] = max(memory.values()) / MIB
     if ours:
         values["RSS"] = max(r.max_rss for r in ours) / MIB

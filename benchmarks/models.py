@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-BITS = {"BF16": 16, "F8_E4M3": 8, "F32": 32}
+BITS = {"BF16": 16, "F8_E4M3": 8, "F32": 32, "U8": 8, "F8_E8M0": 8}
 BLOCK = 128  # rows and columns that share one FP8 scale
+GROUP = 32  # columns that share one MXFP4 scale
 PIECE = 1 << 20  # values generated at a time
 SPREAD = 0.02  # standard deviation of the weights
 
@@ -148,7 +149,8 @@ def write_model(
 
 
 def gaussian(seed: int = 0) -> Fill:
-    """Random normal weights, all drawn independently: no two matrices are alike. FP8 scales differ between blocks."""
+    """Random normal weights, all drawn independently: no two matrices are alike. Scales differ between blocks; codes of
+    MXFP4 are uniform."""
     rng = np.random.Generator(np.random.PCG64(seed))
     normal = NormalDist()
     quantiles = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], np.float32)
@@ -170,6 +172,9 @@ def _draw(
 ) -> bytes:
     if dtype == "F32":
         return (rng.uniform(0.5, 1.5, count) * SPREAD / 100).astype(np.float32).tobytes()
+    if dtype in ("U8", "F8_E8M0"):
+        least, most = (0, 256) if dtype == "U8" else (118, 122)
+        return rng.integers(least, most, count, np.uint8).tobytes()
     which = rng.integers(0, 1 << 16, count, np.uint16)
     return bytes((bf16 if dtype == "BF16" else fp8)[which].data)
 
@@ -184,6 +189,9 @@ def _to_fp8(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 
 def _linear(name: str, shape: tuple[int, int], dtype: str) -> list[Tensor]:
+    if dtype == "MXFP4":
+        codes, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // GROUP)
+        return [Tensor(f"{name}_packed", "U8", codes), Tensor(f"{name}_scale", "F8_E8M0", scales)]
     tensors = [Tensor(name, dtype, shape)]
     if dtype == "F8_E4M3":
         tensors.append(Tensor(f"{name}_scale_inv", "F32", (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))))

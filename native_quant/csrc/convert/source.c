@@ -105,6 +105,35 @@ static void decode_grouped(const kt_kernels *kernels, const ktq_source *source, 
     }
 }
 
+/* Whether a source whose columns are contiguous has so few with one scale that they are decoded before they are
+ * transposed, and not after. */
+static int is_grouped_down(const ktq_source *source) {
+    return source->kind == KTQ_FP8_E4M3 && source->block_columns < TABLE_COLUMNS &&
+           source->block_rows >= source->block_columns;
+}
+
+/* At most 32 rows first..first+rows-1, each column in groups of rows: out[rows][k]. */
+static void decode_grouped_down(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows,
+                                int64_t k, uint16_t *out) {
+    uint16_t stage[STAGE_COLUMNS * KT_STRIP_ROWS];
+    const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
+    for (int64_t c = 0; c < k; c += STAGE_COLUMNS) {
+        int64_t columns = least(k - c, STAGE_COLUMNS);
+        for (int64_t j = 0; j < columns; j++) {
+            int64_t x = (source->first_column + c + j) / source->block_columns;
+            for (int64_t r = 0, high; r < rows; r += high) {
+                int64_t y = source->first_row + first + r;
+                high = least(rows - r, source->block_rows - y % source->block_rows);
+                const float *scale = source->scales + y / source->block_rows * source->scales_per_row + x;
+                kt_floats column = {source->kind, in + (c + j) * source->column_stride + r, 0, high, scale, 0, high};
+                kernels->decode_floats(&column, stage + j * KT_STRIP_ROWS + r);
+            }
+        }
+        kernels->transpose(sizeof *out, (const uint8_t *)stage, KT_STRIP_ROWS * sizeof *out, rows, columns,
+                           (uint8_t *)(out + c), k * (int64_t)sizeof *out);
+    }
+}
+
 /* Rows first..first+rows-1: out[rows][k]. At most 32 if the columns are contiguous. */
 static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                         uint16_t *out) {
@@ -122,6 +151,8 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
         decode_piece(kernels, source, in, source->row_stride, first, rows, 0, k, out, k);
     } else if (source->kind == KTQ_BF16) {
         kernels->transpose(bytes, in, source->column_stride, rows, k, (uint8_t *)out, k * bytes);
+    } else if (is_grouped_down(source)) {
+        decode_grouped_down(kernels, source, first, rows, k, out);
     } else {
         uint8_t stage[KT_STRIP_ROWS * STAGE_COLUMNS * 4];
         for (int64_t c = 0; c < k; c += STAGE_COLUMNS) {
