@@ -436,6 +436,19 @@ def test_kt_kernels_spellings(blocks: tuple[Path, Tensors], cli: Callable[..., A
     assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
 
 
+def test_inspect_names_the_command(blocks: tuple[Path, Tensors], cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Also for a model that no other command takes, as this one with its bias; not for a BF16 model."""
+    source, release = blocks
+    seen = cli("inspect", source, code=3)
+    nbytes = sum(len(tensor.data) for tensor in release.values())
+    document = json.loads(cli("inspect", source, "--json", code=3).stdout)
+    assert document["dequantized_bytes"] == nbytes and "biases" in document["refused"]
+    assert document["dequantize"] == [f"ktconvert dequantize {source} model-BF16"]
+    assert document["dequantize"][0] in seen.stdout and "BF16        the whole model, " in seen.stdout
+    cli("dequantize", source, tmp_path / "out")
+    assert "dequantize" not in json.loads(cli("inspect", tmp_path / "out", "--json", code=3).stdout)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ def inspect(path: str, **params: Any) -> None:
     click.echo("\n".join(aligned(inspection.rows(document))))
     for note in document.get("notes", []):
         click.echo(f"\nnote: {note}")
-    lines = [*document.get("convert", []), *document.get("convert_gpu", [])]
+    lines = [*document.get("convert", []), *document.get("convert_gpu", []), *document.get("dequantize", [])]
     if lines:
         click.echo("\n" + "\n".join(lines))
     if refused is not None:

@@ -6,8 +6,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.beside import beside
+from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import Form, forms_of, legal
 from ktconvert.layouts.outputs.form import expert_bytes
@@ -61,6 +64,24 @@ def gpu_commands(types: list[dict[str, Any]], where: str) -> list[str]:
         shlex.join(["ktconvert", "gpu", "-i", where, "-o", f"{name}-{t}", "--quant-method", "RTN", "--quant-type", t])
         for t in (row["quant_type"] for row in types if row["refused"] is None)
     ]
+
+
+def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
+    """What `ktconvert dequantize` would write, in bytes, and its command; empty where nothing is quantized, or where it
+    refuses the source.
+    """
+    try:
+        require_whole(source, "`ktconvert dequantize`")
+        tensors = carried(beside(source, (), cfg.quantization(source.config)))
+    except (InputError, UnsupportedError):
+        return {}
+    if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
+        return {}
+    name = Path(where).expanduser().resolve().name
+    return {
+        "dequantized_bytes": sum(tensor.entry.nbytes for tensor in tensors),
+        "dequantize": [shlex.join(["ktconvert", "dequantize", where, f"{name}-BF16"])],
+    }
 
 
 def output_bytes(model: MoeModel, form: Form, parts: int) -> int:

@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.workdir import Places, locate
-from ktconvert.pipeline.plans.makeable import commands, gpu_commands, gpu_types, methods
+from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
 from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.report import facts, facts_rows
 from ktconvert.pipeline.verify.structure import check_structure
@@ -53,6 +53,7 @@ def look_checkpoint(where: str, revision: str | None = None, arch_file: str | No
         rows = (parse_arch(arch_file), *ARCHS)
     with open_checkpoint(where, revision) as source:
         document: dict[str, Any] = {"kind": "checkpoint", "path": where, **_files(source)}
+        document |= dequantized(source, where)
         try:
             model = recognise(source, rows, to_read=True)
         except UnsupportedError as error:
@@ -208,8 +209,9 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if document["ignored_files"]:
         lines.append(("left aside", ", ".join(document["ignored_files"][:5])))
+    whole = [("BF16", f"the whole model, {size(document['dequantized_bytes'])}")] if "dequantize" in document else []
     if "refused" in document:
-        return lines
+        return [*lines, *whole]
     lines += [
         ("architecture", document["architecture"]),
         ("MoE layers", f"{len(document['moe_layers'])} ({ranges(document['moe_layers'])})"),
@@ -240,7 +242,7 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             f"the whole model, {size(kind['bytes'])}" if kind["refused"] is None else f"not possible: {kind['refused']}"
         )
         lines.append((f"{kind['quant_type']} (GPU)", what))
-    return lines
+    return [*lines, *whole]
 
 
 def _mtp(document: dict[str, Any]) -> str:
