@@ -19,7 +19,7 @@ from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.output import Wish, verify
 from ktconvert.quantizers import groups, reference
-from rig import families, killpoint
+from rig import families, killpoint, microscaling
 from rig.conversion import KTCONVERT, edit, tree
 from rig.safetensors import Tensors, header_of, metadata_of, read_file, read_folder, write_file
 
@@ -176,6 +176,23 @@ def test_every_encoding_becomes_its_bf16_release(kind: str, tmp_path: Path) -> N
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(len(tensor.data) for tensor in release.values())
     assert index["weight_map"].keys() == release.keys()
+
+
+@pytest.mark.parametrize("name", microscaling.KINDS)
+def test_microscaling_formats_become_bf16(name: str, tmp_path: Path) -> None:
+    """Under their own names; a stack of blocks transposed, as transformers holds gpt-oss."""
+    kind = microscaling.KINDS[name]
+    source, values = microscaling.make(kind, tmp_path / "model")
+    ours = {key: tensor.bits for key, tensor in dequantized(source, tmp_path / "out").items()}
+    assert not ours.pop("model.layers.0.mlp.gate.weight").any()
+    for (expert, projection), bits in values.items():
+        if not kind.stacked:
+            assert (ours.pop(f"{microscaling.base_of(kind, expert, projection)}.weight") == bits).all()
+            continue
+        half = ours[f"model.layers.0.mlp.experts.{'down' if projection == 'down' else 'gate_up'}_proj"][expert]
+        columns = {"gate": slice(0, len(bits)), "up": slice(len(bits), None), "down": slice(None)}[projection]
+        assert (half[:, columns] == bits.T).all()
+    assert len(ours) == 2 * kind.stacked
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
