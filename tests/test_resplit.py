@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,33 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.pipeline.stages.expert_files import Packed, room
 from ktconvert.quantizers import reference
-from rig import conversion, killpoint
+from rig import conversion, forks, killpoint
 from rig.safetensors import bits_of, read_folder
 
 HIDDEN, WIDTH = 128, 768  # AMXINT4 takes 1, 2, 3 and 6 parts, AMXINT8 4 as well
 PAIRS = [("int4", 1, 2), ("int8", 2, 1), ("int4", 2, 3), ("int8", 2, 4), ("int4", 6, 2)]
 Linear = list[tuple[Part, Packed]]
+MODULES = tuple(f"ktconvert.pipeline.{name}" for name in ("cli.resplit", "plans.resplit_against", "verify.output"))
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The real command line, loaded once: cli(*arguments, code=0) gives all that it printed."""
+    log = tmp_path_factory.mktemp("said") / "log"
+    with forks.Forks([], 1, modules=MODULES) as server:
+
+        def run(*arguments: object, code: int = 0) -> str:
+            done = server.run([str(argument) for argument in arguments], log)
+            assert "Traceback" not in done.stderr, done.stderr
+            assert done.returncode == code, done.stderr
+            return done.stderr
+
+        yield run
+
+
+def objects(said: str) -> list[dict[str, Any]]:
+    """What was printed with --json."""
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +90,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any], *words: str) -> bool:
 def test_what_keeps_its_values_is_as_converted_again(
     method: str, old: int, new: int, tmp_path: Path, cli: Any, converted: Any, source: Path
 ) -> None:
-    said = cli("resplit", converted(method, old), tmp_path / "new", "--threadpool-count", new).stderr
+    said = cli("resplit", converted(method, old), tmp_path / "new", "--threadpool-count", new)
     ours, fresh = tensors(tmp_path / "new"), tensors(converted(method, new))
     assert ours.keys() == fresh.keys()
     assert same(ours, fresh, "ffn_gate") and same(ours, fresh, "ffn_up")
@@ -78,7 +99,7 @@ def test_what_keeps_its_values_is_as_converted_again(
         assert "rounded once more" in said
     elif new % old == 0:
         assert "all weights keep their values" in said
-    report = json.loads(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json").stdout)
+    (report,) = objects(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json"))
     checks = {check["name"]: check["result"] for check in report["checks"]}
     assert checks["source"] == f"{len(ours)} tensors quantized again (T = {old}) and resplit: the same bytes"
 
@@ -88,7 +109,7 @@ def test_the_same_number_of_parts_changes_no_weight(
     options: tuple[str, ...], tmp_path: Path, cli: Any, converted: Any
 ) -> None:
     before = converted("int8", 2, *options)
-    said = cli("resplit", before, tmp_path / "new", "--threadpool-count", 2).stderr
+    said = cli("resplit", before, tmp_path / "new", "--threadpool-count", 2)
     assert "every tensor stays as it is" in said
     assert set(conversion.differing(conversion.tree(tmp_path / "new"), conversion.tree(before))) == {
         "README.md",
@@ -160,7 +181,7 @@ def test_an_output_of_kt_kernel(tmp_path: Path, cli: Any, converted: Any) -> Non
 
 def down_error(cli: Any, output: Path, source: Path) -> float:
     """Of all experts, as verify measures it; resplit measures the same where a layer has one expert."""
-    report = json.loads(cli("verify", output, "--against", source, "--full", "--json").stdout)
+    (report,) = objects(cli("verify", output, "--against", source, "--full", "--json"))
     return float(next(e["relative_error"] for e in report["errors"] if e["projection"] == "down"))
 
 
@@ -170,17 +191,17 @@ def test_what_is_better_is_said(tmp_path: Path, cli: Any) -> None:
     for numa, output in parts.items():
         cli("cpu", "-q", "-i", source, "-o", output, "--threadpool-count", numa)
     words = ("resplit", parts[2], tmp_path / "new", "--threadpool-count", 1)
-    plan = json.loads(cli(*words, "--against", source, "--dry-run", "--json").stdout.splitlines()[-1])
+    *_, plan = objects(cli(*words, "--against", source, "--dry-run", "--json"))
     assert not (tmp_path / "new").exists()
-    said = cli(*words, "--against", source, "--json").stdout.splitlines()
-    notes = [event["text"] for event in map(json.loads, said) if event["event"] == "note"]
+    said = objects(cli(*words, "--against", source, "--json"))
+    notes = [event["text"] for event in said if event["event"] == "note"]
     assert plan["advice"][0] in notes and plan["notes"][0] in notes
     before, after, again = (down_error(cli, folder, source) for folder in (parts[2], tmp_path / "new", parts[1]))
     assert before < again < after
     told = f"is {before:.4f} away from {source} (relative error), {after:.4f} after resplit, {again:.4f} if converted"
     assert told in plan["advice"][0]
     assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in plan["advice"][0]
-    done = next(event for event in map(json.loads, said) if event["event"] == "done")
+    done = next(event for event in said if event["event"] == "done")
     moved = done["stats"]["down_change"]["relative_error"]
     assert f"that moves them by {moved:.4f} (relative, measured on 1 expert)" in plan["notes"][0]
     assert plan["notes"][0] in (tmp_path / "new" / "README.md").read_text()
@@ -188,10 +209,10 @@ def test_what_is_better_is_said(tmp_path: Path, cli: Any) -> None:
 
 def test_what_is_as_good_is_said(tmp_path: Path, cli: Any, converted: Any, source: Path) -> None:
     words = ("resplit", converted("int8", 2), tmp_path / "new", "--threadpool-count", 2, "--dry-run")
-    assert "resplit is as good" in cli(*words, "--against", source).stdout
+    assert "resplit is as good" in cli(*words, "--against", source)
     other = conversion.checkpoint(tmp_path / "other", layers=2, experts=1, hidden=HIDDEN, width=WIDTH, seed=1)
-    assert "is not that of" in cli(*words, "--against", other, code=5).stderr
-    assert "is not that of" in cli(*words, "--against", conversion.checkpoint(tmp_path / "small"), code=5).stderr
+    assert "is not that of" in cli(*words, "--against", other, code=5)
+    assert "is not that of" in cli(*words, "--against", conversion.checkpoint(tmp_path / "small"), code=5)
 
 
 # ---- the definition --------------------------------------------------------------------------------------------------
@@ -289,7 +310,7 @@ def test_what_cannot_be_rearranged_is_refused(tmp_path: Path, cli: Any, converte
     new = tmp_path / "new"
 
     def refused(old: Path, code: int, *words: str, numa: int = 2, options: tuple[str, ...] = ()) -> None:
-        said = cli("resplit", old, new, "--threadpool-count", numa, *options, code=code).stderr
+        said = cli("resplit", old, new, "--threadpool-count", numa, *options, code=code)
         assert all(word in said for word in words), said
         assert not new.exists()
 
@@ -322,6 +343,6 @@ def test_numbers_that_no_conversion_gives_are_refused(tmp_path: Path, cli: Any, 
         shutil.copytree(converted("int8", 2, "--no-merge-safetensor"), damaged)
         file = next((damaged / "_layer_1" / "_numa_0").glob(f"INT8_down_0_*_{what}_.kt"))
         file.write_bytes(data + file.read_bytes()[len(data) :])
-        said = cli("resplit", damaged, tmp_path / "new", "--threadpool-count", 1, code=5).stderr
+        said = cli("resplit", damaged, tmp_path / "new", "--threadpool-count", 1, code=5)
         assert words in said and (file.name in said or "blk.1.ffn_down_exps.0" in said), said
         assert not (tmp_path / "new").exists()

@@ -293,7 +293,7 @@ def _checked_order(order: I64 | None, experts: int) -> list[int]:
 def _report_parts(path: str, have: int, wanted: int, strict: bool) -> None:
     message = (
         f"{path}: made for {have} NUMA parts, run with {wanted}: the result is right, but memory may be read across "
-        f"nodes; convert with --threadpool-count {wanted} for full speed."
+        f"nodes; `ktconvert resplit --threadpool-count {wanted}` rewrites it for full speed."
     )
     if strict:
         raise UnsupportedError(message)

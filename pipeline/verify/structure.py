@@ -291,7 +291,9 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
     if measure.form is not None and measure.form.whole:
         again = f"load it as {measure.method}, or convert again with another --quant-type"
         return Check("options", f"{measure.method}, as asked", tuple(problems), remedy=again)
-    serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or convert again"
+    same = measure.form is not None and method in (None, measure.method)
+    change = "rewrite it with `ktconvert resplit`" if same else "convert again"
+    serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
     return Check("options", f"{measure.method}, {measure.numa} NUMA parts, as asked", tuple(problems), remedy=serve)
 
 
