@@ -48,6 +48,7 @@ from ktconvert.pipeline.stages.resplit import ResplitWork
 
 STATED = ("activation", "weights_on", "source")  # what shards say of their experts, whatever the number of parts
 SAMPLED = 3  # units whose rounding is measured for the plan
+TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are many where experts are cut finely
 
 
 @collector_at_rest()
@@ -113,9 +114,13 @@ class ResplitConversion:
     notes: tuple[str, ...]
 
     def peak_memory(self, threads: int) -> int:
-        """The buffers of all threads; they do not grow with the model."""
+        """What is known of every tensor, and the buffers of all threads, which do not grow with the model."""
         copying = carry_over.peak_memory(self.others) if self.others else 0
-        return BASE_MEMORY + max(resplit.peak_memory(self.units, threads + WAITING), copying)
+        return (
+            BASE_MEMORY
+            + TENSOR * len(self.output.tensors)
+            + max(resplit.peak_memory(self.units, threads + WAITING), copying)
+        )
 
     def require_ready(self) -> None:
         """Any machine will do."""
