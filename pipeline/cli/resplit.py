@@ -77,7 +77,6 @@ def resplit(output: Path, new: Path, **params: Any) -> None:
         plan = replace(plan, advice=(advice(plan, against, params["revision"]),))
         if not params["dry_run"]:
             reporter.note(plan.advice[0])
-    first = convert.machine_note(plan)
-    if first:
-        reporter.note(first)
+    for note in filter(None, (convert.machine_note(plan), convert.memory_note(plan))):
+        reporter.note(note)
     options.carry_out(plan, reporter, params)
