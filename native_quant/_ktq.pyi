@@ -24,6 +24,8 @@ class Lib:
     KTQ_INT4: int
     KTQ_INT8: int
     KTQ_FP4_E2M1: int
+    KTQ_INT8_SIGNED: int
+    KTQ_INT4_AWQ: int
     KTQ_LIBRARY: int
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int

@@ -21,11 +21,12 @@ class Kind:
 
     Equations: NUMERICS.md, section 1.
 
-    name     of its equation in NUMERICS.md.
+    name     of its definition in quantizers/reference.py.
     dtype    NumPy type of an item.
     number   its constant in C; None: `decode` is its decoder.
     scaled   values are multiplied by scales.
     columns, items   a block has this many columns and is stored in this many items.
+    rows     an item holds this many rows of one column.
     by_rows  C reads it only where the columns of a row are contiguous.
     decode   Matrix -> float32 [n, k], for a few rows at a time; for kinds that C cannot decode.
     """
@@ -36,13 +37,14 @@ class Kind:
     scaled: bool = False
     columns: int = 1
     items: int = 1
+    rows: int = 1
     by_rows: bool = False
     decode: Callable[[Matrix], npt.NDArray[np.float32]] | None = None
 
     @property
     def turns(self) -> bool:
         """Whether C reads it transposed too, that is with either axis contiguous."""
-        return self.number is not None and self.columns == self.items == 1 and not self.by_rows
+        return self.number is not None and self.columns == self.items == self.rows == 1 and not self.by_rows
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,16 @@ class Matrix:
 
     values  2-D items of the kind. Where a block is one column: [n, k], and either axis may be the contiguous one, so
             that a transposed checkpoint tensor is a view with strides. Otherwise the whole blocks that hold each row's
-            columns.
+            columns, or whole items that hold several rows.
     scales  float32 [ceil(N / block[0]), ceil(K / block[1])] over the *whole* stored linear; None without scales.
     block   rows and columns that share one scale.
     origin  where element [0, 0] lies in the whole linear, so that a slice still finds its scales.
-    skip    columns of each row's first block that precede the linear's first column.
+    skip    columns of each row's first block that precede the linear's first column; where an item holds several rows,
+            rows of the first item that precede the linear's first row.
     width   k, where the blocks may hold more columns than that; None: all columns that they hold.
+    height  n, where the items may hold more rows than that; None: all rows that they hold.
+    zeros   float32 as scales: the code that stands for 0, of integers; None: 2^(bits-1).
+    group_of  int32 [K]: the column of `scales` that each column of the whole linear is scaled by; None: as block says.
     """
 
     values: npt.NDArray[Any]
@@ -66,18 +72,28 @@ class Matrix:
     origin: tuple[int, int] = (0, 0)
     skip: int = 0
     width: int | None = None
+    height: int | None = None
+    zeros: npt.NDArray[np.float32] | None = None
+    group_of: npt.NDArray[np.int32] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(n, k): out_features, in_features."""
         n, items = self.values.shape
+        if self.kind.rows > 1:
+            return (n * self.kind.rows - self.skip if self.height is None else self.height), items
         if self.width is not None:
             return n, self.width
         return n, items // self.kind.items * self.kind.columns - self.skip
 
     def rows(self, start: int, stop: int) -> Matrix:
         """The linear's rows start..stop-1."""
-        return replace(self, values=self.values[start:stop], origin=(self.origin[0] + start, self.origin[1]))
+        origin, each = (self.origin[0] + start, self.origin[1]), self.kind.rows
+        if each == 1:
+            return replace(self, values=self.values[start:stop], origin=origin)
+        first, last = (self.skip + start) // each, -(-(self.skip + stop) // each)
+        skip = self.skip + start - first * each
+        return replace(self, values=self.values[first:last], origin=origin, skip=skip, height=stop - start)
 
     def columns(self, start: int, stop: int) -> Matrix:
         """The linear's columns start..stop-1."""
@@ -92,12 +108,19 @@ class Matrix:
 
     def every_other(self, first: int) -> Matrix:
         """The linear's rows first, first + 2, ...; scales become one per row, since blocks lose every other row."""
+        if self.kind.dtype == np.uint32:  # words of one column follow each other, or hold several rows
+            return Matrix(decode(self)[first::2], BF16)
         values = self.values[first::2]
         if self.scales is None:
             return replace(self, values=values)
-        rows = np.repeat(self.scales, self.block[0], axis=0)[self.origin[0] :][: len(self.values)]
-        scales, block = np.ascontiguousarray(rows[first::2]), (1, self.block[1])
-        return replace(self, values=values, scales=scales, block=block, origin=(0, self.origin[1]))
+
+        def per_row(grid: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+            rows = np.repeat(grid, self.block[0], axis=0)[self.origin[0] :][: len(self.values)]
+            return np.ascontiguousarray(rows[first::2])
+
+        zeros = None if self.zeros is None else per_row(self.zeros)
+        block, origin = (1, self.block[1]), (0, self.origin[1])
+        return replace(self, values=values, scales=per_row(self.scales), zeros=zeros, block=block, origin=origin)
 
     @property
     def T(self) -> Matrix:
@@ -110,10 +133,16 @@ class Matrix:
     def each_scale(self) -> npt.NDArray[np.float32]:
         """The scale of every element: float32 [n, k]."""
         assert self.scales is not None, self.kind
+        return self._each(self.scales)
+
+    def each_zero(self) -> npt.NDArray[np.float32] | None:
+        """The zero point of every element: float32 [n, k]; None where all are 2^(bits-1)."""
+        return None if self.zeros is None else self._each(self.zeros)
+
+    def _each(self, grid: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         (n, k), (row, column), (rows, columns) = self.shape, self.origin, self.block
-        each: npt.NDArray[np.float32] = self.scales[
-            np.ix_((row + np.arange(n)) // rows, (column + np.arange(k)) // columns)
-        ]
+        at = (column + np.arange(k)) // columns if self.group_of is None else self.group_of[column : column + k]
+        each: npt.NDArray[np.float32] = grid[np.ix_((row + np.arange(n)) // rows, at)]
         return each
 
 
@@ -122,10 +151,17 @@ FP16 = Kind("fp16", np.dtype(np.uint16), lib.KTQ_FP16)
 F32 = Kind("f32", np.dtype(np.float32), lib.KTQ_F32)
 FP8_E4M3 = Kind("fp8_e4m3", np.dtype(np.uint8), lib.KTQ_FP8_E4M3, scaled=True)
 # An integer of b bits is stored as code + 2^(b-1); of 4 bits, the even column is the lower half of a byte.
-INT4 = Kind("int4", np.dtype(np.uint8), lib.KTQ_INT4, scaled=True, columns=2)
+INT4 = Kind("int4", np.dtype(np.uint8), lib.KTQ_INT4, scaled=True, columns=2, by_rows=True)
+FP4_E2M1 = Kind("fp4_e2m1", np.dtype(np.uint8), lib.KTQ_FP4_E2M1, scaled=True, columns=2, by_rows=True)
 INT8 = Kind("int8", np.dtype(np.uint8), lib.KTQ_INT8, scaled=True, by_rows=True)
-FP4_E2M1 = Kind("fp4_e2m1", np.dtype(np.uint8), lib.KTQ_FP4_E2M1, scaled=True, columns=2)
-KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4_E2M1)}  # those that C reads
+INT8_SIGNED = Kind("int8_signed", np.dtype(np.uint8), lib.KTQ_INT8_SIGNED, scaled=True, by_rows=True)
+# The same codes in words of 32 bits, low bits first, which may be apart: GPTQ's [k*b/32, n] transposed.
+INT4_WORDS = Kind("int4_words", np.dtype(np.uint32), lib.KTQ_INT4, scaled=True, columns=8)
+INT8_WORDS = Kind("int8_words", np.dtype(np.uint32), lib.KTQ_INT8, scaled=True, columns=4)
+# A word is a column of 8 rows, in the order 0 2 4 6 1 3 5 7: AWQ's [k, n/8] transposed.
+INT4_AWQ = Kind("int4_awq", np.dtype(np.uint32), lib.KTQ_INT4_AWQ, scaled=True, rows=8)
+KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4_E2M1)}  # in C, one per encoding
+INTEGERS = (INT4, INT8, INT8_SIGNED, INT4_WORDS, INT8_WORDS, INT4_AWQ)
 
 
 def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
@@ -171,38 +207,55 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
     if values.dtype != kind.dtype:
         raise ValueError(f"{kind.name} values must be {kind.dtype} in this machine's byte order, not {values.dtype!r}")
     n, k = matrix.shape
-    stored = values.shape[1] // kind.items * kind.columns
-    if k < 1 or matrix.skip < 0 or matrix.skip + k > stored:
-        raise ValueError(f"values of shape {values.shape} hold {stored} columns, not {k} after {matrix.skip}")
+    if kind.rows > 1:
+        stored, wanted, axis = values.shape[0] * kind.rows, n, "rows"
+    else:
+        stored, wanted, axis = values.shape[1] // kind.items * kind.columns, k, "columns"
+    if wanted < 1 or matrix.skip < 0 or matrix.skip + wanted > stored:
+        raise ValueError(f"values of shape {values.shape} hold {stored} {axis}, not {wanted} after {matrix.skip}")
     (row_stride, column_stride), item = values.strides, kind.dtype.itemsize
     # NumPy may give any stride to an axis of length 1.
-    row_stride = row_stride if n > 1 else item
+    row_stride = row_stride if values.shape[0] > 1 else item
     column_stride = column_stride if values.shape[1] > 1 else item
-    if item not in ((row_stride, column_stride) if kind.turns else (column_stride,)):
+    either = kind.items == kind.rows == 1 and not kind.by_rows
+    if item not in ((row_stride, column_stride) if either else (row_stride if kind.rows > 1 else column_stride,)):
         raise ValueError(f"one axis of values must be contiguous, not strides {values.strides}")
     if row_stride < 0 or column_stride < 0:
         raise ValueError(f"values must not run backwards, as strides {values.strides} do")
 
     source = (kind.number, _address(values), row_stride, column_stride)
     if not kind.scaled:
-        if matrix.scales is not None:
+        if any(array is not None for array in (matrix.scales, matrix.zeros, matrix.group_of)):
             raise ValueError(f"{kind.name} values have no scales")
         return ffi.new(_SOURCE, source), None
-    scales = _check_scales(matrix)
+    scales, zeros, group_of = _check_scales(matrix)
     grid = (_address(scales), scales.shape[1], *matrix.block, *matrix.origin)
-    return ffi.new(_SOURCE, (*source, *grid, matrix.skip)), scales
+    of_codes = (ffi.NULL if array is None else _address(array) for array in (zeros, group_of))
+    return ffi.new(_SOURCE, (*source, *grid, matrix.skip, *of_codes)), (scales, zeros, group_of)
 
 
-def _check_scales(matrix: Matrix) -> npt.NDArray[np.float32]:
+def _check_scales(matrix: Matrix) -> tuple[npt.NDArray[np.float32], Any, Any]:
+    """Scales, zero points and groups of columns, as C reads them."""
     name, shape, scales, block, origin = matrix.kind.name, matrix.shape, matrix.scales, matrix.block, matrix.origin
     if scales is None or scales.ndim != 2 or scales.dtype != np.float32:
         raise ValueError(f"{name} values need float32 scales with two dimensions")
     if min(block) < 1 or min(origin) < 0 or max(*block, *origin) >= 2**31:
         raise ValueError(f"block {block} and origin {origin} are out of range")
-    for size, start, step, count in zip(shape, origin, block, scales.shape, strict=True):
-        if (start + size - 1) // step >= count:
-            raise ValueError(f"scales of shape {scales.shape} do not cover {shape} at {origin} in blocks of {block}")
-    return np.require(scales, requirements=["C", "A"])
+    zeros, group_of = matrix.zeros, matrix.group_of
+    if matrix.kind not in INTEGERS and (zeros is not None or group_of is not None):
+        raise ValueError(f"{name} values have no zero points, and no groups but blocks")
+    if zeros is not None and (zeros.dtype != np.float32 or zeros.shape != scales.shape):
+        raise ValueError(f"zero points must be float32 of shape {scales.shape}, as the scales")
+    last = [(start + size - 1) // step for size, start, step in zip(shape, origin, block, strict=True)]
+    if group_of is not None:
+        named = group_of[origin[1] : origin[1] + shape[1]]
+        if group_of.ndim != 1 or group_of.dtype != np.int32 or len(named) != shape[1] or named.min() < 0:
+            raise ValueError("the group of each column must be an int32, 0 or more")
+        last[1] = int(named.max())
+    if any(index >= count for index, count in zip(last, scales.shape, strict=True)):
+        raise ValueError(f"scales of shape {scales.shape} do not cover {shape} at {origin} in blocks of {block}")
+    arrays = (a if a is None else np.require(a, requirements=["C", "A"]) for a in (scales, zeros, group_of))
+    return tuple(arrays)  # type: ignore[return-value]
 
 
 def _address(array: npt.NDArray[Any]) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.matrix import Matrix
+from ktconvert.quantizers import packed
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -59,25 +60,14 @@ def decode(matrix: Matrix) -> U16:
             unsigned = f32_to_bf16(fp8_e4m3_magnitude(values) * matrix.each_scale())
             sign: U16 = np.left_shift(values & 0x80, 8, dtype=np.uint16)
             return unsigned ^ sign
-        if kind in ("int4", "int8"):
-            return f32_to_bf16(integers(matrix).astype(np.float32) * matrix.each_scale())
+        if kind in packed.BITS:
+            zeros = matrix.each_zero()
+            half = np.float32(1 << packed.BITS[kind] - 1)
+            codes = packed.codes(matrix).astype(np.float32) - (half if zeros is None else zeros)
+            return f32_to_bf16(codes * matrix.each_scale())
         if kind == "fp4_e2m1":
-            return f32_to_bf16(E2M1[stored_codes(matrix)] * matrix.each_scale())
+            return f32_to_bf16(E2M1[packed.codes(matrix)] * matrix.each_scale())
     raise ValueError(f"no definition of {kind}")
-
-
-def stored_codes(matrix: Matrix) -> U8:
-    """The codes as they are stored: uint8 [n, k]; of 4 bits, the even column is the lower half of a byte."""
-    codes: U8 = matrix.values
-    if matrix.kind.columns == 2:
-        codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
-    return codes[:, matrix.skip : matrix.skip + matrix.shape[1]]
-
-
-def integers(matrix: Matrix) -> I8:
-    """The codes of packed integers: int8 [n, k]."""
-    half = 8 if matrix.kind.name == "int4" else 128
-    return (stored_codes(matrix).astype(np.int16) - half).astype(np.int8)
 
 
 # --- to codes and scales --------------------------------------------------------------------------

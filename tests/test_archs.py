@@ -630,7 +630,7 @@ U8, I32 = np.uint8, np.int32
         ("", ("F8_E5M2", U8), ("_scale_inv", "U8"), "E5M2"),
         ("", ("F64", np.float64), None, "float64"),
         ("", ("I8", U8), ("_scale", "F8_E5M2"), "integer"),
-        (".qweight", ("I32", I32), (".scales", "U8"), "GPTQ or AWQ"),
+        ("", ("I8", U8), (".SCB", "U8"), "bitsandbytes"),
     ],
 )
 def test_formats_that_are_no_input_yet(
@@ -640,7 +640,7 @@ def test_formats_that_are_no_input_yet(
     tensors: Tensors = {}
     for name, (_, values) in model.experts.items():
         stem = name.removesuffix(".weight")
-        tensors[(stem if suffix.startswith(".q") else name) + suffix] = (dtype[0], np.zeros(values.shape, dtype[1]))
+        tensors[name + suffix] = (dtype[0], np.zeros(values.shape, dtype[1]))
         if scale is not None:
             tensors[(stem if scale[0].startswith(".") else name) + scale[0]] = (scale[1], np.zeros((1, 1), U8))
     model.experts = tensors

@@ -384,7 +384,8 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path, cli: Any, write_qwe
     [
         ("model.layers.0.self_attn.q_proj.weight", "F8_E4M3", (H, H), 5, "weight_scale_inv is missing"),
         ("model.layers.0.self_attn.q_proj.weight_packed", "I32", (H, 32), 5, "weight_scale is missing"),
-        ("model.layers.0.self_attn.q_proj.qweight", "I32", (32, H), 3, "GPTQ or AWQ"),
+        ("model.layers.0.self_attn.q_proj.qweight", "I32", (32, H), 5, "q_proj.scales is missing"),
+        ("model.layers.0.self_attn.q_proj.qzeros", "I32", (2, 32), 3, "GPTQ or AWQ"),
     ],
 )
 def test_others_that_are_packed_are_refused(

@@ -1,8 +1,9 @@
 """Codes with a scale for each group of columns, packed integers, FP4 and FP8: every kernel equals the definition,
-however the linear is sliced."""
+however codes are laid out and the linear is sliced."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import BF16, INT4, INT8, KINDS, Matrix
-from ktconvert.quantizers import groups, reference
+from ktconvert.native_quant.matrix import BF16, FP4_E2M1, FP8_E4M3, INT4, INT4_AWQ, INT8, INTEGERS, Matrix
+from ktconvert.quantizers import groups, packed, reference
 
-BITS = {"int4": 4, "int8": 8, "fp4_e2m1": 4, "fp8_e4m3": 8}
-INTEGERS = ("int4", "int8")
+KINDS = {kind.name: kind for kind in (*INTEGERS, FP4_E2M1, FP8_E4M3)}
+BITS = {**packed.BITS, "fp4_e2m1": 4, "fp8_e4m3": 8}
+PLAIN = {"int4": 4, "int8": 8}  # rows of bytes, no zero points
 
 
-def linear(kind: str, n: int, k: int, group: int, seed: int = 0, scales: Any = None) -> Matrix:
-    """Random codes; scales of every size and either sign."""
+def linear(
+    kind: str, n: int, k: int, group: int, seed: int = 0, scales: Any = None, zeros: bool = False, order: bool = False
+) -> Matrix:
+    """Random codes; scales of every size and either sign. order: the columns of a group are not neighbours."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 256, (n, k * BITS[kind] // 8)).astype(np.uint8)
+    words = {"int4_words": (k // 8, n), "int8_words": (k // 4, n), "int4_awq": (k, n // 8)}
+    if kind in words:
+        codes = rng.integers(0, 1 << 32, words[kind], np.uint32).T
+    else:
+        codes = rng.integers(0, 256, (n, k * BITS[kind] // 8)).astype(np.uint8)
     if kind == "fp8_e4m3":
         codes[1:][codes[1:] & 0x7F == 0x7F] = 0x40  # NaN in the first row only
+    zeros, order = zeros and kind in packed.BITS, order and kind in packed.BITS
+    shape = n, -(-k // group)
     if scales is None:
-        scales = np.exp(rng.uniform(-95, 80, (n, -(-k // group)))) * rng.choice([-1, 1], (n, -(-k // group)))
+        scales = np.exp(rng.uniform(-95, 80, shape)) * rng.choice([-1, 1], shape)
         scales[0] = 0
-    return Matrix(codes, KINDS[kind], np.asarray(scales, np.float32), (1, group))
+    return Matrix(
+        codes,
+        KINDS[kind],
+        np.asarray(scales, np.float32),
+        (1, group),
+        zeros=rng.integers(0, 1 << BITS[kind], shape).astype(np.float32) if zeros else None,
+        group_of=rng.permutation(np.arange(k, dtype=np.int32) // group) if order else None,
+    )
 
 
 def both(matrix: Matrix) -> tuple[Any, Any]:
@@ -35,7 +52,7 @@ def both(matrix: Matrix) -> tuple[Any, Any]:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", [*PLAIN, "fp4_e2m1", "fp8_e4m3"])
 @pytest.mark.parametrize("group", [1, 3, 16, 32, 40, 128, 1000])
 def test_kernels_are_the_definition(kind: str, group: int) -> None:
     for n, k in ((1, 2), (3, 64), (33, 66), (5, 254), (40, 640)):
@@ -44,21 +61,62 @@ def test_kernels_are_the_definition(kind: str, group: int) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kind", BITS)
-def test_every_code_times_scales_of_every_size(kind: str) -> None:
+@pytest.mark.parametrize("order", [False, True], ids=["neighbours", "order"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_zero_points_and_orders_of_columns(kind: str, zeros: bool, order: bool) -> None:
+    """Stages hold 1024 columns of 4 bits, 512 of 8; strips have 32 rows, AWQ's words 8."""
+    for n, k, group in ((8, 8, 8), (32, 64, 32), (40, 1104, 16), (72, 2056, 128), (16, 24, 7)):
+        ours, expected = both(linear(kind, n, k, group, zeros=zeros, order=order))
+        assert (ours == expected).all(), (n, k)
+
+
+def test_codes_are_those_that_were_packed() -> None:
+    """The definition itself: known codes, put into words one by one."""
+    rng = np.random.default_rng(3)
+    for bits, kind in ((4, "int4_words"), (8, "int8_words"), (4, "int4_awq")):
+        codes = rng.integers(0, 1 << bits, (16, 24)).astype(np.uint64)
+        each, words = 32 // bits, np.zeros((24 * bits // 32, 16) if kind != "int4_awq" else (24, 2), np.uint64)
+        for (row, column), code in np.ndenumerate(codes):
+            if kind == "int4_awq":
+                words[column, row // 8] |= code << np.uint64(4 * [0, 4, 1, 5, 2, 6, 3, 7][row % 8])
+            else:
+                words[column // each, row] |= code << np.uint64(bits * (column % each))
+        matrix = Matrix(words.astype(np.uint32).T, KINDS[kind], np.ones((16, 1), np.float32), (1, 24))
+        assert (packed.codes(matrix) == codes).all()
+        assert (packed.signed_codes(matrix) == codes.astype(int) - (1 << bits - 1)).all()
+
+
+def test_zero_points_borrow_from_their_neighbours() -> None:
+    """GPTQ's first format stores each word of zero points less 0x11111111, or 0x01010101, as a whole."""
+    for bits, one in ((4, 0x11111111), (8, 0x01010101)):
+        points = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64)).astype(np.uint8)
+        points[:, ::5] = 0
+        words = groups.pack_words(bits, (points.astype(np.int16) - (1 << bits - 1)).astype(np.int8)).view(np.uint32)
+        assert (packed.gptq_zeros(bits, words - np.uint32(one), less_one=True) == points).all()
+        assert (packed.gptq_zeros(bits, words, less_one=False) == points).all()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("order", [False, True], ids=["neighbours", "order"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "int8_signed", "fp4_e2m1", "fp8_e4m3"])
+def test_every_code_times_scales_of_every_size(kind: str, order: bool) -> None:
     """Scales that are no numbers too: what comes is the definition's."""
     codes = np.tile(np.arange(256, dtype=np.uint8), (16, 1))
     scales = [1, 0.3, 1e-4, -2.5, 1e-38, 1e-36, 1e-41, 3e38, -1e36, 0, -0.0, np.inf, -np.inf, np.nan, 2**-149, 2**127]
     with np.errstate(all="ignore"):
         column = np.array(scales, np.float32)[:, None]
-    ours, expected = both(Matrix(codes, KINDS[kind], column, (1, 10**6)))
-    assert (ours == expected).all()
+    matrix = Matrix(codes, KINDS[kind], column, (1, 10**6))
+    named = np.zeros(matrix.shape[1], np.int32) if order and kind in packed.BITS else None
+    for zeros in (None, np.full_like(column, 3))[: 2 if kind in packed.BITS else 1]:
+        ours, expected = both(replace(matrix, zeros=zeros, group_of=named))
+        assert (ours == expected).all()
 
 
 def test_the_definition_is_that_of_our_own_output() -> None:
     """What `ktconvert gpu` packs is the code times the scale, and BF16 scales make that exact in float32."""
-    for kind in INTEGERS:
-        bits, matrix = BITS[kind], linear(kind, 4, 256, 128)
+    for kind, bits in PLAIN.items():
+        matrix = linear(kind, 4, 256, 128)
         assert matrix.scales is not None
         scales = reference.f32_to_bf16(matrix.scales)
         exact = groups.dequantize_groups(bits, matrix.values.view("<i4"), scales)
@@ -68,18 +126,24 @@ def test_the_definition_is_that_of_our_own_output() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kind=st.sampled_from(tuple(BITS)),
+    kind=st.sampled_from(tuple(KINDS)),
     group=st.integers(1, 200),
-    k=st.integers(1, 150).map(lambda pairs: 2 * pairs),
+    k=st.integers(1, 150),
     n=st.integers(1, 40),
+    zeros=st.booleans(),
+    order=st.booleans(),
     data=st.data(),
 )
-def test_any_slice_finds_its_codes_and_scales(kind: str, group: int, k: int, n: int, data: st.DataObject) -> None:
-    whole = linear(kind, n, k, group, seed=k)
+def test_any_slice_finds_its_codes_and_scales(
+    kind: str, group: int, k: int, n: int, zeros: bool, order: bool, data: st.DataObject
+) -> None:
+    k *= {"int4": 2, "fp4_e2m1": 2, "int4_words": 8, "int8_words": 4}.get(kind, 1)
+    n *= KINDS[kind].rows
+    whole = linear(kind, n, k, group, seed=k, zeros=zeros, order=order)
     expected = reference.decode(whole)
     first, top = data.draw(st.integers(0, k - 1)), data.draw(st.integers(0, n - 1))
     stop, bottom = data.draw(st.integers(first + 1, k)), data.draw(st.integers(top + 1, n))
-    inner = data.draw(st.integers(0, stop - first - 1))
+    inner, below = data.draw(st.integers(0, stop - first - 1)), data.draw(st.integers(0, bottom - top - 1))
     before = kernels.isa()
     for name in kernels.available_isas():
         kernels.set_isa(name)
@@ -91,18 +155,19 @@ def test_any_slice_finds_its_codes_and_scales(kind: str, group: int, k: int, n: 
         again = part.columns(inner, stop - first)
         assert (kernels.decode(again) == expected[top:bottom, first + inner : stop]).all()
         assert (reference.decode(again) == expected[top:bottom, first + inner : stop]).all()
+        assert (kernels.decode(part.rows(below, bottom - top)) == expected[top + below : bottom, first:stop]).all()
         alternate = whole.every_other(n > 1)
         assert (kernels.decode(alternate) == expected[n > 1 :: 2]).all()
     kernels.set_isa(before)
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_result_of_special_values(kind: str, bits: int) -> None:
     """Quantized and packed as the BF16 values are, also for a slice that begins inside a group."""
     scales = np.exp(np.random.default_rng(1).uniform(-9, -3, (256, 12))).astype(np.float32)
-    whole = linear(kind, 256, 384, 32, scales=scales)
+    whole = linear(kind, 256, 384, 32, scales=scales, zeros=kind != "int4", order=bits == 4)
     part = whole.columns(128, 384).rows(128, 256)
     bf16 = reference.decode(part)
     n, k = part.shape
@@ -111,10 +176,10 @@ def test_the_result_of_special_values(kind: str, bits: int) -> None:
     expected = reference.quantize_pack(bits, bf16)
     assert (weight == expected[0]).all() and (scale == expected[1]).all()
     assert kernels.error_sums(bits, part, weight, scale) == kernels.error_sums(bits, Matrix(bf16, BF16), weight, scale)
-    packed, group_scales = np.empty((n, k * bits // 32), np.int32), np.empty((n, k // 128), np.uint16)
-    kernels.quantize_groups(bits, part, packed, group_scales)
+    words, group_scales = np.empty((n, k * bits // 32), np.int32), np.empty((n, k // 128), np.uint16)
+    kernels.quantize_groups(bits, part, words, group_scales)
     codes, wanted = groups.quantize_groups(bits, 128, bf16)
-    assert (packed == groups.pack_words(bits, codes)).all() and (group_scales == wanted).all()
+    assert (words == groups.pack_words(bits, codes)).all() and (group_scales == wanted).all()
 
 
 def test_a_value_that_overflows_is_refused_with_its_place() -> None:
@@ -128,6 +193,9 @@ def test_a_value_that_overflows_is_refused_with_its_place() -> None:
     assert (caught.value.row, caught.value.column) == (40, 67)
 
 
+SCALES = np.ones((4, 1), np.float32)
+
+
 @pytest.mark.parametrize(
     "matrix",
     [
@@ -138,8 +206,15 @@ def test_a_value_that_overflows_is_refused_with_its_place() -> None:
         Matrix(np.zeros((4, 8), np.int8), INT8, np.ones((4, 1), np.float32), (1, 8)),
         Matrix(np.zeros((4, 16), np.uint8)[:, ::2], INT8, np.ones((4, 1), np.float32), (1, 8)),
         Matrix(np.zeros((8, 4), np.uint8).T, INT8, np.ones((4, 1), np.float32), (1, 8)),
+        Matrix(np.zeros((4, 8), np.uint8), INT8, SCALES, (1, 8), zeros=np.zeros((4, 2), np.float32)),
+        Matrix(np.zeros((4, 8), np.uint8), INT8, SCALES, (1, 8), zeros=np.zeros((4, 1), np.uint8)),  # type: ignore[arg-type]
+        Matrix(np.zeros((4, 8), np.uint8), INT8, SCALES, (1, 8), group_of=np.full(8, -1, np.int32)),
+        Matrix(np.zeros((4, 8), np.uint8), INT8, SCALES, (1, 8), group_of=np.full(8, 1, np.int32)),
+        Matrix(np.zeros((4, 8), np.uint8), INT8, SCALES, (1, 8), group_of=np.zeros(7, np.int32)),
+        Matrix(np.zeros((4, 8), np.uint16), BF16, zeros=SCALES),
+        Matrix(np.zeros((1, 8), np.uint32), INT4_AWQ, np.ones((8, 1), np.float32), (1, 8), skip=1, height=8),
+        Matrix(np.zeros((8, 4), np.uint32)[::2], INT4_AWQ, np.ones((32, 1), np.float32), (1, 8)),
     ],
-    ids=["too few", "before the first", "scales too few", "no scales", "dtype", "gaps", "columns apart"],
 )
 def test_what_makes_no_sense_is_refused(matrix: Matrix) -> None:
     with pytest.raises(ValueError):

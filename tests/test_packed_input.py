@@ -20,36 +20,11 @@ from ktconvert.native_quant import kernels
 from ktconvert.quantizers import groups, reference
 from rig import killpoint
 from rig.conversion import KTCONVERT, tree
-from rig.safetensors import Tensors, edit_file, metadata_of, read_file, read_folder, write_file
+from rig.integers import E, H, I, checkpoint, scheme
+from rig.safetensors import Tensors, edit_file, metadata_of, read_file, read_folder
 
 LIBRARY = Path(__file__).parent / "golden" / "ct_pack_int4_g32_sym.safetensors"
-E, H, I = 2, 256, 384  # noqa: E741
 BASE = "model.layers.0.mlp.experts.{}.{}_proj"
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 1,
-    "num_experts": E,
-    "num_experts_per_tok": 1,
-    "hidden_size": H,
-    "moe_intermediate_size": I,
-}
-
-
-def scheme(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-
-
-def checkpoint(folder: Path, tensors: Any, quantization: dict[str, Any] | None, **config: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    document = CONFIG | config | ({"quantization_config": quantization} if quantization else {})
-    (folder / "config.json").write_text(json.dumps(document))
-    write_file(folder / "model.safetensors", tensors)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -284,19 +259,25 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], type[KtconvertError], str]] =
     ),
     "a shape of another type": (changed("weight_shape", "F32", np.zeros(2, np.float32)), InputError, "must be two I64"),
     "codes of another type": (
-        changed("weight_packed", "U8", np.zeros((I, 128), np.uint8)),
+        changed("weight_packed", "I64", np.zeros((I, 16), np.int64)),
         UnsupportedError,
         "is not an input yet",
     ),
-    "zero points": (
-        added("weight_zero_point", "I32", np.zeros((48, 8), np.int32)),
-        UnsupportedError,
-        "compressed-tensors integer is not an input yet",
+    "bytes of another width": (changed("weight_packed", "U8", np.zeros((I, 64), np.uint8)), InputError, "has shape"),
+    "zero points of another size": (
+        added("weight_zero_point", "I32", np.zeros((47, 8), np.int32)),
+        InputError,
+        r"must be I32 of shape \[48, 8\]",
     ),
-    "an order of columns": (
-        added("weight_g_idx", "I32", np.zeros(H, np.int32)),
-        UnsupportedError,
-        "is not an input yet",
+    "zero points of another type": (
+        added("weight_zero_point", "I8", np.zeros((I, 8), np.int8)),
+        InputError,
+        r"must be I32 of shape \[48, 8\]",
+    ),
+    "an order of other columns": (
+        added("weight_g_idx", "I32", np.zeros(H // 2, np.int32)),
+        InputError,
+        r"must be I32 of shape \[256\]",
     ),
     "another width": (changed("weight_packed", "I32", np.zeros((I, 64), np.int32)), InputError, "must be|has shape"),
 }
@@ -319,7 +300,7 @@ def test_a_shape_that_contradicts_the_codes(packed: Path, tmp_path: Path, cli: C
 
 
 @pytest.mark.parametrize(
-    "quantization", [scheme(4, 32, symmetric=False), {"quant_method": "awq"}, {"config_groups": {"a": {}}}], ids=str
+    "quantization", [{"quant_method": "awq"}, {"quant_method": "gptq"}, {"config_groups": {"a": {}}}], ids=str
 )
 def test_a_config_of_another_method(quantization: dict[str, Any], packed: Path, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, read_file(packed / "model.safetensors"), quantization)
@@ -328,3 +309,30 @@ def test_a_config_of_another_method(quantization: dict[str, Any], packed: Path, 
         return
     with pytest.raises(UnsupportedError, match="is not an input yet"):
         model_of(folder)
+
+
+def test_zero_points_that_the_config_names_and_no_tensor_holds(packed: Path, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, read_file(packed / "model.safetensors"), scheme(4, 32, symmetric=False))
+    with pytest.raises(InputError, match=r"weight_packed' has zero points by config.json, but .*zero_point is missing"):
+        model_of(folder)
+
+
+def test_an_order_that_leaves_a_group_out(packed: Path, tmp_path: Path) -> None:
+    """Found when the weight is read: the header says nothing of it. An order of which nothing is set is none."""
+    folder = checkpoint(tmp_path, read_file(packed / "model.safetensors"), scheme(4, 32))
+    edit_file(folder / "model.safetensors", added("weight_g_idx", "I32", np.full(H, -1, np.int32)))
+    assert model_of(folder).linear(0, 1, "gate").group_of is None
+    edit_file(folder / "model.safetensors", added("weight_g_idx", "I32", np.zeros(H, np.int32)))
+    with pytest.raises(InputError, match="weight_g_idx' must name each of 8 groups for 32 columns"):
+        model_of(folder).linear(0, 1, "gate")
+
+
+def test_widths_that_only_the_groups_tell(tmp_path: Path) -> None:
+    """A config with schemes of 4 and of 8 bits, of groups of their own sizes."""
+    both = scheme(4, 32)
+    both["config_groups"]["group_1"] = scheme(8, 128)["config_groups"]["group_0"]
+    for bits, group in ((4, 32), (8, 128)):
+        tensors, values = pack_all(bits, group, "BF16")
+        model = model_of(checkpoint(tmp_path / str(bits), tensors, both))
+        assert model.dtypes == (f"INT{bits}",)
+        assert (kernels.decode(model.linear(0, 1, "down")) == values[BASE.format(1, "down")]).all()

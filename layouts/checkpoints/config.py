@@ -57,22 +57,23 @@ class Quantization:
     """How weights are quantized, according to a config; empty if it does not say.
 
     method       quant_method, such as "compressed-tensors".
+    format       of GPTQ and AWQ: how words are laid out, "gptq_v2" or "gemm"; "" if the config does not say.
     blocks       the sizes (rows, columns) of blocks that share an FP8 scale.
-    bits, groups widths of integer codes, and columns that share one of their scales, of compressed-tensors' config
-    groups;
-    asymmetric   whether any of these has zero points.
+    bits, groups widths of integer codes, and columns that share one of their scales.
+    symmetric    False where such codes have zero points, True where they have none; both if the config has both.
     """
 
     method: str = ""
+    format: str = ""
     blocks: tuple[tuple[int, int], ...] = ()
     bits: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
-    asymmetric: bool = False
+    symmetric: tuple[bool, ...] = ()
 
 
 def quantization(config: dict[str, Any]) -> Quantization:
     """How a config says that weights are quantized; unusable values are ignored."""
-    method, weights, sizes = "", [], []
+    method, laid_out, weights, sizes = "", "", [], []
     for scope in scopes(config):
         for key in ("quantization_config", "compression_config"):
             if isinstance(quant := scope.get(key), dict):
@@ -86,14 +87,33 @@ def quantization(config: dict[str, Any]) -> Quantization:
                 schemes = [scheme for scheme in inner if isinstance(scheme, dict)]
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
                 weights += schemes
+                if method in ("gptq", "awq"):
+                    laid_out = laid_out or _format(quant)
+                    weights += _schemes(quant)
     blocks = [
         (s[0], s[1]) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and n > 0 for n in s)
     ]
     integers = [scheme for scheme in weights if scheme.get("type") == "int"]
     return Quantization(
         method,
+        laid_out,
         tuple(dict.fromkeys(blocks)),
         tuple(sorted({n for scheme in integers if type(n := scheme.get("num_bits")) is int})),
         tuple(sorted({n for scheme in integers if type(n := scheme.get("group_size")) is int and n > 0})),
-        any(scheme.get("symmetric") is False for scheme in integers),
+        tuple(sorted({scheme.get("symmetric") is not False for scheme in integers})),
     )
+
+
+def _format(quant: dict[str, Any]) -> str:
+    """How a config of GPTQ or AWQ says that words are laid out."""
+    if quant.get("is_marlin_format"):
+        return "marlin"
+    return str(next(filter(None, map(quant.get, ("checkpoint_format", "format", "version"))), "")).lower()
+
+
+def _schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
+    """A config of GPTQ or AWQ as compressed-tensors' schemes: one for most weights, others for names ("dynamic")."""
+    others = quant.get("dynamic")
+    each = [{}, *(o for o in others.values() if isinstance(o, dict))] if isinstance(others, dict) else [{}]
+    named = {"num_bits": "bits", "group_size": "group_size"}
+    return [{"type": "int"} | {key: other.get(its, quant.get(its)) for key, its in named.items()} for other in each]

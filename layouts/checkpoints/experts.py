@@ -90,12 +90,12 @@ class MoeModel:
         return moe.num_experts, moe.hidden, moe.width
 
     def reading(self, layer: int) -> tuple[object, ...]:
-        """How this layer's tensors are read, as far as it depends on the config: style, orientation, FP8 blocks, and
-        encodings that
-        do not follow from the dtype of the values."""
+        """How this layer's tensors are read, as far as it depends on the config: style, orientation, FP8 blocks,
+        encodings that do not follow from the dtype of the values, and the format of GPTQ's and AWQ's words."""
         moe = self.moe_layers[layer]
         encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}
-        return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings)
+        formats = (self.quantization.format,) if self.quantization.format else ()
+        return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings), *formats
 
     def expert(self, layer: int, expert: int) -> Expert:
         """Gate, up and down of one expert; the scales are read, the weights are not."""

@@ -17,12 +17,10 @@ BIASES = ("{s}.bias", "{s}_bias")
 # Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take
 # precedence.
 FOREIGN = {
-    "{t}_zero_point": "compressed-tensors integer",
-    "{s}.qweight": "GPTQ or AWQ 4-bit",
-    "{s}.qzeros": "GPTQ or AWQ 4-bit",
-    "{s}.scales": "GPTQ or AWQ 4-bit",
-    "{s}.g_idx": "GPTQ or AWQ 4-bit",
-    "{t}_g_idx": "GPTQ or AWQ 4-bit",
+    "{s}.SCB": "bitsandbytes",
+    "{t}.absmax": "bitsandbytes",
+    "{s}.B": "marlin",
+    "{s}.W_q": "HQQ",
 }
 # Values that no row reads: by their own dtype, else by that of the scale beside them.
 BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}
@@ -33,8 +31,8 @@ SUFFIXES = {
     ".weight_zero_point": "packed by compressed-tensors",
     ".weight_scale_2": "NVFP4",
     ".weight_global_scale": "NVFP4",
-    ".qweight": "GPTQ or AWQ 4-bit",
-    ".qzeros": "GPTQ or AWQ 4-bit",
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
 }
 DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F8_E5M2": "FP8 E5M2", "F8_E8M0": "FP8 E8M0"}
 

@@ -67,16 +67,24 @@ typedef void kt_gptq_fn(const kt_gptq *job);
 typedef void kt_decode_fn(int kind, const uint8_t *in, int64_t in_stride, int64_t rows, int64_t columns, float scale,
                           uint16_t *out, int64_t out_pitch);
 
-/* Columns of one row of packed integers (ktq_source): column c is code number skip + c of `codes`, times
-   scales[(first + c) / group]. 0 <= first, skip. */
+/* Columns of one row of packed integers (ktq_source): column c is code number skip + c of `codes`, of 8 bits after its
+   bits in `flip` are flipped; (code - zeros[g]) * scales[g] is its value, g = (first + c) / group, or group_of[c] where
+   group_of is not NULL. zeros: NULL if all are 2^(bits-1). 0 <= first, skip. */
 typedef struct {
     int bits;
+    uint8_t flip;
     const uint8_t *codes;
     int64_t skip, columns;
-    const float *scales;
+    const float *scales, *zeros;
     int64_t first, group;
+    const int32_t *group_of;
 } kt_codes;
 typedef void kt_decode_codes_fn(const kt_codes *row, uint16_t *out);
+
+/* The zero point of the row's group number `group`. */
+static inline float kt_zero_of(const kt_codes *row, int64_t group) {
+    return row->zeros ? row->zeros[group] : (float)(1 << (row->bits - 1));
+}
 
 /* Where the columns of the row's group number `group` end. */
 static inline int64_t kt_end_of_group(const kt_codes *row, int64_t group) {
@@ -84,12 +92,16 @@ static inline int64_t kt_end_of_group(const kt_codes *row, int64_t group) {
     return end < row->columns ? end : row->columns;
 }
 
-/* Columns start .. stop-1 of the row, which are of group number `group`. */
-static inline kt_codes kt_codes_of_group(const kt_codes *row, int64_t group, int64_t start, int64_t stop) {
+/* The row's columns start .. stop-1 alone. */
+static inline kt_codes kt_codes_between(const kt_codes *row, int64_t start, int64_t stop) {
     int64_t at = row->skip + start;
-    return (kt_codes){
-        row->bits, row->codes + at * row->bits / 8, row->bits == 4 ? at % 2 : 0, stop - start, row->scales + group, 0,
-        row->group};
+    kt_codes part = *row;
+    part.codes += at * row->bits / 8;
+    part.skip = row->bits == 4 ? at % 2 : 0;
+    part.columns = stop - start;
+    part.first += start;
+    if (part.group_of) part.group_of += start;
+    return part;
 }
 
 /* Columns of one row of FP8 or FP4 (ktq_source): column c is code number skip + c of `codes`, times
@@ -186,6 +198,10 @@ int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
 int kt_column_bits(int kind);
 /* source.c: the values of a row lie one after the other. */
 int kt_is_row_contiguous(const ktq_source *source);
+/* integers.c: whether these are packed integers; rows first .. first+rows-1 (at most 32) of such: out[rows][k]. */
+int kt_is_integer(int kind);
+void kt_decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                        uint16_t *out);
 /* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1,
    2 ...; the rows of a half tile stay valid together. */
 const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k,

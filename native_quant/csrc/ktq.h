@@ -28,14 +28,30 @@ enum {
 };
 
 /* The encodings of a source. */
-enum { KTQ_BF16, KTQ_FP16, KTQ_F32, KTQ_FP8_E4M3, KTQ_INT4, KTQ_INT8, KTQ_FP4_E2M1 };
+enum {
+    KTQ_BF16,
+    KTQ_FP16,
+    KTQ_F32,
+    KTQ_FP8_E4M3,
+    KTQ_INT4,
+    KTQ_INT8,
+    KTQ_FP4_E2M1,
+    KTQ_INT8_SIGNED,
+    KTQ_INT4_AWQ
+};
 
 /* One linear [n, k] as it is stored; element (r, c) is at values + r*row_stride + c*column_stride (bytes, any
    alignment). One of the two strides is the size of an element. FP8, FP4 and integers only: element (r, c) is
-   multiplied by scales[(first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns].
-   FP4 and integers: of 4 bits, the even column is the lower half of a byte; an integer q of b bits is stored as
-   q + 2^(b-1). Columns lie one after the other (column_stride is not read), and `skip` of them come before the first.
- */
+   multiplied by scales[g], g = (first_row + r) / block_rows * scales_per_row + (first_column + c) / block_columns.
+
+   FP4 and integers: of 4 bits, the even column is the lower half of a byte. `skip` columns come before the first.
+   Integers: codes are unsigned; zeros[g], or 2^(bits-1) where zeros is NULL, is subtracted before the scale is
+   multiplied. INT8_SIGNED: codes are two's complement; the unsigned code is 128 more. Where group_of is not NULL,
+   group_of[first_column + c] takes the place of (first_column + c) / block_columns.
+   INT4, INT8: column_stride 1 or 4: the bytes of a row lie one after the other. Else words of 32 bits, low bits first,
+   are column_stride apart, and row_stride is 4.
+   INT4_AWQ: a word holds a column of 8 rows, in the order 0 2 4 6 1 3 5 7 from the low bits up; words of one column
+   follow each other (row_stride 4), columns are column_stride apart. `skip` rows come before the first. */
 typedef struct {
     int kind;
     const void *values;
@@ -45,6 +61,8 @@ typedef struct {
     int64_t block_rows, block_columns;
     int64_t first_row, first_column;
     int64_t skip;
+    const float *zeros;
+    const int32_t *group_of;
 } ktq_source;
 
 /* What n and k of a packed weight are multiples of, by the bits of its codes; 0: no weight is packed with this many. */

@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import INT4, INT8
-from ktconvert.quantizers.reference import integers
+from ktconvert.quantizers.packed import signed_codes
 
 LARGEST = 2.0**120  # a scale above it could give a weight that BF16 cannot hold
 
@@ -54,8 +54,8 @@ class HotWeights:
         The caller owns the arrays. Raises InputError for scales that are not finite.
         """
         linear = self.model.linear(layer, expert, projection)
-        is_packed = linear.kind in (INT4, INT8)
-        values: npt.NDArray[Any] = integers(linear) if is_packed else kernels.decode(linear)
+        is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
+        values: npt.NDArray[Any] = signed_codes(linear) if is_packed else kernels.decode(linear)
         for info in self.model.expert_tensors(layer, expert):
             self._source.release(info)
         if not is_packed:

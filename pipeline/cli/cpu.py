@@ -13,9 +13,9 @@ from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-INPUT_TYPES = ["awq", *input_types(), *(c.input_type for c in CONTAINERS if c.input_type is not None)]
+INPUT_TYPES = [*input_types(), *(c.input_type for c in CONTAINERS if c.input_type is not None)]
 LATER = {  # what kt-kernel's script takes and we do not
-    "awq": "AWQ checkpoints are not an input yet",
+    "awq": "nothing loads kt-kernel's AWQ layout; an AWQ checkpoint is an input of the others",
     "moe_int4": "MOE_INT4 exists on aarch64 only",
     "moe_int8": "MOE_INT8 bytes depend on the AOCL-BLIS version",
 }
@@ -103,18 +103,17 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 def cpu(**params: Any) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
 
-    Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, and GGUF are read; no GPU is used.
-    Memory is bounded by a few experts, whatever the model's size.
+    Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ, AWQ, and GGUF are read; no
+    GPU is used. Memory is bounded by a few experts, whatever the model's size.
     """
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     method = params["quant_method"]
-    if method in LATER or params["input_type"] == "awq":
+    if method in LATER:
         can = " and ".join(f"{name} ({form.name})" for name, form in forms_of("cpu").items())
-        reason = LATER.get(method, LATER["awq"])
-        raise UnsupportedError(f"--quant-method {method}: {reason}; {can} can be made.")
+        raise UnsupportedError(f"--quant-method {method}: {LATER[method]}; {can} can be made.")
     for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):
         if params[flag]:
             reporter.note(f"{text} is accepted for kt-kernel's sake and changes nothing here")

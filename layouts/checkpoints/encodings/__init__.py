@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import fp8, ggml, mxfp4, nvfp4, pack_quantized, plain
+from ktconvert.layouts.checkpoints.encodings import (
+    awq,
+    fp8,
+    ggml,
+    gptq,
+    int_quantized,
+    mxfp4,
+    nvfp4,
+    pack_quantized,
+    plain,
+)
 from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, Weight
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError
@@ -29,7 +39,17 @@ __all__ = [
     "weight",
 ]
 
-ENCODINGS: tuple[Encoding, ...] = (*plain.ROWS, *fp8.ROWS, *mxfp4.ROWS, *nvfp4.ROWS, *pack_quantized.ROWS, *ggml.ROWS)
+ENCODINGS: tuple[Encoding, ...] = (
+    *plain.ROWS,
+    *fp8.ROWS,
+    *mxfp4.ROWS,
+    *nvfp4.ROWS,
+    *pack_quantized.ROWS,
+    *int_quantized.ROWS,
+    *awq.ROWS,
+    *gptq.ROWS,
+    *ggml.ROWS,
+)
 
 
 def roles() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class Encoding:
                  names, dtypes and shapes (FP8: the rows and columns of a block).
     claims       whether tensors are of this row, where rows share roles and dtypes.
     optional     roles whose tensors may be missing.
+    item_bytes   of roles that need more than 4 bytes of memory for each item while a weight is read: how many.
     quantized    whether a GPU output stores such a weight, outside the routed experts, in BF16.
     transposed   whether a BF16 release holds such a weight as [k, n], or [E, k, n].
     input_types  its names in --input-type.
@@ -75,6 +76,7 @@ class Encoding:
     fit: Callable[[Tensors, Quantization, bool], Any] = nothing_to_fit
     claims: Callable[[Tensors, Quantization], bool] = always
     optional: frozenset[str] = frozenset()
+    item_bytes: Mapping[str, int] = field(default_factory=dict)
     quantized: bool = True
     transposed: bool = False
     input_types: tuple[str, ...] = ()
@@ -131,10 +133,11 @@ class Weight:
         turned: its transpose is wanted.
         """
         kind, stack = self.encoding.kind, self.shape[0] if len(self.shape) == 3 else 1
-        scales = sum(math.prod(t.shape) for t in self.tensors.values()) - math.prod(self.values.shape)
+        others = {role: math.prod(t.shape) for role, t in self.tensors.items() if role != self.encoding.values}
+        scales = sum(items * self.encoding.item_bytes.get(role, 4) for role, items in others.items())
         whole = kind.number is None or (turned and not kind.turns)
         columns = math.prod(self.shape)
-        return (4 * scales + 2 * columns * whole) // stack + 8 * PIECE * (kind.number is None)
+        return (scales + 2 * columns * whole) // stack + 8 * PIECE * (kind.number is None)
 
     def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
         """One linear as it is stored: [k, n] if it is input-major. Raises InputError where a

@@ -1,89 +1,122 @@
-"""compressed-tensors' pack-quantized integers: codes in 32-bit words, symmetric, one scale for a group of columns of a
-row.
+"""compressed-tensors' pack-quantized integers: codes in words, one scale for a group of columns of a row, perhaps
+zero points, and perhaps an order of columns (actorder).
 
-What llmcompressor and `ktconvert gpu` write, and Kimi-K2's INT4. The value of a code q is q * s (NUMERICS.md, section
-1)."""
+What llmcompressor and `ktconvert gpu` write, and Kimi-K2's INT4. The value of a code q is (q - z) * s (NUMERICS.md,
+section 1); q and z are stored as unsigned numbers, z packed along the rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.encodings.encoding import FLOATS, Encoding, Tensors, read_scales
-from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.checkpoints.encodings.integers import (
+    columns_per_scale,
+    order_of_columns,
+    require_matrix,
+    require_shape,
+)
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant.matrix import INT4, INT8, Kind, Matrix
+from ktconvert.quantizers import packed
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"  # what config.json calls them
+WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
 
 
 def _row(bits: int, kind: Kind) -> Encoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """No header holds the width of the codes: it is the config's, else 4, and weight_shape must confirm it."""
-        if quantization.method not in ("", METHOD) or quantization.asymmetric or len(quantization.bits) > 1:
+        """No header holds the width of the codes: it is the config's, and if that has several, the one by which its
+        groups fit; else 4. weight_shape must confirm it.
+        """
+        if quantization.method not in ("", METHOD):
             return False
-        return bits == (quantization.bits[0] if quantization.bits else 4)
+        if tensors["packed"].dtype == "U8" and ("scale" not in tensors or tensors["scale"].dtype not in FLOATS):
+            return False  # four-bit floats
+        named = quantization.bits or (4,)
+        if len(named) > 1:
+            named = tuple(b for b in named if _fits_a_group(b, tensors, quantization))
+        return named == (bits,)
 
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes = tensors["packed"]
-        if len(codes.shape) != 2 or 0 in codes.shape:
-            raise InputError(
-                f"tensor {codes.name!r} has shape {list(codes.shape)}, but must be a matrix of words; download it again"
-            )
-        return codes.shape[0], codes.shape[1] * 32 // bits
+        require_matrix(codes)
+        return codes.shape[0], codes.shape[1] * WORD_BITS[codes.dtype] // bits
 
-    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[int, int]:
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
         n, k = shape(tensors, quantization)
-        return bits, _group(tensors, n, k, quantization)
+        group = _group(tensors, n, k, quantization)
+        codes, zeros, order = tensors["packed"], tensors.get("zero_point"), tensors.get("g_idx")
+        if zeros is None and quantization.symmetric == (False,):
+            raise InputError(
+                f"tensor {codes.name!r} has zero points by config.json, but "
+                f"{codes.name.removesuffix('packed')}zero_point is missing; download it again"
+            )
+        require_shape(codes, zeros, "I32", (-(-n * bits // 32), k // group))
+        require_shape(codes, order, "I32", (k,))
+        return (bits, group, *(role for role in ("zero_point", "g_idx") if role in tensors))
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         n, k = shape(tensors, quantization)
         group = _group(tensors, n, k, quantization)
         _check_shape(source, tensors, n, k)
         codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
-        return Matrix(codes, kind, read_scales(source, tensors["scale"], (n, k // group)), (1, group))
+        scales = read_scales(source, tensors["scale"], (n, k // group))
+        zeros = _zeros(source, tensors.get("zero_point"), bits, n)
+        order = order_of_columns(source, tensors.get("g_idx"), group)
+        return Matrix(codes, kind, scales, (1, group), zeros=zeros, group_of=order)
 
     return Encoding(
         kind.name.upper(),
         kind.name.upper(),
-        {"packed": ("{t}_packed",), "scale": ("{t}_scale",), "shape": ("{t}_shape",)},
-        ("I32",),
+        {
+            "packed": ("{t}_packed",),
+            "scale": ("{t}_scale",),
+            "zero_point": ("{t}_zero_point",),
+            "g_idx": ("{t}_g_idx",),
+            "shape": ("{t}_shape",),
+        },
+        tuple(WORD_BITS),
         kind,
         matrix,
         shape=shape,
         fit=fit,
         claims=claims,
+        optional=frozenset({"zero_point", "g_idx"}),
+        item_bytes={"zero_point": 48, "g_idx": 20},  # 8 codes of a word as bytes, twice, and as float32
         input_types=(kind.name,),
     )
 
 
+def _fits_a_group(bits: int, tensors: Tensors, quantization: Quantization) -> bool:
+    """Whether the codes, with this width, are as many columns as the scales' groups of some size in the config."""
+    codes, scale = tensors["packed"], tensors.get("scale")
+    if scale is None or len(scale.shape) != 2 or len(codes.shape) != 2:
+        return False
+    columns = codes.shape[1] * WORD_BITS.get(codes.dtype, 0) // bits
+    return any(scale.shape[1] * size == columns for size in quantization.groups)
+
+
 def _group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
-    """Columns that share a scale. InputError where the tensors or the config disagree, UnsupportedError for groups of
-    other sizes.
-    """
+    """Columns that share a scale. Raises as columns_per_scale."""
     codes, scale, about = tensors["packed"], tensors["scale"], tensors["shape"]
     if about.dtype not in ("I64", "I32") or about.shape != (2,):
         raise InputError(
             f"tensor {about.name!r} is {about.dtype} of shape {list(about.shape)}; must be two I64; download it again"
         )
-    if scale.dtype not in FLOATS:
-        raise InputError(f"tensor {scale.name!r} is {scale.dtype}; scales must be F32, BF16 or F16; download it again")
     groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
-    named = [size for size in quantization.groups if groups == -(-k // size)]
-    if groups and (k % groups or (groups > 1 and named and all(k % size for size in named))):
-        raise UnsupportedError(
-            f"tensor {scale.name!r}: groups of {max(named, default=k // groups)} columns do not divide the {k} columns "
-            f"of {codes.name!r}; use the model's BF16 or FP8 (E4M3) release"
-        )
-    if not groups or (groups > 1 and quantization.groups and not named):
-        sizes = " or ".join(map(str, quantization.groups)) or "any size"
-        raise InputError(
-            f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of "
-            f"{sizes}; check group_size in config.json, or download both again"
-        )
-    return k // groups
+    return columns_per_scale(codes, scale, (n, k), groups, quantization)
+
+
+def _zeros(source: TensorSource, zeros: TensorInfo | None, bits: int, n: int) -> npt.NDArray[np.float32] | None:
+    """Zero points, as codes: float32 [n, groups]; None where there are none."""
+    if zeros is None:
+        return None
+    return np.ascontiguousarray(packed.fields(bits, source.view(zeros).T).T[:n], np.float32)
 
 
 def _check_shape(source: TensorSource, tensors: Tensors, n: int, k: int) -> None:

@@ -16,15 +16,13 @@ int kt_column_bits(int kind) {
     case KTQ_FP16: return 16;
     case KTQ_F32: return 32;
     case KTQ_FP8_E4M3:
-    case KTQ_INT8: return 8;
+    case KTQ_INT8:
+    case KTQ_INT8_SIGNED: return 8;
     case KTQ_INT4:
+    case KTQ_INT4_AWQ:
     case KTQ_FP4_E2M1: return 4;
     }
     return 0;
-}
-
-static int is_integer(int kind) {
-    return kind == KTQ_INT4 || kind == KTQ_INT8;
 }
 
 /* Whether rows are decoded one by one, in groups of columns with one scale. */
@@ -34,16 +32,20 @@ static int is_grouped(const ktq_source *source) {
 }
 
 int kt_is_row_contiguous(const ktq_source *source) {
-    return is_integer(source->kind) || source->kind == KTQ_FP4_E2M1 || source->column_stride * 8 == kt_column_bits(source->kind);
+    if (source->kind == KTQ_INT4_AWQ) return 0;
+    if (kt_is_integer(source->kind)) return source->column_stride == 1 || source->column_stride == 4;
+    return source->kind == KTQ_FP4_E2M1 || source->column_stride * 8 == kt_column_bits(source->kind);
 }
 
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
     int bits = kt_column_bits(source->kind);
     if (!bits || !source->values || n <= 0 || k <= 0 || source->skip < 0) return KTQ_EINVAL;
-    if (!kt_is_row_contiguous(source) && source->row_stride * 8 != bits) return KTQ_EINVAL;
-    if (source->kind != KTQ_FP8_E4M3 && source->kind != KTQ_FP4_E2M1 && !is_integer(source->kind)) return KTQ_OK;
+    int64_t adjacent = kt_is_integer(source->kind) ? 4 : bits / 8;
+    if (!kt_is_row_contiguous(source) && source->row_stride != adjacent) return KTQ_EINVAL;
+    if (source->kind != KTQ_FP8_E4M3 && source->kind != KTQ_FP4_E2M1 && !kt_is_integer(source->kind)) return KTQ_OK;
     if (!source->scales || source->block_rows <= 0 || source->block_columns <= 0) return KTQ_EINVAL;
     if (source->first_row < 0 || source->first_column < 0) return KTQ_EINVAL;
+    if (source->group_of) return KTQ_OK;
     if ((source->first_column + k - 1) / source->block_columns >= source->scales_per_row) return KTQ_EINVAL;
     return KTQ_OK;
 }
@@ -75,22 +77,6 @@ static void decode_piece(const kt_kernels *kernels, const ktq_source *source, co
             kernels->decode(source->kind, in + r * in_stride + c, in_stride, high, wide,
                             scales[x / source->block_columns], out + r * out_pitch + c, out_pitch);
         }
-    }
-}
-
-/* Rows first..first+rows-1 of packed integers: out[rows][k]. */
-static void decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
-                            uint16_t *out) {
-    for (int64_t r = first; r < first + rows; r++, out += k) {
-        const float *scales = source->scales + (source->first_row + r) / source->block_rows * source->scales_per_row;
-        kt_codes row = {kt_column_bits(source->kind),
-                        (const uint8_t *)source->values + r * source->row_stride,
-                        source->skip,
-                        k,
-                        scales,
-                        source->first_column,
-                        source->block_columns};
-        kernels->decode_codes(&row, out);
     }
 }
 
@@ -141,8 +127,8 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
         decode_grouped(kernels, source, first, rows, k, out);
         return;
     }
-    if (is_integer(source->kind)) {
-        decode_integers(kernels, source, first, rows, k, out);
+    if (kt_is_integer(source->kind)) {
+        kt_decode_integers(kernels, source, first, rows, k, out);
         return;
     }
     int bytes = kt_column_bits(source->kind) / 8;

@@ -1,0 +1,114 @@
+"""GPTQ's integers, as AutoGPTQ and GPTQModel write them: words of codes along the columns, [k*bits/32, n], with one
+scale for a group of columns, perhaps zero points, and perhaps an order of columns (desc_act).
+
+The value of a code q is (q - z) * s (NUMERICS.md, section 1). Without zero points z is 2^(bits-1)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, read_scales
+from ktconvert.layouts.checkpoints.encodings.integers import (
+    columns_per_scale,
+    order_of_columns,
+    require_matrix,
+    require_shape,
+)
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant.matrix import INT4_WORDS, INT8_WORDS, Kind, Matrix
+from ktconvert.quantizers import packed
+
+METHOD = "gptq"
+FORMATS = {"": True, "gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
+# The names of a weight's tensors, AWQ's too.
+NAMES = {
+    "qweight": ("{s}.qweight",),
+    "scales": ("{s}.scales",),
+    "qzeros": ("{s}.qzeros",),
+    "g_idx": ("{s}.g_idx",),
+}
+BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AWQ (GEMM)"
+
+
+def _row(bits: int, kind: Kind) -> Encoding:
+    def claims(tensors: Tensors, quantization: Quantization) -> bool:
+        """The row of 4 bits has the sentences for other widths and formats."""
+        if quantization.method not in ("", METHOD):
+            return False
+        return (_width(tensors, quantization) == 8) == (bits == 8)
+
+    def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+        codes, width = tensors["qweight"], _width(tensors, quantization)
+        if quantization.format not in FORMATS:
+            raise UnsupportedError(
+                f"tensor {codes.name!r}: checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
+            )
+        require_matrix(codes)
+        if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
+            named = " or ".join(map(str, quantization.bits)) or "4 or 8"
+            raise InputError(
+                f"tensor {codes.name!r} of shape {list(codes.shape)} does not fit its zero points and g_idx with codes "
+                f"of {named} bits; check bits in config.json, or download them again"
+            )
+        if width != bits:
+            raise UnsupportedError(f"tensor {codes.name!r}: GPTQ with {width:g} bits is not an input; {BETTER}")
+        return codes.shape[1], codes.shape[0] * 32 // bits
+
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
+        n, k = shape(tensors, quantization)
+        group = group_of_scales(tensors, n, k, quantization)
+        require_shape(codes := tensors["qweight"], tensors.get("qzeros"), "I32", (k // group, n * bits // 32))
+        require_shape(codes, tensors.get("g_idx"), "I32", (k,))
+        return bits, group, quantization.format, *tensors
+
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        n, k = shape(tensors, quantization)
+        group = group_of_scales(tensors, n, k, quantization)
+        zeros = None
+        if (stored := tensors.get("qzeros")) is not None:
+            points = packed.gptq_zeros(bits, source.view(stored), FORMATS[quantization.format])
+            zeros = np.ascontiguousarray(points.T, np.float32)
+        words = source.view(tensors["qweight"]).view(np.uint32).T
+        scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
+        order = order_of_columns(source, tensors.get("g_idx"), group)
+        return Matrix(words, kind, scales, (1, group), zeros=zeros, group_of=order)
+
+    return Encoding(
+        f"GPTQ_INT{bits}",
+        f"GPTQ ({bits} bits)",
+        NAMES,
+        ("I32",),
+        kind,
+        matrix,
+        shape=shape,
+        fit=fit,
+        claims=claims,
+        optional=frozenset({"qzeros", "g_idx"}),
+        item_bytes={"scales": 8, "qzeros": 96, "g_idx": 20},
+        input_types=("gptq",),
+    )
+
+
+def _width(tensors: Tensors, quantization: Quantization) -> float:
+    """Bits of a code, by the shapes: words hold k codes along the rows of qweight, n along the columns of qzeros. Where
+    there is neither g_idx nor qzeros, what the config says, else 4.
+    """
+    codes, order, zeros = tensors["qweight"], tensors.get("g_idx"), tensors.get("qzeros")
+    if len(codes.shape) == 2 and 0 not in codes.shape:
+        if order is not None and len(order.shape) == 1 and order.shape[0]:
+            return codes.shape[0] * 32 / order.shape[0]
+        if zeros is not None and len(zeros.shape) == 2:
+            return zeros.shape[1] * 32 / codes.shape[1]
+    return quantization.bits[0] if len(quantization.bits) == 1 else 4
+
+
+def group_of_scales(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
+    """Columns that share a scale of `scales` [groups, n]. Raises as columns_per_scale."""
+    scales = tensors["scales"]
+    groups = scales.shape[0] if len(scales.shape) == 2 and scales.shape[1] == n else 0
+    return columns_per_scale(tensors["qweight"], scales, (n, k), groups, quantization)
+
+
+ROWS = (_row(4, INT4_WORDS), _row(8, INT8_WORDS))

@@ -1,0 +1,62 @@
+"""Packed integer codes as checkpoints store them: the definition in NumPy, which the C kernels must equal bit for bit.
+
+Codes are unsigned here: 0..15 or 0..255. Equations: NUMERICS.md, section 1. Sources: compressed-tensors 0.19
+(pack-quantized), AutoAWQ 0.2.9 (packing_utils.py, version GEMM), GPTQModel 7.7.0 (formats gptq and gptq_v2); the files
+in tests/golden that these libraries wrote hold the definitions to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.native_quant.matrix import Matrix
+
+U8 = npt.NDArray[np.uint8]
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble p of a word, from the low bits up, is number AWQ_ORDER[p] of its 8
+BITS = {"int4": 4, "int8": 8, "int8_signed": 8, "int4_words": 4, "int8_words": 8, "int4_awq": 4}
+
+
+def fields(bits: int, words: npt.NDArray[Any]) -> U8:
+    """The codes of 32-bit words [..., w], low bits first: uint8 [..., w * 32 / bits]."""
+    data = np.ascontiguousarray(words).view(np.dtype("<u4")).view(np.uint8)
+    return data if bits == 8 else np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
+
+
+def awq_fields(words: npt.NDArray[Any]) -> U8:
+    """The codes of AWQ's words [..., w], in the order of what they stand for: uint8 [..., 8 * w]."""
+    stored = fields(4, words).reshape(*words.shape, 8)
+    return stored[..., np.argsort(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
+
+
+def gptq_zeros(bits: int, words: npt.NDArray[Any], less_one: bool) -> U8:
+    """The zero points of GPTQ's qzeros: uint8 [..., w * 32 / bits].
+
+    less_one: checkpoint_format "gptq" stores each word less 0x11111111 (8 bits: 0x01010101), as a whole, so that a zero
+    point of 0 has borrowed from its neighbour; "gptq_v2" does not.
+    """
+    whole = np.ascontiguousarray(words).view(np.uint32)
+    return fields(bits, whole + np.uint32(0x11111111 if bits == 4 else 0x01010101) if less_one else whole)
+
+
+def codes(matrix: Matrix) -> U8:
+    """The codes of a linear in any kind of packed integers, or in FP4: uint8 [n, k]."""
+    name, stored, (n, k) = matrix.kind.name, matrix.values, matrix.shape
+    if name == "int4_awq":
+        return np.ascontiguousarray(awq_fields(stored.T).T[matrix.skip : matrix.skip + n])
+    if name in ("int4_words", "int8_words"):
+        stored = fields(BITS[name], stored)
+    elif matrix.kind.columns == 2:
+        stored = np.stack([stored & 15, stored >> 4], axis=2).reshape(len(stored), -1)
+    elif name == "int8_signed":
+        stored = stored ^ 0x80
+    return np.asarray(stored[:, matrix.skip : matrix.skip + k])
+
+
+def signed_codes(matrix: Matrix) -> npt.NDArray[np.int8]:
+    """The codes less 2^(bits-1), which is what they stand for where there are no zero points: int8 [n, k]."""
+    half = 1 << BITS[matrix.kind.name] - 1
+    return (codes(matrix) ^ 0x80).view(np.int8) if half == 128 else codes(matrix).view(np.int8) - np.int8(half)
