@@ -10,14 +10,23 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Collection, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection
+from pathlib import Path
 
 from ktconvert.native_quant import own_cpus
+from ktconvert.native_quant.kernel_files import (
+    cgroups,
+    first_number,
+    limit_of,
+    mounts,
+    parse_list,
+    quota_of,
+    read_cpuinfo,
+    read_table,
+    read_text,
+)
 
 ROOT = Path("/")
-# cgroup v1 spells "no limit" as the largest page-aligned int64; no real limit reaches an exbibyte.
-UNLIMITED = 1 << 60
 NODES = "sys/devices/system/node"
 
 
@@ -26,7 +35,7 @@ NODES = "sys/devices/system/node"
 
 def affinity(root: Path = ROOT) -> frozenset[int]:
     """The numbers of the CPUs that this process may use (own_cpus.py) and that are not switched off."""
-    own, online = own_cpus.own_cpus(), _parse_list(_read(root / "sys/devices/system/cpu/online") or "")
+    own, online = own_cpus.own_cpus(), parse_list(read_text(root / "sys/devices/system/cpu/online") or "")
     return own & online or own
 
 
@@ -37,7 +46,7 @@ def logical_cpus() -> int:
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """How many CPUs' worth of time the cgroups allow (the tightest counts), or None where they do not limit it."""
-    quotas = [quota for group in _cgroups("cpu", root) if (quota := _quota_of(group)) is not None]
+    quotas = [quota for group in cgroups("cpu", root) if (quota := quota_of(group)) is not None]
     return min(quotas, default=None)
 
 
@@ -100,7 +109,7 @@ def pool_count(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
 
 def cpu_name(root: Path = ROOT) -> str:
     """The processor's name as in /proc/cpuinfo, or the machine type where that has none."""
-    return _cpuinfo("model name", root) or os.uname().machine
+    return read_cpuinfo("model name", root) or os.uname().machine
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
@@ -108,7 +117,22 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 
     The kernel drops a flag whose register state it does not save, so a flag here implies the XCR0 bits as well.
     """
-    return frozenset((_cpuinfo("flags", root) or "").split())
+    return frozenset((read_cpuinfo("flags", root) or "").split())
+
+
+def _nodes(root: Path) -> dict[int, frozenset[int]]:
+    """The CPUs of each memory node that has any."""
+    folders = (root / NODES).glob("node[0-9]*")
+    lists = {int(folder.name.removeprefix("node")): read_text(folder / "cpulist") or "" for folder in folders}
+    return {node: cpus for node, text in sorted(lists.items()) if (cpus := parse_list(text))}
+
+
+def _core_of(cpu: int, root: Path) -> object:
+    """A value that is equal for the hyperthreads of one core and differs between cores."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    # core_id alone repeats in every package, and on some machines in every die.
+    ids = tuple((read_text(topology / name) or "").strip() for name in ("physical_package_id", "die_id", "core_id"))
+    return ids if ids[2] else cpu
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -116,7 +140,7 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 
 def memory_total(root: Path = ROOT) -> int:
     """The machine's memory, regardless of container limits."""
-    meminfo = _table(root / "proc/meminfo")
+    meminfo = read_table(root / "proc/meminfo")
     return meminfo.get("MemTotal", 0) * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -125,14 +149,14 @@ def memory_available(root: Path = ROOT) -> int:
 
     Page cache counts as available in both, as in the kernel's MemAvailable: a cgroup is charged for every file read.
     """
-    meminfo = _table(root / "proc/meminfo")
+    meminfo = read_table(root / "proc/meminfo")
     free = meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0)) * 1024
     left = [free or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for group in _cgroups("memory", root):
-        limit = _limit_of(group)
-        usage = _first_number(group, "memory.current", "memory.usage_in_bytes")
+    for group in cgroups("memory", root):
+        limit = limit_of(group)
+        usage = first_number(group, "memory.current", "memory.usage_in_bytes")
         if limit is not None and usage is not None:
-            stat = _table(group / "memory.stat")
+            stat = read_table(group / "memory.stat")
             # v1 counts the whole subtree under total_*; v2's plain names already do.
             cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
             left.append(max(0, limit - max(0, usage - cache)))
@@ -141,7 +165,7 @@ def memory_available(root: Path = ROOT) -> int:
 
 def memory_limit(root: Path = ROOT) -> int | None:
     """The tightest cgroup memory limit that this process is under, or None without one."""
-    return min((limit for group in _cgroups("memory", root) if (limit := _limit_of(group)) is not None), default=None)
+    return min((limit for group in cgroups("memory", root) if (limit := limit_of(group)) is not None), default=None)
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
@@ -150,23 +174,23 @@ def oom_kills(root: Path = ROOT) -> int | None:
     Counted in this process's cgroup, else on the whole machine. Compare it with an earlier
     value; it restarts from 0 with the cgroup or the machine.
     """
-    for group in _cgroups("memory", root):
+    for group in cgroups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
-            if (count := _table(group / name).get("oom_kill")) is not None:
+            if (count := read_table(group / name).get("oom_kill")) is not None:
                 return count
-    return _table(root / "proc/vmstat").get("oom_kill")
+    return read_table(root / "proc/vmstat").get("oom_kill")
 
 
 def rss(root: Path = ROOT) -> int:
     """This process's resident memory now, mapped files included."""
-    fields = (_read(root / "proc/self/statm") or "").split()
+    fields = (read_text(root / "proc/self/statm") or "").split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else peak_rss(root)
 
 
 def peak_rss(root: Path = ROOT) -> int:
     """The most resident memory that this process ever had, mapped files included."""
     # Not getrusage first: its ru_maxrss starts at the parent's size at the time of the exec.
-    peak = _table(root / "proc/self/status").get("VmHWM")
+    peak = read_table(root / "proc/self/status").get("VmHWM")
     return (peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
@@ -174,9 +198,9 @@ def memory_nodes(root: Path = ROOT) -> tuple[int, ...]:
     """The NUMA nodes whose memory this process may use (all but those that its cpuset forbids), in order; (0,) where
     the kernel shows none.
     """
-    nodes = _parse_list(_read(root / f"{NODES}/has_memory") or "")
-    status = re.search(r"^Mems_allowed_list:(.*)$", _read(root / "proc/self/status") or "", re.MULTILINE)
-    allowed = nodes.intersection(_parse_list(status[1])) if status else nodes
+    nodes = parse_list(read_text(root / f"{NODES}/has_memory") or "")
+    status = re.search(r"^Mems_allowed_list:(.*)$", read_text(root / "proc/self/status") or "", re.MULTILINE)
+    allowed = nodes.intersection(parse_list(status[1])) if status else nodes
     return tuple(sorted(allowed or nodes)) or (0,)
 
 
@@ -185,8 +209,8 @@ def nearest_memory(node: int, root: Path = ROOT) -> int:
     candidates = memory_nodes(root)
     if node in candidates:
         return node
-    online = sorted(_parse_list(_read(root / f"{NODES}/online") or ""))
-    distances = map(int, (_read(root / f"{NODES}/node{node}/distance") or "").split())
+    online = sorted(parse_list(read_text(root / f"{NODES}/online") or ""))
+    distances = map(int, (read_text(root / f"{NODES}/node{node}/distance") or "").split())
     far = dict(zip(online, distances, strict=False))
     return min(candidates, key=lambda other: (far.get(other, max(far.values(), default=0)), other))
 
@@ -200,8 +224,9 @@ def node_memory_available(root: Path = ROOT) -> dict[int, int]:
 def _node_meminfo(root: Path) -> dict[int, dict[str, int]]:
     """The lines `Node n name: number kB` of each node with memory, in bytes."""
     tables = {}
-    for node in sorted(_parse_list(_read(root / f"{NODES}/has_memory") or "")):
-        lines = re.findall(r"^Node \d+ (\S+):\s*(\d+)", _read(root / f"{NODES}/node{node}/meminfo") or "", re.MULTILINE)
+    for node in sorted(parse_list(read_text(root / f"{NODES}/has_memory") or "")):
+        text = read_text(root / f"{NODES}/node{node}/meminfo") or ""
+        lines = re.findall(r"^Node \d+ (\S+):\s*(\d+)", text, re.MULTILINE)
         tables[node] = {name: int(number) * 1024 for name, number in lines}
     return tables
 
@@ -232,108 +257,4 @@ def file_size_limit() -> int | None:
 def is_mount_point(path: Path, root: Path = ROOT) -> bool:
     """Whether something is mounted at `path`, bind mounts from the same file system too: it cannot be renamed."""
     real = os.path.realpath(path)
-    return any(point == real for _, point, _, _ in _mounts(root)) or os.path.ismount(real)
-
-
-# ---- parsing the kernel's files -------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
-def _table(path: Path) -> dict[str, int]:
-    """The lines `name[:] number [unit]` of a file as a dict; lines of another shape are left out."""
-    table = {}
-    for line in (_read(path) or "").splitlines():
-        words = line.replace(":", " ", 1).split()
-        if len(words) > 1 and words[1].isdecimal():
-            table[words[0]] = int(words[1])
-    return table
-
-
-def _cpuinfo(key: str, root: Path) -> str | None:
-    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
-        name, colon, value = line.partition(":")
-        if colon and name.strip() == key:
-            return value.strip()
-    return None
-
-
-def _parse_list(text: str) -> frozenset[int]:
-    """The kernel's list format, `0-3,8`, as numbers."""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return frozenset(n for first, last in ranges for n in range(int(first), int(last or first) + 1))
-
-
-def _nodes(root: Path) -> dict[int, frozenset[int]]:
-    """The CPUs of each memory node that has any."""
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    lists = {int(folder.name.removeprefix("node")): _read(folder / "cpulist") or "" for folder in folders}
-    return {node: cpus for node, text in sorted(lists.items()) if (cpus := _parse_list(text))}
-
-
-def _core_of(cpu: int, root: Path) -> object:
-    """A value that is equal for the hyperthreads of one core and differs between cores."""
-    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    # core_id alone repeats in every package, and on some machines in every die.
-    ids = tuple((_read(topology / name) or "").strip() for name in ("physical_package_id", "die_id", "core_id"))
-    return ids if ids[2] else cpu
-
-
-def _mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
-    """(root inside the mounted file system, mount point, type, options of the file system) of every mount; proc(5)."""
-    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
-        before, dash, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if dash and len(left) >= 5 and len(right) >= 3:
-            inside, point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), name) for name in left[3:5])
-            yield inside, point, right[0], right[2].split(",")
-
-
-def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroups, its own first and then upwards: v1's of `controller`, then v2's.
-
-    A container may see only the top of its own hierarchy, or nothing: then the folders are fewer or do not exist.
-    """
-    ours: dict[str, str] = {}  # controller -> path; the unified hierarchy has the empty name
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        ours.update(dict.fromkeys(names.split(","), path))
-    for wanted, kind in ((controller, "cgroup"), ("", "cgroup2")):
-        mounts = [m for m in _mounts(root) if m[2] == kind and (kind == "cgroup2" or wanted in m[3])]
-        if wanted not in ours or not mounts:
-            continue
-        inside, point, _, _ = mounts[0]
-        own = PurePosixPath(ours[wanted])
-        # A bind-mounted hierarchy starts at `inside`; what is above it or outside the namespace (/..) is hidden.
-        relative = own.relative_to(inside) if own.is_relative_to(inside) else PurePosixPath()
-        parts = () if ".." in relative.parts else tuple(p for p in relative.parts if p != "/")
-        top = root / point.lstrip("/")
-        for depth in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:depth])
-
-
-def _first_number(group: Path, *names: str) -> int | None:
-    for name in names:
-        text = (_read(group / name) or "").strip()
-        if text.isdecimal():
-            return int(text)
-    return None
-
-
-def _limit_of(group: Path) -> int | None:
-    limit = _first_number(group, "memory.max", "memory.limit_in_bytes")
-    return limit if limit is not None and limit < UNLIMITED else None
-
-
-def _quota_of(group: Path) -> float | None:
-    words = (_read(group / "cpu.max") or "").split()  # v2: "max 100000" or "150000 100000"
-    if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
-        return int(words[0]) / int(words[1])
-    quota, period = (_first_number(group, f"cpu.cfs_{name}_us") for name in ("quota", "period"))  # v1: quota -1 is none
-    return quota / period if quota and period else None
+    return any(point == real for _, point, _, _ in mounts(root)) or os.path.ismount(real)

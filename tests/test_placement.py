@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.runtime import blocks
+from ktconvert.pipeline.cli.cpu import cpu
 from rig import shims
 
 needs_mbind = pytest.mark.skipif(placement.refusal() is not None, reason="this process may not place memory")
@@ -182,6 +184,22 @@ def test_shortages_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement.shortages([9 * gib, 9 * gib], [0], left) == "node 0 has 12.00 GiB left for 18.00 GiB"
     assert placement.shortages([17 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 8.50 GiB"
     assert placement.shortages([17 * gib], [0], {0: gib}) == ""  # one node only: nothing lies elsewhere
+
+
+@pytest.mark.parametrize(("left", "is_short"), [(1 << 30, False), (1 << 20, True)])
+def test_the_plan_of_a_conversion_counts_by_node(
+    left: int, is_short: bool, example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("numa_nodes", "memory_nodes"):
+        monkeypatch.setattr(machine, name, lambda *_: (0, 1))
+    monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: left})
+    options = ("-o", str(tmp_path / "out"), "--quant-method", "int8", "--threadpool-count", "2", "--dry-run")
+    done = CliRunner().invoke(cpu, ["-i", str(example), *options])
+    assert done.exit_code == 0, done.output
+    notes = [
+        line for line in done.stderr.splitlines() if "does not fit its NUMA nodes (node 1 has 0.00 GiB left" in line
+    ]
+    assert len(notes) == is_short, done.stderr
 
 
 @needs_mbind

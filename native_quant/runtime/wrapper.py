@@ -284,14 +284,10 @@ def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
 
 
 def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
-    """The pool for these settings. A node that numa_nodes names twice has one group of threads, not two as in
-    kt-kernel.
-    """
-    if numa_nodes is None:
-        return shared_pool(threads, machine.numa_nodes()[:count])
-    nodes = checked_nodes(tuple(dict.fromkeys(numa_nodes)))
-    if len(numa_nodes) != count:
-        raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(numa_nodes)}")
+    """The pool for these settings."""
+    nodes = machine.numa_nodes()[:count] if numa_nodes is None else checked_nodes(numa_nodes)
+    if numa_nodes is not None and len(nodes) != count:
+        raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
     return shared_pool(threads, nodes)
 
 
