@@ -94,6 +94,14 @@ OURS_FIRST = "import ktconvert.native_quant\n"
 
 
 @pytest.fixture(scope="module")
+def unbound() -> Any:
+    """What WORKERS says in a process whose threads nobody has bound."""
+    workers, threads = run(WORKERS)
+    assert threads == machine.physical_cores()
+    return [workers, threads]
+
+
+@pytest.fixture(scope="module")
 def openmp() -> Path:
     """torch's OpenMP, which binds the thread that loads it, as `import torch` does."""
     torch = importlib.util.find_spec("torch")
@@ -106,31 +114,27 @@ def openmp() -> Path:
 @TWO_CPUS
 @pytest.mark.parametrize("first", ["", OURS_FIRST], ids=["OpenMP first", "ktconvert first"])
 @pytest.mark.parametrize("env", [{"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}, {"OMP_PLACES": "threads"}])
-def test_a_caller_that_openmp_bound(first: str, env: dict[str, str], openmp: Path) -> None:
+def test_a_caller_that_openmp_bound(first: str, env: dict[str, str], openmp: Path, unbound: Any) -> None:
     bound = "assert len(cpus_of(0)) == 1, cpus_of(0)\n"
-    workers, threads = run(first + OPENMP + bound + WORKERS, openmp, **env)
-    assert threads == machine.physical_cores()
-    assert workers == [CPUS] * 3
+    assert run(first + OPENMP + bound + WORKERS, openmp, **env) == unbound
     narrow = ("taskset", "-c", FIRST)
     workers, threads = run(first + OPENMP + bound + WORKERS, openmp, under=narrow, **env)
     assert (workers, threads) == ([[FIRST]] * 3, 1)
 
 
 @TWO_CPUS
-def test_a_caller_that_bound_itself() -> None:
+def test_a_caller_that_bound_itself(unbound: Any) -> None:
     bind = f"os.sched_setaffinity(0, [{FIRST}])\n"
-    workers, threads = run(OURS_FIRST + bind + WORKERS)
-    assert (workers, threads) == ([CPUS] * 3, machine.physical_cores())
+    assert run(OURS_FIRST + bind + WORKERS) == unbound
     thread = f"""
 def work():
     os.sched_setaffinity(0, [{FIRST}])
-    from ktconvert.native_quant.runtime.pool import Pool
-    show(started(lambda: Pool(2)))
+    exec(sys.argv[1], globals())
 one = threading.Thread(target=work)
 one.start()
 one.join()
 """
-    assert run(thread) == [[CPUS]]
+    assert run(thread, WORKERS) == unbound
 
 
 @TWO_CPUS
