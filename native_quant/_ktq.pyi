@@ -26,6 +26,12 @@ class Lib:
     KTQ_FP4_E2M1: int
     KTQ_INT8_SIGNED: int
     KTQ_INT4_AWQ: int
+    KTQ_Q4_0: int
+    KTQ_Q8_0: int
+    KTQ_Q4_K: int
+    KTQ_Q5_K: int
+    KTQ_Q6_K: int
+    KTQ_GGML_MXFP4: int
     KTQ_LIBRARY: int
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int

@@ -160,7 +160,16 @@ INT4_WORDS = Kind("int4_words", np.dtype(np.uint32), lib.KTQ_INT4, scaled=True, 
 INT8_WORDS = Kind("int8_words", np.dtype(np.uint32), lib.KTQ_INT8, scaled=True, columns=4)
 # A word is a column of 8 rows, in the order 0 2 4 6 1 3 5 7: AWQ's [k, n/8] transposed.
 INT4_AWQ = Kind("int4_awq", np.dtype(np.uint32), lib.KTQ_INT4_AWQ, scaled=True, rows=8)
-KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4_E2M1)}  # in C, one per encoding
+# Blocks of ggml: columns and bytes.
+Q4_0 = Kind("q4_0", np.dtype(np.uint8), lib.KTQ_Q4_0, columns=32, items=18, by_rows=True)
+Q8_0 = Kind("q8_0", np.dtype(np.uint8), lib.KTQ_Q8_0, columns=32, items=34, by_rows=True)
+Q4_K = Kind("q4_k", np.dtype(np.uint8), lib.KTQ_Q4_K, columns=256, items=144, by_rows=True)
+Q5_K = Kind("q5_k", np.dtype(np.uint8), lib.KTQ_Q5_K, columns=256, items=176, by_rows=True)
+Q6_K = Kind("q6_k", np.dtype(np.uint8), lib.KTQ_Q6_K, columns=256, items=210, by_rows=True)
+GGML_MXFP4 = Kind("ggml_mxfp4", np.dtype(np.uint8), lib.KTQ_GGML_MXFP4, columns=32, items=17, by_rows=True)
+GGML = {"Q4_0": Q4_0, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "MXFP4": GGML_MXFP4}  # by ggml's names
+# In C, one per encoding.
+KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4_E2M1, *GGML.values())}
 INTEGERS = (INT4, INT8, INT8_SIGNED, INT4_WORDS, INT8_WORDS, INT4_AWQ)
 
 
@@ -211,7 +220,7 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
         stored, wanted, axis = values.shape[0] * kind.rows, n, "rows"
     else:
         stored, wanted, axis = values.shape[1] // kind.items * kind.columns, k, "columns"
-    if wanted < 1 or matrix.skip < 0 or matrix.skip + wanted > stored:
+    if values.shape[1] % kind.items or wanted < 1 or matrix.skip < 0 or matrix.skip + wanted > stored:
         raise ValueError(f"values of shape {values.shape} hold {stored} {axis}, not {wanted} after {matrix.skip}")
     (row_stride, column_stride), item = values.strides, kind.dtype.itemsize
     # NumPy may give any stride to an axis of length 1.
@@ -226,8 +235,8 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
     source = (kind.number, _address(values), row_stride, column_stride)
     if not kind.scaled:
         if any(array is not None for array in (matrix.scales, matrix.zeros, matrix.group_of)):
-            raise ValueError(f"{kind.name} values have no scales")
-        return ffi.new(_SOURCE, source), None
+            raise ValueError(f"{kind.name} values have no scales of their own")
+        return ffi.new(_SOURCE, (*source, ffi.NULL, *[0] * 5, matrix.skip)), None
     scales, zeros, group_of = _check_scales(matrix)
     grid = (_address(scales), scales.shape[1], *matrix.block, *matrix.origin)
     of_codes = (ffi.NULL if array is None else _address(array) for array in (zeros, group_of))

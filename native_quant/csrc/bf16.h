@@ -29,6 +29,14 @@ static inline float kt_from_bf16(uint16_t bits) {
     return kt_float((uint32_t)bits << 16);
 }
 
+/* IEEE 754 binary16: sign, 5 exponent bits (bias 15), 10 fraction bits. Exact in float32. */
+static inline float kt_from_fp16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
+    if (exponent == 31) return kt_float(sign | 0x7f800000 | fraction << 13);
+    if (exponent == 0) return kt_float(sign | kt_bits((float)fraction * 0x1p-24f));
+    return kt_float(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
 static inline int kt_is_finite(float x) {
     return (kt_bits(x) & 0x7f800000) != 0x7f800000;
 }

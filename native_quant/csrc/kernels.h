@@ -26,6 +26,25 @@ enum {
    alignment; k: a multiple of 64. */
 typedef uint16_t kt_amax_fn(const uint8_t *row, int64_t k);
 
+/* Blocks of a type of ggml: so many columns, stored in so many bytes; 0 columns: the encoding has no blocks. */
+typedef struct {
+    int64_t columns, bytes;
+} kt_block;
+
+enum { KT_BLOCK_COLUMNS = 256 }; /* of the largest block */
+
+static inline kt_block kt_block_of(int kind) {
+    switch (kind) {
+    case KTQ_Q4_0: return (kt_block){32, 18};
+    case KTQ_Q8_0: return (kt_block){32, 34};
+    case KTQ_GGML_MXFP4: return (kt_block){32, 17};
+    case KTQ_Q4_K: return (kt_block){KT_BLOCK_COLUMNS, 144};
+    case KTQ_Q5_K: return (kt_block){KT_BLOCK_COLUMNS, 176};
+    case KTQ_Q6_K: return (kt_block){KT_BLOCK_COLUMNS, 210};
+    }
+    return (kt_block){0, 0};
+}
+
 /* Rows that will be read next and may be brought nearer meanwhile: column_bits for each column; 0: none. */
 typedef struct {
     const uint8_t *first;
@@ -120,6 +139,9 @@ static inline kt_floats kt_floats_of_group(const kt_floats *row, const float *sc
     return (kt_floats){row->kind, row->codes, row->skip + start, columns, scale, 0, columns};
 }
 
+/* Blocks of a type of ggml, one after the other: kt_block_of(kind) values each. */
+typedef void kt_decode_blocks_fn(int kind, const uint8_t *blocks, int64_t count, uint16_t *out);
+
 /* out[r][c] = in[c][r] for at most 32 rows: items of item_bytes (1, 2 or 4); column c begins at in + c * column_stride,
    row r at out + r * row_pitch (bytes). */
 typedef void kt_transpose_fn(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
@@ -194,7 +216,7 @@ const kt_kernels *kt_current(void);
 
 /* source.c: KTQ_OK, or what is wrong with a source of n rows and k columns. */
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
-/* source.c: bits of one value. */
+/* source.c: whole bits of one value; 0: there is no encoding of this number. */
 int kt_column_bits(int kind);
 /* source.c: the values of a row lie one after the other. */
 int kt_is_row_contiguous(const ktq_source *source);

@@ -37,7 +37,13 @@ enum {
     KTQ_INT8,
     KTQ_FP4_E2M1,
     KTQ_INT8_SIGNED,
-    KTQ_INT4_AWQ
+    KTQ_INT4_AWQ,
+    KTQ_Q4_0,
+    KTQ_Q8_0,
+    KTQ_Q4_K,
+    KTQ_Q5_K,
+    KTQ_Q6_K,
+    KTQ_GGML_MXFP4
 };
 
 /* One linear [n, k] as it is stored; element (r, c) is at values + r*row_stride + c*column_stride (bytes, any
@@ -51,7 +57,8 @@ enum {
    INT4, INT8: column_stride 1 or 4: the bytes of a row lie one after the other. Else words of 32 bits, low bits first,
    are column_stride apart, and row_stride is 4.
    INT4_AWQ: a word holds a column of 8 rows, in the order 0 2 4 6 1 3 5 7 from the low bits up; words of one column
-   follow each other (row_stride 4), columns are column_stride apart. `skip` rows come before the first. */
+   follow each other (row_stride 4), columns are column_stride apart. `skip` rows come before the first.
+   Types of ggml: whole blocks with their scales in them; `skip` as for integers. */
 typedef struct {
     int kind;
     const void *values;

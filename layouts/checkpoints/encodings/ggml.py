@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES, GgmlType
 from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.native_quant.matrix import Kind, Matrix
+from ktconvert.native_quant.matrix import GGML, Kind, Matrix
 
 # Those that gguf-py dequantizes, less those that are plain numbers.
 DEQUANTIZED = (
@@ -37,7 +37,8 @@ DEQUANTIZED = (
 
 
 def _row(of: GgmlType) -> Encoding:
-    kind = Kind(of.name.lower(), np.dtype(np.uint8), columns=of.columns, items=of.nbytes, decode=_decoder(of.name))
+    other = Kind(of.name.lower(), np.dtype(np.uint8), columns=of.columns, items=of.nbytes, decode=_decoder(of.name))
+    kind = GGML.get(of.name, other)
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         info = tensors["weight"]
@@ -49,7 +50,7 @@ def _row(of: GgmlType) -> Encoding:
 
 def _decoder(name: str) -> Any:
     def decode(matrix: Matrix) -> npt.NDArray[np.float32]:
-        """By gguf-py."""
+        """By gguf-py: for types that C does not read."""
         import gguf
 
         blocks = np.ascontiguousarray(matrix.values)

@@ -1,21 +1,8 @@
 /* AVX2 and F16C: FP16 and F32 8 values at a time, FP8 32, by table (fp8_table.h). A row that holds a NaN or a scale out
  * of the ordinary is left to the scalar kernel; so is what is left at the end of a row. */
-#include <immintrin.h>
-
+#include "bf16_avx2.h"
 #include "fp8_table.h"
 #include "kernels.h"
-
-/* Float32 to BF16 bits (kt_to_bf16), one in each 32-bit lane; not for NaN. */
-KT_TARGET_AVX2 static inline __m256i to_bf16(__m256 x) {
-    __m256i u = _mm256_castps_si256(x);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
-}
-
-/* 32-bit lanes to 16-bit ones, in order. */
-KT_TARGET_AVX2 static inline __m128i narrow(__m256i u) {
-    return _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
-}
 
 /* decode_<kind>: `columns` values of one row; whether all were good. */
 

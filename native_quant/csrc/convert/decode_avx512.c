@@ -1,16 +1,8 @@
 /* AVX-512 F, BW and VL: FP16 and F32 16 values at a time, FP8 64, by table (fp8_table.h). A row that holds a NaN or a
  * scale out of the ordinary is left to the scalar kernel; so is what is left at the end of a row. */
-#include <immintrin.h>
-
+#include "bf16_avx512.h"
 #include "fp8_table.h"
 #include "kernels.h"
-
-/* Float32 to BF16 bits (kt_to_bf16), one in each 32-bit lane; not for NaN. */
-KT_TARGET_AVX512 static inline __m512i to_bf16(__m512 x) {
-    __m512i u = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    return _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
-}
 
 /* decode_<kind>: `columns` values of one row; whether all were good. */
 

@@ -5,19 +5,8 @@
 #include <string.h>
 
 #include "bf16.h"
+#include "bf16_avx2.h"
 #include "kernels.h"
-
-/* Float32 to BF16 bits (kt_to_bf16), one in each 32-bit lane; not for NaN. */
-KT_TARGET_AVX2 static inline __m256i to_bf16(__m256 x) {
-    __m256i u = _mm256_castps_si256(x);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
-}
-
-/* 32-bit lanes to 16-bit ones, in order. */
-KT_TARGET_AVX2 static inline __m128i narrow(__m256i u) {
-    return _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
-}
 
 /* `columns` (a multiple of 32) 4-bit codes of one group that begin at a whole byte. */
 KT_TARGET_AVX2 static void decode_int4(const uint8_t *codes, int64_t columns, float scale, float zero, uint16_t *out) {

@@ -4,14 +4,8 @@
 #include <immintrin.h>
 
 #include "bf16.h"
+#include "bf16_avx512.h"
 #include "kernels.h"
-
-/* Float32 to BF16 bits (kt_to_bf16), one in each 32-bit lane; not for NaN. */
-KT_TARGET_AVX512 static inline __m512i to_bf16(__m512 x) {
-    __m512i u = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    return _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
-}
 
 /* `columns` (a multiple of 32) 4-bit codes of one group that begin at a whole byte. */
 KT_TARGET_AVX512 static void decode_int4(const uint8_t *codes, int64_t columns, float scale, float zero,

@@ -2,14 +2,6 @@
 #include "bf16.h"
 #include "kernels.h"
 
-/* IEEE 754 binary16: sign, 5 exponent bits (bias 15), 10 fraction bits. Exact in float32. */
-static float from_fp16(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
-    if (exponent == 31) return kt_float(sign | 0x7f800000 | fraction << 13);
-    if (exponent == 0) return kt_float(sign | kt_bits((float)fraction * 0x1p-24f));
-    return kt_float(sign | (exponent + 112) << 23 | fraction << 13);
-}
-
 /* E4M3 "fn" (OCP 8-bit floating point 1.0): 4 exponent bits (bias 7), 3 fraction bits; no infinity, NaN is all ones. */
 static float magnitude_of_fp8(uint8_t b) {
     uint32_t exponent = b >> 3 & 15, fraction = b & 7;
@@ -21,7 +13,7 @@ static float magnitude_of_fp8(uint8_t b) {
 static uint16_t decode_one(int kind, const uint8_t *in, float scale) {
     float x;
     switch (kind) {
-    case KTQ_FP16: return kt_to_bf16(from_fp16(kt_load16(in)));
+    case KTQ_FP16: return kt_to_bf16(kt_from_fp16(kt_load16(in)));
     case KTQ_F32: memcpy(&x, in, sizeof x); return kt_to_bf16(x);
     /* The sign is put on last, so that a NaN has one too. */
     case KTQ_FP8_E4M3: return kt_to_bf16(magnitude_of_fp8(*in) * scale) ^ (uint16_t)((*in & 0x80) << 8);

@@ -22,7 +22,12 @@ int kt_column_bits(int kind) {
     case KTQ_INT4_AWQ:
     case KTQ_FP4_E2M1: return 4;
     }
-    return 0;
+    kt_block block = kt_block_of(kind);
+    return block.columns ? (int)(block.bytes * 8 / block.columns) : 0;
+}
+
+static int is_in_blocks(int kind) {
+    return kt_block_of(kind).columns != 0;
 }
 
 /* Whether rows are decoded one by one, in groups of columns with one scale. */
@@ -34,7 +39,8 @@ static int is_grouped(const ktq_source *source) {
 int kt_is_row_contiguous(const ktq_source *source) {
     if (source->kind == KTQ_INT4_AWQ) return 0;
     if (kt_is_integer(source->kind)) return source->column_stride == 1 || source->column_stride == 4;
-    return source->kind == KTQ_FP4_E2M1 || source->column_stride * 8 == kt_column_bits(source->kind);
+    return source->kind == KTQ_FP4_E2M1 || is_in_blocks(source->kind) ||
+           source->column_stride * 8 == kt_column_bits(source->kind);
 }
 
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
@@ -120,6 +126,28 @@ static void decode_grouped_down(const kt_kernels *kernels, const ktq_source *sou
     }
 }
 
+/* Rows first..first+rows-1 of blocks: out[rows][k]. Of a block at either end, only the columns that are wanted. */
+static void decode_blocks(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
+                          uint16_t *out) {
+    kt_block block = kt_block_of(source->kind);
+    for (int64_t r = first; r < first + rows; r++, out += k) {
+        const uint8_t *in = (const uint8_t *)source->values + r * source->row_stride;
+        for (int64_t c = 0, count; c < k; c += count) {
+            int64_t at = source->skip + c, inside = at % block.columns;
+            const uint8_t *blocks = in + at / block.columns * block.bytes;
+            if (inside == 0 && k - c >= block.columns) {
+                count = (k - c) / block.columns * block.columns;
+                kernels->decode_blocks(source->kind, blocks, count / block.columns, out + c);
+            } else {
+                uint16_t whole[KT_BLOCK_COLUMNS];
+                count = least(k - c, block.columns - inside);
+                kernels->decode_blocks(source->kind, blocks, 1, whole);
+                memcpy(out + c, whole + inside, (size_t)count * sizeof *out);
+            }
+        }
+    }
+}
+
 /* Rows first..first+rows-1: out[rows][k]. At most 32 if the columns are contiguous. */
 static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                         uint16_t *out) {
@@ -129,6 +157,10 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
     }
     if (kt_is_integer(source->kind)) {
         kt_decode_integers(kernels, source, first, rows, k, out);
+        return;
+    }
+    if (is_in_blocks(source->kind)) {
+        decode_blocks(kernels, source, first, rows, k, out);
         return;
     }
     int bytes = kt_column_bits(source->kind) / 8;
