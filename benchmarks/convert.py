@@ -30,7 +30,8 @@ MIB = 1 << 20
 METHODS = ("int4", "int8")
 NUMA = 2
 SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
-INPUTS = {"FP8": "F8_E4M3", "MXFP4": "MXFP4"}  # that are compared with BF16, as models.py calls them
+# Those that are compared with BF16, as models.py calls them, or ggml.
+INPUTS = {"FP8": "F8_E4M3", "MXFP4": "MXFP4", "Q4_K": "Q4_K"}
 
 # Targets: figure -> (limit, unit). Wall and CPU are ratios to cp in the same rounds.
 TARGETS = {
@@ -79,7 +80,7 @@ class Bench:
     def timed(self, what: str, source: Path, *, cold: bool = False, sample: bool = False) -> Run:
         """One run and its sync, on an idle disk, from a warm or a cold cache; its output stays until clear()."""
         self.clear()
-        files = sorted(source.glob("*.safetensors"))
+        files = sorted([*source.glob("*.safetensors"), *source.glob("*.gguf")])
         (timing.drop_caches if cold else timing.fill_caches)(files)
         return timing.run(self.command(what, source), sync=True, sample=sample)
 
@@ -130,8 +131,12 @@ def prepare(folder: Path, size: str, inputs: list[str], *, with_peer: bool) -> B
 
 def write_random_model(folder: Path, layers: int, experts: int, shards: int, dtype: str) -> None:
     """Write one random model."""
+    import blocks
     import models
 
+    if dtype in blocks.GGML:
+        blocks.write_gguf(folder / "model.gguf", layers, experts, dtype)
+        return
     tensors, config = models.qwen3(layers, experts, dtype)
     models.write_model(folder, tensors, config, shards, models.gaussian())
 

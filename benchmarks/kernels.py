@@ -20,8 +20,10 @@ from time import thread_time
 from typing import Any
 
 import numpy as np
+from blocks import random_blocks
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import GGML
 
 MIB = 1 << 20
 SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one
@@ -35,6 +37,7 @@ ITEM_BYTES = {
     "nvfp4": 0.5,
     "int4": 0.5,
     "int8": 1,
+    **{kind.name: kind.items / kind.columns for kind in GGML.values()},
 }
 # Encodings with scales: how the kernels call their values, and the block of a scale.
 SCALED = {
@@ -44,7 +47,7 @@ SCALED = {
     "nvfp4": ("fp4_e2m1", (1, 16)),
     "int4": ("int4", (1, 32)),
 }
-DECODED = ("fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "int4", "fp16", "f32")
+DECODED = ("fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "int4", "fp16", "f32", *(kind.name for kind in GGML.values()))
 PAGE = 4096
 
 
@@ -73,10 +76,13 @@ def aligned(size: int, offset: int = 0) -> Any:
 
 
 def make_source(kind: str, size: int) -> Any:
-    """Random weights: Gaussian values, or codes (of FP8, no NaN)."""
+    """Random weights: Gaussian values, or codes (of FP8, no NaN), or blocks."""
     rng = np.random.default_rng(0)
     buffer = aligned(size, 8)
-    if ITEM_BYTES[kind] == 0.5:
+    in_blocks = next((name for name, of in GGML.items() if of.name == kind), None)
+    if in_blocks is not None:
+        piece = random_blocks(in_blocks, 4 * MIB // GGML[in_blocks].items).reshape(-1)
+    elif ITEM_BYTES[kind] == 0.5:
         piece = rng.integers(0, 256, 4 * MIB, np.uint8)
     elif kind in SCALED:
         piece = rng.integers(0, 127, 4 * MIB, np.uint8) | rng.integers(0, 2, 4 * MIB, np.uint8) << 7

@@ -41,7 +41,7 @@ from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.plans.commands import plan_request
 from ktconvert.pipeline.verify.structure import check_structure
-from rig import conversion, mutations
+from rig import conversion, gguf, mutations
 
 MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
 CODES = {0, 1, 2, 3, 4, 5, 6, 7}
@@ -119,6 +119,11 @@ class Places:
         return self.root / "arch.toml"
 
     @property
+    def gguf(self) -> Path:
+        """A model in GGUF."""
+        return self.root / "model.gguf"
+
+    @property
     def mask(self) -> Path:
         """Which experts are hot."""
         return self.root / "mask.safetensors"
@@ -141,6 +146,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     assert old is not None
     plan = plan_request(Request(old["command"], old["input"], root / "broken", old["settings"], old["tuning"]))
     (root / "arch.toml").write_text(ARCH)
+    gguf.write(
+        root / "model.gguf",
+        gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128),
+        gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128),
+    )
     header = json.dumps({hot_mask.KEY: {"dtype": "BOOL", "shape": [2, 1], "data_offsets": [0, 2]}}).encode()
     (root / "mask.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\0")
     return Places(
@@ -218,8 +228,8 @@ def of_packed(places: Places) -> list[list[object]]:
 
 
 INDEX = "model.safetensors.index.json"
-of_json, of_lines, of_safetensors, of_toml = (
-    mutations.of_json, mutations.of_lines, mutations.of_safetensors, mutations.of_toml,
+of_gguf, of_json, of_lines, of_safetensors, of_toml = (
+    mutations.of_gguf, mutations.of_json, mutations.of_lines, mutations.of_safetensors, mutations.of_toml,
 )  # fmt: skip
 SUBJECTS: Mapping[str, Subject] = {
     "plan": Subject(
@@ -234,6 +244,13 @@ SUBJECTS: Mapping[str, Subject] = {
     "config": Subject(lambda p: p.source / "config.json", of_json, read_architecture, of_source),
     "header": Subject(
         lambda p: p.source / "model-00001-of-00003.safetensors", of_safetensors, lambda _, path: read_header(path), of_source
+    ),
+    "GGUF": Subject(
+        lambda p: p.gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)),
+        lambda p: [
+            ["inspect", p.gguf], ["cpu", "-i", p.gguf, "-o", new(p), *PARTS, "--dry-run"],
+            ["gpu", "-i", p.gguf, "-o", new(p), *RTN, "--dry-run"],
+        ],
     ),
     "arch file": Subject(
         lambda p: p.arch, of_toml, read_arch,

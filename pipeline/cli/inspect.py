@@ -26,7 +26,8 @@ Examples:
 def inspect(path: str, **params: Any) -> None:
     """Describe a checkpoint, an output or an unfinished conversion, and list what it can be converted to.
 
-    PATH is a directory, a .safetensors file, or a hub id (org/name). Headers only are read.
+    PATH is a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf). Headers only are
+    read.
     """
     from ktconvert.pipeline.tell import inspect as inspection
     from ktconvert.pipeline.verify.report import aligned

@@ -83,15 +83,17 @@ def about(layers: int, arch: str = "qwen3moe", **more: Any) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in keys.items()}
 
 
-def model(types: Types, seed: int = 0) -> dict[str, tuple[str, U8]]:
+def model(
+    types: Types, seed: int = 0, *, experts: int = E, hidden: int = H, width: int = I
+) -> dict[str, tuple[str, U8]]:
     """The tensors of a model: experts of these types, a router, and an embedding that is not looked at."""
-    tensors: dict[str, tuple[str, Any]] = {"token_embd.weight": ("F32", np.ones((8, H), np.float32))}
+    tensors: dict[str, tuple[str, Any]] = {"token_embd.weight": ("F32", np.ones((8, hidden), np.float32))}
     for layer, of_layer in enumerate(types):
-        tensors[f"blk.{layer}.ffn_gate_inp.weight"] = ("F32", np.ones((E, H), np.float32))
+        tensors[f"blk.{layer}.ffn_gate_inp.weight"] = ("F32", np.ones((experts, hidden), np.float32))
         for number, (part, kind) in enumerate(zip(("gate", "up", "down"), of_layer, strict=True)):
-            n, k = (H, I) if part == "down" else (I, H)
-            stored = blocks(kind, E * n, k, seed + 3 * layer + number)
-            tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = (kind, stored.reshape(E, n, -1))
+            n, k = (hidden, width) if part == "down" else (width, hidden)
+            stored = blocks(kind, experts * n, k, seed + 3 * layer + number)
+            tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = (kind, stored.reshape(experts, n, -1))
     return tensors
 
 

@@ -175,6 +175,20 @@ def of_safetensors(random: Random, file: bytes) -> bytes:
     return length.to_bytes(8, "little") + header + data
 
 
+def of_gguf(random: Random, file: bytes) -> bytes:
+    """Numbers, texts and lengths of the header, which are in its first 1000 bytes; the length of the file."""
+    data = bytearray(file)
+    for _ in range(random.randint(1, EDITS)):
+        at = random.randrange(min(len(data), 1000) or 1)
+        width = random.choice((1, 2, 4, 4, 8, 8))
+        old = int.from_bytes(data[at : at + width], "little")
+        new = random.choice(
+            (0, 1, 8, 9, 139, old + 1, old - 1, old * 2, 1 << 20, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
+        )
+        data[at : at + width] = (new % (1 << 8 * width)).to_bytes(width, "little")
+    return of_bytes(random, bytes(data)) if random.random() < 0.2 else bytes(data)
+
+
 def of_toml(random: Random, file: bytes) -> bytes:
     """Lines of a TOML document, and the values in them."""
     lines = file.decode().splitlines()

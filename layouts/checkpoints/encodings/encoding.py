@@ -137,7 +137,7 @@ class Weight:
         scales = sum(items * self.encoding.item_bytes.get(role, 4) for role, items in others.items())
         whole = kind.number is None or (turned and not kind.turns)
         columns = math.prod(self.shape)
-        return (scales + 2 * columns * whole) // stack + 8 * PIECE * (kind.number is None)
+        return (scales + 2 * columns * whole) // stack + 10 * PIECE * (kind.number is None)
 
     def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
         """One linear as it is stored: [k, n] if it is input-major. Raises InputError where a
