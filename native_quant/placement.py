@@ -98,10 +98,11 @@ def shortages(part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int
 
     nodes: those of a pool; left: machine.node_memory_available() at a time. Always "" on a machine with one node.
     """
+    needs = node_bytes(part_bytes, nodes) if len(left) > 1 else {}
     return ", ".join(
         f"node {node} has {left[node] / 2**30:.2f} GiB left for {needed / 2**30:.2f} GiB"
-        for node, needed in node_bytes(part_bytes, nodes).items()
-        if needed > left.get(node, needed) and len(left) > 1
+        for node, needed in needs.items()
+        if needed > left.get(node, needed)
     )
 
 
