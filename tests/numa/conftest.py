@@ -15,7 +15,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    name = os.environ["VARIANT"]
+    name = os.environ.get("VARIANT")  # not set outside a guest, where no check is collected
     marks = ((item, item.get_closest_marker("on")) for item in items)
     items[:] = [item for item, mark in marks if mark is None or name in mark.args]
 
