@@ -19,7 +19,7 @@ from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.output import Wish, verify
 from ktconvert.quantizers import groups, reference
-from rig import families, killpoint, microscaling
+from rig import families, integers, killpoint, microscaling
 from rig.conversion import KTCONVERT, edit, tree
 from rig.safetensors import Tensors, header_of, metadata_of, read_file, read_folder, write_file
 
@@ -193,6 +193,21 @@ def test_microscaling_formats_become_bf16(name: str, tmp_path: Path) -> None:
         columns = {"gate": slice(0, len(bits)), "up": slice(len(bits), None), "down": slice(None)}[projection]
         assert (half[:, columns] == bits.T).all()
     assert len(ours) == 2 * kind.stacked
+
+
+@pytest.mark.parametrize("name", integers.FORMATS)
+def test_integers_of_every_format_become_bf16(name: str, tmp_path: Path) -> None:
+    """Zero points, orders of columns, words along rows or columns: all of it goes."""
+    form = integers.FORMATS[name]
+    tensors, values = integers.experts(form)
+    stored: Any = {**tensors, "lm_head.weight": ("F16", np.ones((3, 5), np.uint16))}
+    source = integers.checkpoint(tmp_path / "model", stored, form.config)
+    (source / "quantize_config.json").write_text("{}")
+    ours = {key: tensor.bits for key, tensor in dequantized(source, tmp_path / "out").items()}
+    assert (ours.pop("lm_head.weight") == 1).all() and ours.keys() == {f"{base}.weight" for base in values}
+    for base, bits in values.items():
+        assert (ours[f"{base}.weight"] == bits).all()
+    assert not (tmp_path / "out" / "quantize_config.json").exists()
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
