@@ -14,7 +14,7 @@ import pytest
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KtconvertError
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages import experts
@@ -72,7 +72,7 @@ def test_every_part_is_the_definition_of_its_values(
     seen = 0
     for expert in range(E):
         for projection in PROJECTIONS:
-            for part, packed in stage.units[0].work.quantize((expert, projection)):
+            for part, packed in stage.units[0].work.make((expert, projection)):
                 bits = part_of(values[expert, projection], projection, part.numa, parts, part.backward)
                 weight, scale = reference.quantize_pack(form.grid.bits, bits)
                 assert (packed[0] == weight).all() and packed[1].tobytes() == scale.tobytes()
@@ -333,8 +333,8 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors, str], Any], type[KtconvertError
     "scales of another type": (
         "compressed-tensors MXFP4",
         replaced(".weight_scale", "BF16", np.zeros((I, H // 32), np.uint16)),
-        UnsupportedError,
-        "is not an input yet",
+        InputError,
+        "is INT4 but .*weight_shape is missing",
     ),
 }
 
