@@ -68,7 +68,7 @@ def q5_k(blocks: U8) -> F32:
     """176 bytes: as q4_k, with 32 bytes of which bit g is the fifth bit of group g."""
     low = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return _k_values(blocks, low | high << 4)
+    return _k_values(blocks, low | np.left_shift(high, 4, dtype=np.uint8))
 
 
 def q6_k(blocks: U8) -> F32:
