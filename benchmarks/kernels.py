@@ -23,7 +23,7 @@ import numpy as np
 from blocks import random_blocks
 
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import GGML
+from ktconvert.native_quant.matrix import GGML, INTEGERS
 
 MIB = 1 << 20
 SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one
@@ -36,6 +36,8 @@ ITEM_BYTES = {
     "mxfp4": 0.5,
     "nvfp4": 0.5,
     "int4": 0.5,
+    "gptq": 0.5,
+    "awq": 0.5,
     "int8": 1,
     **{kind.name: kind.items / kind.columns for kind in GGML.values()},
 }
@@ -46,8 +48,22 @@ SCALED = {
     "mxfp4": ("fp4_e2m1", (1, 32)),
     "nvfp4": ("fp4_e2m1", (1, 16)),
     "int4": ("int4", (1, 32)),
+    "gptq": ("int4_words", (1, 128)),
+    "awq": ("int4_awq", (1, 128)),
 }
-DECODED = ("fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "int4", "fp16", "f32", *(kind.name for kind in GGML.values()))
+DECODED = (
+    "fp8_e4m3",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "int4",
+    "gptq",
+    "awq",
+    "fp16",
+    "f32",
+    *(kind.name for kind in GGML.values()),
+)
+ALL_KINDS = {**kernels.KINDS, **{kind.name: kind for kind in INTEGERS}}
 PAGE = 4096
 
 
@@ -114,16 +130,22 @@ def quantize_case(
     count = max(1, source.size // matrix_bytes // (16 if isa == "scalar" else 1))
     scale = np.empty(n, np.float32)
     options: dict[str, Any] = {}
-    values_of = kernels.KINDS[SCALED[kind][0] if kind in SCALED else kind]
+    values_of = ALL_KINDS[SCALED[kind][0] if kind in SCALED else kind]
+    in_words = values_of.dtype == np.uint32  # of which those of one column lie one after the other
     if kind in SCALED:
         rows, columns = SCALED[kind][1]
         options = {"scales": np.full((-(-n // rows), -(-k // columns)), 2.0**-10, np.float32), "block": (rows, columns)}
+        if in_words:
+            options["zeros"] = np.full_like(options["scales"], 7)
 
     def run() -> None:
         kernels.set_isa(isa)
         for i in range(count):
             values = source[i * matrix_bytes : (i + 1) * matrix_bytes].view(values_of.dtype)
-            values = values.reshape(k, n).T if transposed else values.reshape(n, -1)
+            if transposed or in_words:
+                values = values.reshape(k // values_of.columns, n // values_of.rows).T
+            else:
+                values = values.reshape(n, -1)
             at = 0 if reused else i * packed_bytes
             matrix = kernels.Matrix(values, values_of, **options)
             kernels.quantize_pack(bits, matrix, target[at : at + packed_bytes], scale)
