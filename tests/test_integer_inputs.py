@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.checkpoints.source import TensorInfo, open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
@@ -490,3 +494,59 @@ def test_files_that_are_not_aligned(tmp_path: Path) -> None:
     linear = recognise(open_checkpoint(tmp_path)).linear(0, 0, "up")
     assert not linear.values.flags.aligned
     assert (kernels.decode(linear) == values[BASE.format(0, "up")]).all()
+
+
+# ---- contradictory headers ------------------------------------------------------------------------------------------
+
+SAME_SIZE = {"I32": ("F32", "U32"), "F16": ("BF16", "I16"), "I64": ("F64",), "F32": ("I32",), "U8": ("I8", "F8_E4M3")}
+KEYS: dict[str, tuple[Any, ...]] = {
+    "bits": (2, 3, 4, 8, 0, -1, "4", None),
+    "group_size": (-1, 0, 32, 96, 128, 1 << 40, None),
+    "checkpoint_format": ("gptq", "gptq_v2", "marlin", 7),
+    "version": ("gemm", "gemv", None),
+    "quant_method": ("gptq", "awq", "compressed-tensors", "", None),
+    "dynamic": ({"a": {"bits": 8}}, {"a": 1}, []),
+}
+
+
+def damaged(info: TensorInfo, data: st.DataObject) -> TensorInfo:
+    """A tensor of another type, turned, flattened, or cut; as many bytes as its type and shape say."""
+    how = data.draw(st.sampled_from(("dtype", "turned", "flat", "cut", "empty")))
+    if how == "dtype":
+        return replace(info, dtype=data.draw(st.sampled_from(SAME_SIZE.get(info.dtype, (info.dtype,)))))
+    shape = {"turned": info.shape[::-1], "flat": (math.prod(info.shape),), "empty": (0, *info.shape[1:])}.get(how)
+    if shape is None:
+        shape = (max(1, info.shape[0] - data.draw(st.integers(1, 8))), *info.shape[1:])
+    return replace(info, shape=shape, nbytes=info.nbytes // math.prod(info.shape) * math.prod(shape))
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(tuple(FORMATS)), data=st.data())
+def test_contradictory_headers_give_one_sentence(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Tensors that are missing or of another type or shape, and other words in the config: read, or refused by name."""
+    folder = Path(tmp_path_factory.getbasetemp()) / f"fuzzed {name}"
+    if not folder.exists():
+        checkpoint(folder, experts(FORMATS[name])[0], FORMATS[name].config)
+    with open_checkpoint(folder) as whole:
+        quantization = dict(FORMATS[name].config)
+        for key in data.draw(st.lists(st.sampled_from(tuple(KEYS)), max_size=2)):
+            quantization[key] = data.draw(st.sampled_from(KEYS[key]))
+        tensors = dict(whole.tensors)
+        suffixes = sorted({n.partition("_proj.")[2] for n in tensors})
+        for suffix in data.draw(st.lists(st.sampled_from(suffixes), max_size=2, unique=True)):
+            change = data.draw(st.sampled_from(("drop", "damage")))
+            for tensor_name in [n for n in tensors if n.endswith(f"_proj.{suffix}")]:
+                if change == "drop":
+                    del tensors[tensor_name]
+                else:
+                    tensors[tensor_name] = damaged(tensors[tensor_name], data)
+        whole.config["quantization_config"] = quantization
+        whole.tensors = tensors
+        try:
+            model = recognise(whole)
+            for projection in PROJECTIONS:
+                kernels.decode(model.linear(0, 0, projection))
+        except (InputError, UnsupportedError) as error:
+            assert 20 < len(str(error)) < 1000 and "\n" not in str(error)

@@ -30,6 +30,7 @@ def _claims(tensors: Tensors, quantization: Quantization) -> bool:
 
 def _shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
     codes, scales = tensors["qweight"], tensors["scales"]
+    require_matrix(codes)
     version = quantization.format
     if version in GEMM and scales.shape[:1] == codes.shape[:1] and scales.shape[1:] != (8 * codes.shape[1],):
         version = "gemv"  # whose scales are [n, groups]
@@ -40,7 +41,6 @@ def _shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
     if quantization.bits not in ((), (4,)):
         named = ", ".join(map(str, quantization.bits))
         raise UnsupportedError(f"tensor {codes.name!r}: AWQ with {named} bits is not an input; {BETTER}")
-    require_matrix(codes)
     return 8 * codes.shape[1], codes.shape[0]
 
 

@@ -59,7 +59,7 @@ def _row(bits: int, kind: Kind) -> Encoding:
     def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
         n, k = shape(tensors, quantization)
         group = group_of_scales(tensors, n, k, quantization)
-        require_shape(codes := tensors["qweight"], tensors.get("qzeros"), "I32", (k // group, n * bits // 32))
+        require_shape(codes := tensors["qweight"], tensors.get("qzeros"), "I32", (k // group, -(-n * bits // 32)))
         require_shape(codes, tensors.get("g_idx"), "I32", (k,))
         return bits, group, quantization.format, *tensors
 
@@ -69,7 +69,7 @@ def _row(bits: int, kind: Kind) -> Encoding:
         zeros = None
         if (stored := tensors.get("qzeros")) is not None:
             points = packed.gptq_zeros(bits, source.view(stored), FORMATS[quantization.format])
-            zeros = np.ascontiguousarray(points.T, np.float32)
+            zeros = np.ascontiguousarray(points.T[:n], np.float32)
         words = source.view(tensors["qweight"]).view(np.uint32).T
         scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
         order = order_of_columns(source, tensors.get("g_idx"), group)
