@@ -67,7 +67,10 @@ def threads() -> dict[int, list[int]]:
     """The CPUs on which each thread of this process may run, by thread number."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        status = (task / "status").read_text()
+        try:
+            status = (task / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
         line = next(line for line in status.splitlines() if line.startswith("Cpus_allowed_list:"))
         found[int(task.name)] = sorted(parse_list(line.split()[1]))
     return found
