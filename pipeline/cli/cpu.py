@@ -6,14 +6,12 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
-INPUT_TYPES = [*input_types(), *(c.input_type for c in CONTAINERS if c.input_type is not None)]
 LATER = {  # what kt-kernel's script takes and we do not
     "awq": "nothing loads kt-kernel's AWQ layout; an AWQ checkpoint is an input of the others",
     "moe_int4": "MOE_INT4 exists on aarch64 only",
@@ -43,7 +41,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("-o", "--output", required=True, type=options.FilePath(), help="Output directory.")
 @click.option(
     "--input-type",
-    type=click.Choice(INPUT_TYPES, case_sensitive=False),
+    type=click.Choice(input_types(), case_sensitive=False),
     default=None,
     help="What the weights are; read from the headers when left out.",
 )
@@ -108,6 +106,7 @@ def cpu(**params: Any) -> None:
     """
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert
+    from ktconvert.pipeline.plans.numa_notes import numa_notes
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     method = params["quant_method"]
@@ -149,6 +148,6 @@ def cpu(**params: Any) -> None:
         },
     )
     plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))
-    for note in filter(None, (convert.machine_note(plan), convert.memory_note(plan))):
+    for note in numa_notes(plan):
         reporter.note(note)
     options.carry_out(plan, reporter, params)

@@ -51,7 +51,7 @@ def resplit(output: Path, new: Path, **params: Any) -> None:
     how much. Can be resumed.
     """
     from ktconvert.pipeline.engine.plan import Request
-    from ktconvert.pipeline.plans import cpu as convert
+    from ktconvert.pipeline.plans.numa_notes import numa_notes
     from ktconvert.pipeline.plans.resplit import plan_resplit
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
@@ -77,6 +77,6 @@ def resplit(output: Path, new: Path, **params: Any) -> None:
         plan = replace(plan, advice=(advice(plan, against, params["revision"]),))
         if not params["dry_run"]:
             reporter.note(plan.advice[0])
-    for note in filter(None, (convert.machine_note(plan), convert.memory_note(plan))):
+    for note in numa_notes(plan):
         reporter.note(note)
     options.carry_out(plan, reporter, params)

@@ -80,22 +80,30 @@ class Assembly:
     kept_layers: tuple[int, ...] = ()
 
 
+class Sources(Protocol):
+    """The files that a plan reads, as they were when they were opened or listed."""
+
+    def changed(self) -> list[str]:
+        """The names of the files that changed since."""
+
+    def read_by(self, unit: Unit[Any]) -> set[str]:
+        """The names of the files that a unit reads."""
+
+
 class Conversion(Protocol):
     """What a command knows of its own work beyond the units: one class per command that makes an output
     (pipeline/plans).
     """
+
+    @property
+    def files(self) -> Sources:
+        """What it reads."""
 
     def peak_memory(self, threads: int) -> int:
         """Bytes that so many packing threads may need, with everything else."""
 
     def require_ready(self) -> None:
         """Raise KtconvertError where this machine must not run what is left to do."""
-
-    def changed_sources(self) -> list[str]:
-        """The names of source files that are not what they were when they were opened."""
-
-    def files_read(self, unit: Unit[Any]) -> set[str]:
-        """The names of the source files that a unit reads."""
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output, from the figures of its units."""
@@ -141,7 +149,7 @@ class Plan:
         """The units that read one of these files, and those that follow them in a chain."""
         reading: set[Unit[Any]] = set()
         for stage in self.stages:
-            hit = [n for n, unit in enumerate(stage.units) if self.conversion.files_read(unit) & set(files)]
+            hit = [n for n, unit in enumerate(stage.units) if self.conversion.files.read_by(unit) & set(files)]
             reading.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
         return reading
 
@@ -214,7 +222,7 @@ def changed_since(files: Iterable[SourceFile], folder: Path) -> list[str]:
 
 def require_unchanged(plan: Plan) -> None:
     """Raise InputError if a file of the input is not what it was when the plan was made."""
-    changed = plan.conversion.changed_sources()
+    changed = plan.conversion.files.changed()
     if changed:
         raise InputError(
             f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "

@@ -163,7 +163,7 @@ def names_in_output(names: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint that a plan reads, as they were when it was opened."""
+    """The files of a checkpoint that a plan reads, as they were when it was opened; Sources."""
 
     source: TensorSource
     files: tuple[SourceFile, ...]

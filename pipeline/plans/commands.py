@@ -40,6 +40,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "save_backward_weights": bool,
         "non_experts": ("skip", "copy"),
         "scale?": tuple(QUANTIZERS),
+        "config?": str,
         **COMMON,
     },
     "gpu": {

@@ -14,7 +14,6 @@ from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Form, card, forms_of, legal, loose
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.native_quant import machine, placement
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
@@ -126,14 +125,6 @@ class CpuConversion:
     def require_ready(self) -> None:
         """Any machine will do."""
 
-    def changed_sources(self) -> list[str]:
-        """Source files that changed since they were opened."""
-        return self.files.changed()
-
-    def files_read(self, unit: Unit[Any]) -> set[str]:
-        """The shards that hold a unit's tensors."""
-        return self.files.read_by(unit)
-
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
         base, copied = base_model(self.files.source), self.settings["non_experts"] == "copy"
@@ -229,31 +220,3 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
             "the form that kt-kernel reads: --config MODEL takes them from the Hugging Face model (directory or id)"
         )
     return [*notes, *form.notes]
-
-
-def memory_note(plan: Plan) -> str | None:
-    """What to say first where a NUMA part of the plan does not fit its node of this machine."""
-    parts = plan.facts["numa"]
-    size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // parts
-    shortages = placement.shortages([size] * parts, machine.numa_nodes(), machine.node_memory_available())
-    if not shortages:
-        return None
-    return f"run here, the output does not fit its NUMA nodes ({shortages}): some is read from another node, slowly"
-
-
-def machine_note(plan: Plan) -> str | None:
-    """What to say first where the pools of threads that suit this process are not those of the plan."""
-    pools, parts = machine.pool_count(), plan.facts["numa"]
-    if pools == parts:
-        return None
-    nodes, present = len(machine.numa_nodes()), len(machine.machine_nodes())
-    if pools < nodes:
-        here = f"this process has CPU time for {pools} thread{'s' if pools != 1 else ''} (cgroup quota)"
-    elif nodes < present:
-        here = f"this process may use {nodes} of this machine's {present} nodes"
-    else:
-        here = f"this machine has {nodes} node{'s' if nodes != 1 else ''}"
-    return (
-        f"the output is for {parts} NUMA part{'s' if parts != 1 else ''}; {here}: "
-        f"to run it here, pass --threadpool-count {pools}"
-    )

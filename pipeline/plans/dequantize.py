@@ -15,7 +15,6 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
-from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     CheckpointFiles,
@@ -83,14 +82,6 @@ class DequantizeConversion:
 
     def require_ready(self) -> None:
         """Any machine will do."""
-
-    def changed_sources(self) -> list[str]:
-        """Source files that changed since they were opened."""
-        return self.files.changed()
-
-    def files_read(self, unit: Unit[Any]) -> set[str]:
-        """The shards that hold a unit's tensors."""
-        return self.files.read_by(unit)
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""

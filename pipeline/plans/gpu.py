@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
-from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
@@ -138,14 +138,6 @@ class GpuConversion:
     def require_ready(self) -> None:
         """Calibration goes on only on the machine where it began."""
         self.quantizing.require_ready()
-
-    def changed_sources(self) -> list[str]:
-        """Source files that changed since they were opened."""
-        return self.files.changed()
-
-    def files_read(self, unit: Unit[Any]) -> set[str]:
-        """The shards that hold a unit's tensors."""
-        return self.files.read_by(unit)
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""

@@ -80,20 +80,34 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
             config=config,
             loose=False,
         ),
-        conversion=MergeConversion(root, identity, original, originals, facts),
+        conversion=MergeConversion(MergedFiles(root, identity, original, originals), facts),
     )
 
 
 @dataclass(frozen=True)
-class MergeConversion:
-    """`ktconvert merge`; a Conversion. loose: the .kt files below root; beside: the companions in the original
-    checkpoint.
-    """
+class MergedFiles:
+    """What is merged; Sources. loose: the .kt files below root; beside: the companions in the original checkpoint."""
 
     root: Path
     loose: tuple[SourceFile, ...]
     original: Path | None
     beside: tuple[SourceFile, ...]
+
+    def changed(self) -> list[str]:
+        """Loose files and companions that changed since they were listed."""
+        beside = changed_since(self.beside, self.original) if self.original else []
+        return changed_since(self.loose, self.root) + beside
+
+    def read_by(self, unit: Unit[Any]) -> set[str]:
+        """A unit's inputs are loose files."""
+        return {name for name, *_ in unit.inputs}
+
+
+@dataclass(frozen=True)
+class MergeConversion:
+    """`ktconvert merge`; a Conversion."""
+
+    files: MergedFiles
     facts: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
@@ -102,15 +116,6 @@ class MergeConversion:
 
     def require_ready(self) -> None:
         """Any machine will do."""
-
-    def changed_sources(self) -> list[str]:
-        """Loose files and companions that changed since they were listed."""
-        beside = changed_since(self.beside, self.original) if self.original else []
-        return changed_since(self.loose, self.root) + beside
-
-    def files_read(self, unit: Unit[Any]) -> set[str]:
-        """A unit's inputs are loose files."""
-        return {name for name, *_ in unit.inputs}
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""

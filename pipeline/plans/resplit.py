@@ -35,6 +35,7 @@ from ktconvert.pipeline.engine.plan import (
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
+    CheckpointFiles,
     base_model,
     collector_at_rest,
     companions,
@@ -96,17 +97,39 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
             config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in beside else None,
             loose=output.loose,
         ),
-        conversion=ResplitConversion(output, source, files, form, rearranging.units, others, facts, notes),
+        conversion=ResplitConversion(
+            output, OutputFiles(root, source, files), form, rearranging.units, others, facts, notes
+        ),
     )
 
 
 @dataclass(frozen=True)
+class OutputFiles:
+    """The files of the output that is read, as they were when they were listed; Sources. source: the same output as
+    named tensors, for those that are no experts.
+    """
+
+    root: Path
+    source: TensorSource
+    listed: tuple[SourceFile, ...]
+
+    def changed(self) -> list[str]:
+        """The names of the files that changed since."""
+        return changed_since(self.listed, self.root)
+
+    def read_by(self, unit: Unit[Any]) -> set[str]:
+        """The files that hold a unit's tensors."""
+        if unit.stage == resplit.NAME:
+            return {content[0] for *_, content in unit.inputs}
+        return CheckpointFiles(self.source, self.listed).read_by(unit)
+
+
+@dataclass(frozen=True)
 class ResplitConversion:
-    """`ktconvert resplit`; a Conversion. source: the same output as named tensors, for those that are no experts."""
+    """`ktconvert resplit`; a Conversion."""
 
     output: Output
-    source: TensorSource
-    files: tuple[SourceFile, ...]
+    files: OutputFiles
     form: Amx
     units: tuple[Unit[ResplitWork], ...]
     others: tuple[carry_over.Carried, ...]
@@ -125,20 +148,9 @@ class ResplitConversion:
     def require_ready(self) -> None:
         """Any machine will do."""
 
-    def changed_sources(self) -> list[str]:
-        """Files of the output that is read that changed since they were listed."""
-        return changed_since(self.files, self.output.root)
-
-    def files_read(self, unit: Unit[Any]) -> set[str]:
-        """The files that hold a unit's tensors."""
-        if unit.stage == resplit.NAME:
-            return {content[0] for *_, content in unit.inputs}
-        by_header = {(s.header_sha256, s.size): s.name for s in self.source.shards}
-        return {by_header[content[0], content[1]] for *_, content in unit.inputs}
-
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the new output."""
-        base = base_model(self.source)
+        base = base_model(self.files.source)
         lines = self.form.card(self.facts, base, loose=self.output.loose, non_experts=bool(self.others))
         return card.model_card(lines, base, self.facts, self.notes, (), tool_version())
 

@@ -59,13 +59,13 @@ def advice(plan: Plan, against: str, revision: str | None = None) -> str:
                 raise _not_its_source(work, against)
             _measure(errors, work, again)
     before, after, fresh = (error_figures(s)["relative_error"] for s in (errors.before, errors.after, errors.again))
-    told = (
+    comparison = (
         f"down_proj of {experts(len(works))} is {before:.4f} away from {against} (relative error), {after:.4f} after "
         f"resplit, {fresh:.4f} if converted again"
     )
     if fresh >= BETTER * after:
-        return f"{told}: resplit is as good"
-    return f"{told}: converting again is better: {_command(plan, against)}"
+        return f"{comparison}: resplit is as good"
+    return f"{comparison}: converting again is better: {_command(plan, against)}"
 
 
 def _require_source_of(work: ResplitWork, model: MoeModel, against: str) -> None:

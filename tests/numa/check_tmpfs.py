@@ -26,6 +26,7 @@ def test_a_conversion_on_tmpfs() -> None:
         assert probe.exists()  # also where open failed: what was to be survived
         probe.unlink()
     example, out = ROOT / "examples/qwen3-moe-small", SHM / "out"
+    assert not out.exists(), "of an earlier run: nothing would be written"
     done = run("ktconvert", "cpu", "-i", example, "-o", out, "--quant-method", "int4", "-q")
     assert (done.returncode, done.stderr) == (0, "")
     done = run("ktconvert", "verify", out, "--against", example, "--full", "-q")

@@ -70,7 +70,7 @@ def prepare() -> None:
 
 def unpack(packages: Path, tree: Path) -> None:
     """The initramfs, but for its init, and the kernel beside it."""
-    for folder in ("bin", "modules", "proc", "sys", "dev", "host", "changes", "root"):
+    for folder in ("bin", "modules", "proc", "sys", "dev", "host", "changes", "guest"):
         (tree / folder).mkdir(parents=True)
     kernel = next(packages.glob("boot/vmlinuz-*"))
     shutil.copy(kernel, STATE / "vmlinuz")
@@ -160,7 +160,7 @@ def boot(name: str, command: list[str], accelerator: str, limit: int = LIMIT) ->
     with tempfile.NamedTemporaryFile("w", dir=STATE, suffix=".sh") as job:
         job.write(
             f"export PATH={shlex.quote(str(CHECKOUT / '.venv/bin'))}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
-            f"export HOME=/root LANG=C.UTF-8 TMPDIR=/dev/shm PYTHONDONTWRITEBYTECODE=1 VARIANT={name}\n"
+            f"export HOME=/dev/shm LANG=C.UTF-8 TMPDIR=/dev/shm PYTHONDONTWRITEBYTECODE=1 VARIANT={name}\n"
             f"cd {shlex.quote(str(CHECKOUT))} && {shlex.join(command)}\n"
         )
         job.flush()

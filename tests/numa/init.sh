@@ -9,14 +9,14 @@ for module in $(cat /modules/order); do insmod "/modules/$module"; done
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=524288,cache=loose host /host
 mount -t tmpfs tmpfs /changes
 mkdir /changes/upper /changes/work
-mount -t overlay -o lowerdir=/host,upperdir=/changes/upper,workdir=/changes/work overlay /root
-for folder in proc sys dev; do mount --move "/$folder" "/root/$folder"; done
-mkdir -p /root/dev/shm
-mount -t tmpfs -o mode=1777 tmpfs /root/dev/shm
-mount -t cgroup2 cgroup2 /root/sys/fs/cgroup
+mount -t overlay -o lowerdir=/host,upperdir=/changes/upper,workdir=/changes/work overlay /guest
+for folder in proc sys dev; do mount --move "/$folder" "/guest/$folder"; done
+mkdir -p /guest/dev/shm
+mount -t tmpfs -o mode=1777 tmpfs /guest/dev/shm
+mount -t cgroup2 cgroup2 /guest/sys/fs/cgroup
 ip link set lo up
 # shellcheck disable=SC2154  # the kernel hands `job=...` of its command line to us as a variable
-chroot /root /bin/bash "$job" </root/dev/null
+chroot /guest /bin/bash "$job" </guest/dev/null
 echo "=== guest: exit $?"
 sleep 1 # until the serial line has sent it
 poweroff -f

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.checkpoints.encodings import (
     awq,
     fp8,
@@ -58,8 +59,10 @@ def roles() -> dict[str, str]:
 
 
 def input_types() -> list[str]:
-    """What --input-type may claim."""
-    return list(dict.fromkeys(name for row in ENCODINGS for name in row.input_types))
+    """What --input-type may claim: encodings, and kinds of files."""
+    of_rows = (name for row in ENCODINGS for name in row.input_types)
+    of_files = (container.input_type for container in CONTAINERS if container.input_type is not None)
+    return list(dict.fromkeys((*of_rows, *of_files)))
 
 
 def spelled(pattern: str, template: str) -> str:
