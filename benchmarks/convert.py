@@ -31,7 +31,7 @@ METHODS = ("int4", "int8")
 NUMA = 2
 SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
 # Those that are compared with BF16, as models.py calls them, or ggml.
-INPUTS = {"FP8": "F8_E4M3", "MXFP4": "MXFP4", "Q4_K": "Q4_K"}
+INPUTS = {"FP8": "F8_E4M3", "MXFP4": "MXFP4", "INT4": "INT4", "Q4_K": "Q4_K"}
 
 # Targets: figure -> (limit, unit). Wall and CPU are ratios to cp in the same rounds.
 TARGETS = {

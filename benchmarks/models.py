@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-BITS = {"BF16": 16, "F8_E4M3": 8, "F32": 32, "U8": 8, "F8_E8M0": 8}
+BITS = {"BF16": 16, "F8_E4M3": 8, "F32": 32, "U8": 8, "F8_E8M0": 8, "I32": 32, "I64": 64}
 BLOCK = 128  # rows and columns that share one FP8 scale
-GROUP = 32  # columns that share one MXFP4 scale
+GROUP = 32  # columns that share one scale of MXFP4 or INT4
 PIECE = 1 << 20  # values generated at a time
 SPREAD = 0.02  # standard deviation of the weights
 
@@ -25,11 +25,12 @@ Fill = Callable[["Tensor"], Iterable[bytes]]
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to be written."""
+    """One tensor to be written; `values`, if given, is what it holds."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    values: npt.NDArray[np.generic] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +151,7 @@ def write_model(
 
 def gaussian(seed: int = 0) -> Fill:
     """Random normal weights, all drawn independently: no two matrices are alike. Scales differ between blocks; codes of
-    MXFP4 are uniform."""
+    four bits are uniform."""
     rng = np.random.Generator(np.random.PCG64(seed))
     normal = NormalDist()
     quantiles = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], np.float32)
@@ -158,6 +159,9 @@ def gaussian(seed: int = 0) -> Fill:
     fp8 = _to_fp8(quantiles * 100)
 
     def fill(tensor: Tensor) -> Iterable[bytes]:
+        if tensor.values is not None:
+            yield tensor.values.tobytes()
+            return
         left = math.prod(tensor.shape)
         while left:
             count = min(left, PIECE)
@@ -172,6 +176,8 @@ def _draw(
 ) -> bytes:
     if dtype == "F32":
         return (rng.uniform(0.5, 1.5, count) * SPREAD / 100).astype(np.float32).tobytes()
+    if dtype == "I32":
+        return rng.bytes(4 * count)
     if dtype in ("U8", "F8_E8M0"):
         least, most = (0, 256) if dtype == "U8" else (118, 122)
         return rng.integers(least, most, count, np.uint8).tobytes()
@@ -192,6 +198,13 @@ def _linear(name: str, shape: tuple[int, int], dtype: str) -> list[Tensor]:
     if dtype == "MXFP4":
         codes, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // GROUP)
         return [Tensor(f"{name}_packed", "U8", codes), Tensor(f"{name}_scale", "F8_E8M0", scales)]
+    if dtype == "INT4":  # as compressed-tensors packs it
+        codes, scales = (shape[0], shape[1] // 8), (shape[0], shape[1] // GROUP)
+        return [
+            Tensor(f"{name}_packed", "I32", codes),
+            Tensor(f"{name}_scale", "BF16", scales),
+            Tensor(f"{name}_shape", "I64", (2,), np.array(shape, np.int64)),
+        ]
     tensors = [Tensor(name, dtype, shape)]
     if dtype == "F8_E4M3":
         tensors.append(Tensor(f"{name}_scale_inv", "F32", (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))))
