@@ -35,12 +35,16 @@ class Lib:
     KTQ_LIBRARY: int
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int
+    KTQ_BF16_MULTIPLE: int
     KTQ_NODE_WORDS: int
 
     def ktq_block_rows(self, bits: int) -> int: ...
     def ktq_tile_columns(self, bits: int) -> int: ...
     def ktq_quantize_pack(
         self, bits: int, n: int, k: int, source: Any, scratch: Any, weight: Any, scale: Any, bad_row: Any
+    ) -> int: ...
+    def ktq_pack_bf16(
+        self, n: int, k: int, source: ffi.CData, scratch: ffi.CData, codes: ffi.CData, bad_row: ffi.CData
     ) -> int: ...
     def ktq_pack_codes(
         self, bits: int, n: int, k: int, codes: Any, row_stride: int, weight: Any, bad_row: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers.grid import Grid
 
-__all__ = ["GROUP_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
+__all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
 
 # Scales for rows (NUMERICS.md, section 2), for kt-kernel's CPU formats.
 ROW_GRIDS = {
@@ -24,3 +24,6 @@ GROUP_GRIDS = {
         Grid("W8A16", bits=8, low=-128, high=127, group=128, scales="BF16", version=1),
     )
 }
+
+# Floating-point numbers (NUMERICS.md, section 9), for the CPU runtime: low..high are numbers, not codes.
+FLOAT_GRIDS = {grid.name: grid for grid in (Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),)}

@@ -26,6 +26,7 @@ from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMS, forms_of
+from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8, Amx
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.quantizers import ROW_GRIDS, reference
@@ -256,10 +257,15 @@ def test_every_form_is_in_format(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", forms_of("cpu").values(), ids=lambda x: x.name)
-def test_kt_kernels_sizes_and_names_are_in_format(form: Any) -> None:
+def test_legal_sizes_of_every_cpu_form_are_in_format(form: Any) -> None:
     page = text_of(FORMAT_PAGE)
-    assert form.file_prefix in page
-    assert f"multiples of {form.multiple} ({form.name})" in page or f"{form.multiple} ({form.name})" in page
+    row = re.search(rf"^\| `{form.option}` \|.*\| {form.multiple} \|$", page, re.MULTILINE)
+    assert row or f"{form.multiple} ({form.name})" in page
+
+
+@pytest.mark.parametrize("form", (AMXINT4, AMXINT8), ids=lambda x: x.name)
+def test_prefixes_of_loose_files_are_in_format(form: Amx) -> None:
+    assert form.file_prefix in text_of(FORMAT_PAGE)
 
 
 def test_every_quantizer_and_decoder_is_in_numerics() -> None:

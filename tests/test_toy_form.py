@@ -62,6 +62,8 @@ class Toy:
     command = "cpu"
     arrangement = "merged"
     whole = False
+    backward = True
+    exact = ()
     grid = Grid("toy8", bits=8, low=-127, high=127, group=None, scales="F32", version=1)
     version = 1
     stage = "toys"

@@ -39,6 +39,8 @@ class Amx:
     command = "cpu"
     arrangement = "merged"
     whole = False
+    backward = True
+    exact = ()
     stage = "cpu_experts"
     numbers = ("scales", "finite, none negative")
     shard_bytes = None

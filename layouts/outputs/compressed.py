@@ -40,6 +40,8 @@ class Compressed:
     command = "gpu"
     arrangement = "pack-quantized"
     whole = True
+    backward = False
+    exact = ()
     stage = "gpu_linears"
     notes = ()
     numbers = ("numbers", "scales finite and positive, no expert all zeros")

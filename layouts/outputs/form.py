@@ -101,6 +101,14 @@ class Form(Protocol):
         """
 
     @property
+    def backward(self) -> bool:
+        """Whether it has transposed matrices for fine-tuning (--save-backward-weights)."""
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """The encodings, by name, whose numbers it keeps as they are."""
+
+    @property
     def grid(self) -> Grid:
         """Which codes and scales it has."""
 

@@ -58,8 +58,8 @@ def measure(output: Output) -> Measure:
     candidates = []
     for form in forms_of_names(output):
         sizes = _sizes(form, kinds, sorted(experts))
-        candidates.append((_fitting(form, kinds, sizes), form, sizes))
-    fitting, best, sizes = max(candidates, key=lambda candidate: candidate[0])
+        candidates.append((_fitting(form, kinds, sizes), _agreeing(form, kinds), form, sizes))
+    fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
     weights = sum(count for kind, count in kinds.items() if kind.suffix == best.tensors(0, 0)[0].suffix)
     known: Form | None = best if 2 * fitting > weights else None
     method = "unknown" if known is None else known.name
@@ -100,3 +100,11 @@ def _fitting(form: Form, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[in
         if kind.suffix == weight.suffix and kind.nbytes == weight.nbytes and kind.nbytes:
             count += number
     return count
+
+
+def _agreeing(form: Form, kinds: Mapping[Kind, int]) -> int:
+    """How many packed weights have the dtype that the form gives them: forms that share names may fit the same bytes
+    as matrices of other sizes.
+    """
+    weight = form.tensors(0, 0)[0]
+    return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.suffix, weight.dtype))

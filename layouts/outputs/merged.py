@@ -9,23 +9,25 @@ from ktconvert.layouts.outputs.parts import Place
 
 KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
-    r"\.(?P<expert>\d+)\.numa\.(?P<numa>\d+)\.(?P<what>weight|scale)"
+    r"\.(?P<expert>\d+)\.numa\.(?P<numa>\d+)\.(?P<what>weight|scale|codes|scales)"
 )
 
 
 @dataclass(frozen=True)
 class KtNames:
-    """kt-kernel's names of experts."""
+    """kt-kernel's names of experts; with other suffixes, names that it does not look for."""
+
+    suffixes: tuple[str, ...] = ("weight", "scale")
 
     def key(self, place: Place, suffix: str) -> str:
-        """The tensor's name; the suffix is "weight" or "scale"."""
+        """The tensor's name."""
         backward = "_bwd" if place.backward else ""
         return f"blk.{place.layer}.ffn_{place.projection}{backward}_exps.{place.expert}.numa.{place.numa}.{suffix}"
 
     def find(self, name: str) -> tuple[Place, str] | None:
         """(place, suffix) of a tensor; None if it is no part of a routed expert."""
         match = KEY.fullmatch(name)
-        if match is None:
+        if match is None or match["what"] not in self.suffixes:
             return None
         layer, expert, node = (int(match[number]) for number in ("layer", "expert", "numa"))
         return Place(layer, expert, match["projection"], bool(match["backward"]), node), match["what"]

@@ -108,6 +108,14 @@ enum { KTQ_GPTQ_COLUMNS = 128 };
 int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, const float *inverse, const float *scale,
                    float *weight, float *value, float *error);
 
+/* What n and k of a weight in strips of 32 rows (FORMAT.md, Strips) are multiples of. */
+enum { KTQ_BF16_MULTIPLE = 32 };
+
+/* The source as BF16, in strips. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k BF16.
+   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes are then partly written. */
+int ktq_pack_bf16(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
+                  int64_t *bad_row);
+
 /* The source as BF16: out[n][k]. A NaN of FP16 or F32 becomes 0x7fc0, one of FP8 0x7fc0 with the code's sign. */
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);
 

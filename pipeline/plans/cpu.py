@@ -65,6 +65,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     sample = ExpertGrid(0, hidden, intermediate, parts).parts(0, "gate")[0]
     if not merge and form.loose_path(sample, form.tensors(sample.n, sample.k)[0]) is None:
         raise UsageError(f"{form.name} has no loose files; leave out --no-merge-safetensor.")
+    if settings["save_backward_weights"] and not form.backward:
+        raise UsageError(f"{form.name} has no matrices for fine-tuning; leave out --save-backward-weights.")
     facts = _facts(model, form, parts, layers, settings)
     about = ("method", "layout_version", "numa", "activation", "weights_on")
     metadata = shard_metadata(facts, source, about)
@@ -204,7 +206,10 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
         notes.append(f"layers {ranges(left)} are left out, as asked")
     if settings["kept_layers"] not in (None, "none"):
         notes.append(f"layers {settings['kept_layers']} lay in the output already and are kept as they are")
-    for title in encodings.quantized(model.dtypes):
+    kept = set(model.dtypes) <= set(form.exact)
+    if kept:
+        notes.append(f"the experts are {form.name} already: every number stays what it is")
+    for title in () if kept else encodings.quantized(model.dtypes):
         notes.append(
             f"{title} to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
         )

@@ -1,0 +1,193 @@
+"""Experts as floating-point numbers in strips of 32 rows, for this project's runtime (FORMAT.md, section "Strips")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.outputs import strip_card
+from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Tensor
+from ktconvert.layouts.outputs.merged import KtNames
+from ktconvert.layouts.outputs.output import Bytes, Output
+from ktconvert.layouts.outputs.parts import Part, Place
+from ktconvert.quantizers import Grid, Matrix
+from ktconvert.quantizers.errors import ROWS, error_sums
+
+if TYPE_CHECKING:
+    from ktconvert.layouts.checkpoints.experts import MoeModel
+
+SUFFIXES = ("codes", "scales")
+
+
+@dataclass(frozen=True)
+class StripForm:
+    """One of the formats of floating-point numbers: what its numbers are, and how the tensors of a part hold them.
+
+    bits      of a number as it is stored
+    multiple  the hidden size and the intermediate size per NUMA part must be multiples of it
+    coded     what a number is, for the model card
+    lay_out   (n, k) -> the tensors of a part, codes first
+    columns   items in a strip of codes -> columns
+    write     Form.quantize
+    read      Form.unpack
+    defect    the stored tensors of a part -> what is wrong with its numbers, "" if nothing
+    exact     the encodings (by name) whose numbers it keeps as they are
+    """
+
+    name: str
+    version: int
+    grid: Grid
+    multiple: int
+    coded: str
+    lay_out: Callable[[int, int], tuple[Tensor, ...]]
+    columns: Callable[[int], int]
+    write: Callable[[Matrix, Sequence[Bytes]], None]
+    read: Callable[[Sequence[Bytes], int, int, Rows], npt.NDArray[np.float32]]
+    defect: Callable[[Sequence[Bytes]], str]
+    exact: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    command = "cpu"
+    arrangement = "merged"
+    whole = False
+    backward = False
+    stage = "cpu_experts"
+    numbers = ("numbers", "all finite")
+    shard_bytes = None
+
+    @property
+    def option(self) -> str:
+        """What --quant-method calls it."""
+        return self.grid.name
+
+    @property
+    def title(self) -> str:
+        """What the stage does."""
+        return f"write experts as {self.name}"
+
+    def configured(self, settings: Mapping[str, Any]) -> Form:
+        """It has no settings."""
+        return self
+
+    # --- sizes ---
+
+    def illegal_reason(self, hidden: int, intermediate: int, parts: int) -> str | None:
+        """Blocks must be whole: H and I/T are multiples of their columns."""
+        m = self.multiple
+        if parts < 1:
+            return "the number of NUMA parts must be at least 1"
+        if hidden % m:
+            return f"the hidden size {hidden} is not a multiple of {m}"
+        if intermediate % (parts * m):
+            return f"the intermediate size per part, {intermediate}/{parts}, is not a multiple of {m}"
+        return None
+
+    def check_loading(self, model: MoeModel, ranks_asked: Iterable[int]) -> tuple[str, ...]:
+        """This project's runtime loads it, in the NUMA parts that it has."""
+        return ()
+
+    def tensors(self, n: int, k: int) -> tuple[Tensor, ...]:
+        """Codes by strips, then scales if the format has any."""
+        return self.lay_out(n, k)
+
+    def sizes(self, projection: str, suffix: str, shape: tuple[int, ...], nbytes: int) -> dict[str, int]:
+        """The shape of the codes is that of the strips."""
+        if suffix != SUFFIXES[0] or len(shape) != 2:
+            return {}
+        n, k = shape[0] * 32, self.columns(shape[1])
+        return {"hidden": n, "width": k} if projection == "down" else {"width": n, "hidden": k}
+
+    def params(self, extent: Extent) -> Params:
+        """All options that can change a byte."""
+        return (
+            ("form", self.name),
+            ("reading", extent.reading),
+            ("metadata", extent.metadata),
+            ("numa", extent.grid.numa),
+            ("experts", extent.experts),
+        )
+
+    # --- names ---
+
+    def names(self, model: MoeModel) -> KtNames:
+        """Names that no loader of kt-kernel looks for: it fails instead of computing with what it cannot read."""
+        return KtNames(SUFFIXES)
+
+    def names_of(self, facts: Mapping[str, Any]) -> KtNames:
+        """The same."""
+        return KtNames(SUFFIXES)
+
+    def loose_path(self, part: Part, tensor: Tensor) -> None:
+        """There are no loose files of it."""
+
+    def is_trusted(self, facts: Mapping[str, Any]) -> bool:
+        """The number of NUMA parts is asked for."""
+        return isinstance(facts.get("numa"), int)
+
+    # --- numbers ---
+
+    def quantize(self, matrix: Matrix, out: Sequence[Bytes]) -> None:
+        """Round, unless the source has these very numbers, and put into strips."""
+        self.write(matrix, out)
+
+    def pack(self, codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+        """No other choice of codes is made for it."""
+        raise NotImplementedError(f"{self.name} has one way to choose codes")
+
+    def scales(self, stored: Sequence[Bytes], n: int, k: int) -> npt.NDArray[Any]:
+        """As pack."""
+        raise NotImplementedError(f"{self.name} has one way to choose codes")
+
+    def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
+        """The numbers of a part, float32 [n, k], exact, or some rows of it."""
+        return self.read(stored, n, k, rows)
+
+    def error_sums(self, matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+        """Some rows at a time."""
+        return error_sums(matrix, lambda rows: self.unpack(stored, *matrix.shape, rows))
+
+    def error_bytes(self, columns: int) -> int:
+        """Some rows as float64, several times over."""
+        return ROWS * 64 * columns
+
+    def is_zero(self, stored: Sequence[Bytes]) -> bool:
+        """Only zeros have codes of zeros."""
+        return not stored[0].any()
+
+    def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
+        """Every number is finite."""
+        tensors = [output.tensors[place, suffix] for suffix in SUFFIXES if (place, suffix) in output.tensors]
+        defect = self.defect([output.read(stored) for stored in tensors])
+        if defect:
+            yield f"{tensors[0].name} in {tensors[0].file}: {defect}"
+
+    # --- descriptions ---
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the format."""
+        return {"bits": self.grid.bits}
+
+    def config_entries(self, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
+        """Ours: no loader of whole models reads it."""
+        return strip_card.config_entries(facts, tool_version)
+
+    def check_config(self, output: Output, numa: int) -> Iterator[str]:
+        """Method and NUMA parts are those of the tensors."""
+        yield from strip_card.check_config(output, self.name, numa)
+
+    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+        """Its lines in the model card."""
+        return strip_card.card(facts, base_model, self.coded, non_experts=non_experts)
+
+
+def rows_of(strips: npt.NDArray[Any], n: int, rows: Rows) -> tuple[npt.NDArray[Any], Rows]:
+    """The strips [n/32, ...] that hold some of n rows, and those rows counted from their first."""
+    if isinstance(rows, slice):
+        start, stop, _ = rows.indices(n)
+        first = start // 32
+        return strips[first : -(-stop // 32)], slice(start - first * 32, stop - first * 32)
+    return strips, rows

@@ -1,0 +1,22 @@
+/* What the packers of strips of 32 rows share (FORMAT.md, Strips). */
+#ifndef KT_STRIPS_H
+#define KT_STRIPS_H
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+enum { KT_BLOCK_PAIRS = 16 }; /* of columns of a block, which is 32 rows by 32 columns */
+
+/* KTQ_OK if n and k are multiples of `multiple`, else KTQ_ESHAPE. */
+int kt_check_strips(int64_t multiple, int64_t n, int64_t k);
+
+/* kt_amax_fn for any k. */
+uint16_t kt_amax_of(const kt_kernels *kernels, const uint8_t *row, int64_t k);
+
+/* 32 rows of k items (of 1 or 2 bytes) to a strip: blocks of 32 columns, halves of 16 rows, pairs of columns, rows.
+   k: a multiple of 32; rows, row_stride (bytes): any alignment. */
+void kt_lay_strip(const kt_kernels *kernels, int item_bytes, const uint8_t *rows, int64_t row_stride, int64_t k,
+                  uint8_t *strip);
+
+#endif

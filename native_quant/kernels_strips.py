@@ -1,0 +1,42 @@
+"""Packers of floating-point weights in strips of 32 rows (FORMAT.md, Strips), for NumPy arrays: kernels like those of
+kernels.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.instruction_sets import raise_error, read_environment
+from ktconvert.native_quant.kernels import _check_array, _non_finite, _scratch
+from ktconvert.native_quant.matrix import Matrix, readable, source_of
+
+STRIP_ROWS = 32
+BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE  # what n and k of a BF16 part are multiples of
+
+
+def check_size(multiple: int, n: int, k: int) -> None:
+    """Raises ValueError unless n and k are multiples of `multiple`."""
+    if n < 1 or k < 1 or n % multiple or k % multiple:
+        raise ValueError(f"rows and columns must be multiples of {multiple}, not {n} x {k}")
+
+
+def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
+    """Puts a linear, as BF16, into the order of strips.
+
+    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] is written. NonFinite: a value is infinite or NaN;
+    codes are then partly written.
+    """
+    matrix = readable(matrix)
+    source, keep = source_of(matrix)
+    n, k = matrix.shape
+    check_size(BF16_MULTIPLE, n, k)
+    _check_array("codes", codes, np.dtype(np.uint16), (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    read_environment()
+    bad_row = ffi.new("int64_t *")
+    error = lib.ktq_pack_bf16(n, k, source, _scratch.get(k), ffi.from_buffer("uint16_t[]", codes), bad_row)
+    if error == lib.KTQ_ENONFINITE:
+        raise _non_finite(bad_row[0], matrix)
+    del keep
+    raise_error(error)
