@@ -4,6 +4,7 @@ it, and random experts never."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import amx_card
 from rig import families
-from rig.safetensors import edit_file
+from rig.safetensors import Tensor, edit_file
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -26,6 +28,7 @@ from ktconvert.native_quant import KTConvertConfig  # noqa: E402
 
 OUTPUTS = {
     "copied": ("--non-experts", "copy"),
+    "kept": ("--non-experts", "keep"),
     "experts alone": (),
     "loose": ("--no-merge-safetensor",),
 }
@@ -64,15 +67,40 @@ def test_without_ktconvert_it_fails(outputs: dict[str, Path]) -> None:
     """By what config.json says, the same in each."""
     for path in outputs.values():
         assert json.loads((path / "config.json").read_text())["transformers_weights"] == amx_card.NO_FILE
-    done = python(LOAD, outputs["copied"])
-    assert done.returncode != 0
-    assert "loaded" not in done.stdout
-    assert amx_card.NO_FILE in done.stderr.splitlines()[-1]
+    for name in ("copied", "kept"):
+        done = python(LOAD, outputs[name])
+        assert done.returncode != 0
+        assert "loaded" not in done.stdout
+        assert amx_card.NO_FILE in done.stderr.splitlines()[-1]
 
 
-def test_with_ktconvert_it_is_the_model_with_these_experts(outputs: dict[str, Path], example: Path) -> None:
-    done = python(COMPARE, outputs["copied"], example)
+@pytest.mark.parametrize("name", ["copied", "kept"])
+def test_with_ktconvert_it_is_the_model_with_these_experts(name: str, outputs: dict[str, Path], example: Path) -> None:
+    done = python(COMPARE, outputs[name], example)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_what_is_kept_has_its_own_name(outputs: dict[str, Path], example: Path) -> None:
+    roots = (example, outputs["kept"])
+    names = [{e.name for file in p.glob("*.safetensors") for e in read_header(file).entries} for p in roots]
+    source, kept = ({name for name in found if "experts" not in name and "_exps" not in name} for found in names)
+    assert source == kept
+    assert "it is a whole model" in (outputs["kept"] / "README.md").read_text()
+
+
+def test_a_quantized_trunk_is_not_taken_for_numbers(outputs: dict[str, Path], tmp_path: Path) -> None:
+    output = Path(shutil.copytree(outputs["kept"], tmp_path / "out"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def pack(tensors: dict[str, Any]) -> None:
+        if name in tensors:
+            shape = tensors[name].shape
+            tensors[name] = Tensor("F8_E4M3", shape, bytes(math.prod(shape)))
+
+    for path in output.glob("*.safetensors"):
+        edit_file(path, pack)
+    with pytest.raises(UnsupportedError, match=rf"{re.escape(name)} is quantized itself \(F8_E4M3\)"):
+        transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
 def sentence(output: Path) -> str:
@@ -121,7 +149,7 @@ def loaded(path: Path, **options: Any) -> Any:
 def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callable[..., Any], tmp_path: Path) -> None:
     """Names as each family has them: other ones than in the checkpoint, below a vision part, tied."""
     source = families.make(family, fused, tmp_path / "source", **differs)
-    output = convert(cli, source, tmp_path / "out", "--non-experts", "copy")
+    output = convert(cli, source, tmp_path / "out", "--non-experts", "keep" if fused else "copy")
     ours, wanted = loaded(output), loaded(source, quantization_config=KTConvertConfig(cpu_weights=output))
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():

@@ -144,8 +144,9 @@ def test_loose_files_with_backward_matrices(tmp_path: Path, cli: Any, converted:
         assert not same(ours, fresh, *words)
 
 
-def test_everything_else_comes_along(tmp_path: Path, cli: Any, source: Path) -> None:
-    options = ("--non-experts", "copy", "--quant-method", "int8", "--layers", "1")
+@pytest.mark.parametrize("non_experts", ["copy", "keep"])
+def test_everything_else_comes_along(tmp_path: Path, cli: Any, source: Path, non_experts: str) -> None:
+    options = ("--non-experts", non_experts, "--quant-method", "int8", "--layers", "1")
     (tmp_path / "in").mkdir()
     shutil.copytree(source, tmp_path / "in" / "model")
     (tmp_path / "in" / "model" / "README.md").write_text("card of the model")

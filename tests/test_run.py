@@ -73,6 +73,33 @@ def test_a_shard_that_cannot_be_read(fault: str, example: Path, weights: Path, t
     )
 
 
+def test_an_output_with_all_else_beside_its_experts_is_a_model(
+    example: Path, weights: Path, tmp_path: Path, cli: Any
+) -> None:
+    options = ("--prompt", "import os\n", "--max-new-tokens", 8)
+    wanted = call(example, "--cpu-weights", weights, *options).stdout
+    for choice in ("keep", "copy"):
+        whole = tmp_path / choice
+        cli(
+            "cpu",
+            "-i",
+            example,
+            "-o",
+            whole,
+            "--threadpool-count",
+            1,
+            "--quant-method",
+            "int8",
+            "--non-experts",
+            choice,
+            "-q",
+        )
+        done = call(whole, *options, "--threads", 2)
+        assert (done.exit_code, done.stdout) == (0, wanted), done.exception
+    refused = call(whole, "--cpu-weights", weights, *options).exception
+    assert isinstance(refused, UsageError) and "has converted experts of its own" in str(refused)
+
+
 def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -> None:
     """Each message is a line; the model sees all that was said."""
     done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")

@@ -144,7 +144,7 @@ class Toy:
         if output.config["quantization_config"] != {"quant_method": "toy", "parts": numa}:
             yield "config.json says nothing of toys"
 
-    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         return Card((), ("toys",), "Toys", ("Experts to play with.",), (("parts", str(facts["numa"])),), ("Do not.",))
 
 

@@ -194,7 +194,7 @@ class Amx:
                 if about.get(name) != value:
                     yield f"config.json says {name} {about.get(name)}, the tensors have {value}"
 
-    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         """Its lines in the model card."""
         return amx_card.card(facts, base_model, loose=loose, non_experts=non_experts)
 

@@ -15,6 +15,13 @@ QUANT_METHOD = "kt_amx"
 # a weight file of this name, for any model, and prints the name.
 NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
 
+# What the folder holds besides, by --non-experts.
+BESIDE = {
+    "skip": "nothing else: attention, router and shared experts stay in the original checkpoint",
+    "copy": "everything else under kt-kernel's names",
+    "keep": "everything else under its own names: it is a whole model",
+}
+
 
 def config_entries(facts: Mapping[str, Any], tool_version: str) -> dict[str, Any]:
     """What config.json says of these experts; transformers loads them where QUANT_METHOD is registered and NO_FILE
@@ -34,15 +41,11 @@ def config_entries(facts: Mapping[str, Any], tool_version: str) -> dict[str, Any
     return {"transformers_weights": NO_FILE, "quantization_config": quantization}
 
 
-def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
     """The lines of the model card."""
     method, numa, layers = facts["method"], facts["numa"], facts["layers"]
     before = facts.get("resplit_from", ())
-    what = (
-        "everything else under kt-kernel's names"
-        if non_experts
-        else "nothing else: attention, router and shared experts stay in the original checkpoint"
-    )
+    what = BESIDE[non_experts]
     return Card(
         head=("library_name: kt-kernel",),
         tags=("kt-kernel", "mixture-of-experts"),

@@ -267,7 +267,7 @@ class Compressed:
         """
         return ignore.check_config(output, lambda ignored: compressed_card.quantization_config(self.grid, ignored))
 
-    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         """Its lines in the model card."""
         return compressed_card.card(facts, base_model)
 

@@ -215,8 +215,8 @@ class Form(Protocol):
     def check_config(self, output: Output, numa: int) -> Iterator[str]:
         """The defects of config.json beside these experts."""
 
-    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
-        """Its lines in the model card."""
+    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
+        """Its lines in the model card. non_experts: what --non-experts was ("skip", "copy" or "keep")."""
 
 
 def expert_bytes(form: Form, grid: ExpertGrid) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ktconvert.layouts.outputs.amx_card import NO_FILE, QUANT_METHOD
+from ktconvert.layouts.outputs.amx_card import BESIDE, NO_FILE, QUANT_METHOD
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Card
 from ktconvert.layouts.outputs.output import Output
@@ -34,14 +34,10 @@ def check_config(output: Output, method: str, numa: int) -> Iterator[str]:
                 yield f"config.json says {name} {about.get(name)}, the tensors have {value}"
 
 
-def card(facts: Mapping[str, Any], base_model: str | None, coded: str, *, non_experts: bool) -> Card:
+def card(facts: Mapping[str, Any], base_model: str | None, coded: str, *, non_experts: str) -> Card:
     """The lines of the model card."""
     method, numa, layers = facts["method"], facts["numa"], facts["layers"]
-    what = (
-        "everything else under kt-kernel's names"
-        if non_experts
-        else "nothing else: attention, router and shared experts stay in the original checkpoint"
-    )
+    what = BESIDE[non_experts]
     return Card(
         head=("library_name: ktconvert",),
         tags=("mixture-of-experts",),

@@ -179,7 +179,7 @@ class StripForm:
         """Method and NUMA parts are those of the tensors."""
         yield from strip_card.check_config(output, self.name, numa)
 
-    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: bool) -> Card:
+    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         """Its lines in the model card."""
         return strip_card.card(facts, base_model, self.coded, non_experts=non_experts)
 

@@ -171,13 +171,19 @@ class KTConvertQuantizer(HfQuantizer):
 class ConvertedConfig(KTConvertConfig):
     """The quantization_config in an output's config.json: the experts are in the same directory."""
 
-    def __init__(self, quant_method: str = amx_card.QUANT_METHOD, **_facts: Any) -> None:
-        super().__init__(cpu_weights="", quant_method=quant_method)
+    def __init__(
+        self,
+        quant_method: str = amx_card.QUANT_METHOD,
+        exact: bool = False,
+        threads: int | None = None,
+        **_facts: Any,
+    ) -> None:
+        super().__init__(cpu_weights="", exact=exact, threads=threads, quant_method=quant_method)
 
 
 @register_quantizer(amx_card.QUANT_METHOD)
 class ConvertedQuantizer(KTConvertQuantizer):
-    """Loads an output itself: its experts, and the rest of the model if it was copied (`--non-experts copy`)."""
+    """Loads an output itself: its experts, and the rest of the model if it is there (`--non-experts keep`, `copy`)."""
 
     _renamings: tuple[Any, ...] = ()
 

@@ -17,6 +17,7 @@ from ktconvert.native_quant.runtime.hf_modules import LAYER, Place
 
 # The expert tensors of an output, by the names that `renamings` maps them to.
 EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
+FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of weights that are not quantized
 BASE_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 
 
@@ -41,15 +42,21 @@ def renamings(model: Any, places: Sequence[Place]) -> list[WeightRenaming]:
 def require_rest(
     root: Path, files: Iterable[str], model: Any, places: Sequence[Place], first: Sequence[WeightRenaming]
 ) -> None:
-    """Raises UnsupportedError where the files lack a non-expert tensor of the model, which would be random."""
-    names = [
-        entry.name
-        for file in files
-        for entry in read_header(Path(file)).entries
-        if not merged.KEY.fullmatch(entry.name)
+    """Raises UnsupportedError where the files lack a non-expert tensor of the model, which would be random, or hold one
+    that is quantized, whose codes would be taken for numbers.
+    """
+    entries = [
+        entry for file in files for entry in read_header(Path(file)).entries if not merged.KEY.fullmatch(entry.name)
     ]
-    if not names:
+    if not entries:
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
+    packed = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)
+    if packed is not None:
+        raise UnsupportedError(
+            f"{root}: {packed.name} is quantized itself ({packed.dtype}), and only routed experts can be; convert what "
+            "`ktconvert dequantize` writes of the original checkpoint"
+        )
+    names = [entry.name for entry in entries]
     missing = sorted(_wanted(model, places) - _targets(model, names, first))
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""

@@ -83,10 +83,10 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("--layers", default="all", show_default=True, help="MoE layers to convert, e.g. 3-60,62.")
 @click.option(
     "--non-experts",
-    type=click.Choice(["skip", "copy"], case_sensitive=False),
+    type=click.Choice(["skip", "copy", "keep"], case_sensitive=False),
     default="skip",
     show_default=True,
-    help="All other tensors: leave out, or copy under kt-kernel's names.",
+    help="All other tensors: leave out, copy under kt-kernel's names, or keep as they are: then it is a whole model.",
 )
 @click.option(
     "--max-shard-size",
@@ -116,8 +116,8 @@ def cpu(**params: Any) -> None:
     for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):
         if params[flag]:
             reporter.note(f"{text} is accepted for kt-kernel's sake and changes nothing here")
-    if params["no_merge_safetensor"] and params["non_experts"] == "copy":
-        raise UsageError("--non-experts copy needs safetensors; leave out --no-merge-safetensor.")
+    if params["no_merge_safetensor"] and params["non_experts"] != "skip":
+        raise UsageError(f"--non-experts {params['non_experts']} needs safetensors; leave out --no-merge-safetensor.")
     if params["no_merge_safetensor"] and params["max_shard_size"]:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
     options.check_kernels()

@@ -16,7 +16,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs.opening import is_output, is_whole_model
+from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.native_quant.runtime.weights import layers_of
@@ -80,6 +80,12 @@ class Choice:
         """Whether some experts are to come from the model although others do not."""
         return self.gpu_experts_mask is not None or self.num_gpu_experts is not None
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether the model is an output of `ktconvert cpu` with all else beside the experts."""
+        root = Path(self.model)
+        return root.is_dir() and is_output(root) and not is_whole_model(root) and bool(open_output(root).others)
+
     def check(self) -> None:
         """Raises UsageError for options that do not go together, InputError and UnsupportedError for files of another
         kind.
@@ -94,10 +100,12 @@ class Choice:
             hot_mask.read(self.gpu_experts_mask.expanduser())
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
-        if is_output(Path(self.model)) and not is_whole_model(Path(self.model)):
+        if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
             raise UnsupportedError(
                 f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
             )
+        if self.is_converted and self.cpu_weights is not None:
+            raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:
             layers_of(self.cpu_weights.expanduser())  # a wrong directory is reported at once
 
@@ -179,6 +187,11 @@ def prepare(choice: Choice) -> Any:
     quantized = [c for c in (config, config.get_text_config(decoder=True)) if getattr(c, "quantization_config", None)]
     own = quantized[0].quantization_config if quantized else {}
     method = own.get("quant_method")
+    if choice.is_converted:
+        import ktconvert.native_quant.runtime.hf  # noqa: F401  # registers the quantization that config.json names
+
+        config.quantization_config = {**own, "exact": choice.exact, "threads": choice.threads}
+        return config
     if choice.cpu_weights is None:
         if method == METHOD and find_spec("compressed_tensors") is None:
             raise KtconvertError(

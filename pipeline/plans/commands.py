@@ -16,6 +16,7 @@ from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
 from ktconvert.pipeline.plans.resplit import plan_resplit
+from ktconvert.pipeline.stages.carry_over import CALLED
 from ktconvert.quantizers.choice import QUANTIZERS
 
 PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
@@ -38,7 +39,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "kept_layers": (str, None),
         "no_merge_safetensor": bool,
         "save_backward_weights": bool,
-        "non_experts": ("skip", "copy"),
+        "non_experts": ("skip", *CALLED),
         "scale?": tuple(QUANTIZERS),
         "config?": str,
         **COMMON,

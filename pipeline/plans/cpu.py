@@ -47,8 +47,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     """
     settings = dict(request.settings)
     source = open_checkpoint(request.input, request.tuning.get("revision"), settings.get("config"))
-    if settings["non_experts"] == "copy":
-        require_whole(source, "--non-experts copy")
+    if settings["non_experts"] != "skip":
+        require_whole(source, f"--non-experts {settings['non_experts']}")
     model = recognise(source, rows_for(settings.get("arch_file")))
     _require_stated_dtype(request.tuning.get("input_type"), model)
     forms = forms_of("cpu")
@@ -82,7 +82,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [quantizing]
-    others = carry_over.renamed(model) if settings["non_experts"] == "copy" else ()
+    others = carry_over.not_experts(model, settings["non_experts"])
     if others:
         stages.append(carry_over.stage(source, others, settings["max_shard_size"], metadata))
     notes = tuple(_notes(model, form, layers, settings))
@@ -129,8 +129,8 @@ class CpuConversion:
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
-        base, copied = base_model(self.files.source), self.settings["non_experts"] == "copy"
-        lines = self.form.card(self.facts, base, loose=self.settings["no_merge_safetensor"], non_experts=copied)
+        base, beside = base_model(self.files.source), self.settings["non_experts"]
+        lines = self.form.card(self.facts, base, loose=self.settings["no_merge_safetensor"], non_experts=beside)
         return card.model_card(lines, base, self.facts, self.notes, stats, tool_version())
 
     def check(self, assembled: Path) -> None:

@@ -142,7 +142,7 @@ class GpuConversion:
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
         base = base_model(self.files.source)
-        lines = self.form.card(self.facts, base, loose=False, non_experts=True)
+        lines = self.form.card(self.facts, base, loose=False, non_experts="keep")
         return card.model_card(lines, base, self.facts, self.notes, stats, tool_version())
 
     def check(self, assembled: Path) -> None:

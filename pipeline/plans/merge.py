@@ -119,7 +119,7 @@ class MergeConversion:
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
-        lines = amx_card.card(self.facts, None, loose=False, non_experts=False)
+        lines = amx_card.card(self.facts, None, loose=False, non_experts="skip")
         return card.model_card(lines, None, self.facts, (), stats, tool_version())
 
     def check(self, assembled: Path) -> None:

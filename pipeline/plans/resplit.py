@@ -151,7 +151,9 @@ class ResplitConversion:
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the new output."""
         base = base_model(self.files.source)
-        lines = self.form.card(self.facts, base, loose=self.output.loose, non_experts=bool(self.others))
+        lines = self.form.card(
+            self.facts, base, loose=self.output.loose, non_experts=carry_over.choice_of(self.output.others)
+        )
         return card.model_card(lines, base, self.facts, self.notes, (), tool_version())
 
     def check(self, assembled: Path) -> None:

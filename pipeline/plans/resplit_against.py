@@ -18,6 +18,7 @@ from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.plans.checkpoint import rows_for
 from ktconvert.pipeline.plans.resplit import ResplitConversion, experts, sample
+from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.expert_files import Packed
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.experts import ExpertsWork
@@ -115,5 +116,5 @@ def _command(plan: Plan, against: str) -> str:
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
     words += ["--save-backward-weights"] if facts["backward"] else []
-    words += ["--non-experts", "copy"] if plan.conversion.others else []
+    words += ["--non-experts", carry_over.choice_of(plan.conversion.output.others)] if plan.conversion.others else []
     return shlex.join(words)

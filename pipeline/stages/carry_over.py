@@ -67,24 +67,37 @@ class CarryOverWork:
     metadata: Mapping[str, str]
 
 
-def renamed(model: MoeModel) -> tuple[Carried, ...]:
-    """Everything but routed experts, under kt-kernel's names. Raises InputError where two
-    tensors would get one name.
+# How everything but routed experts is called in an output, by --non-experts.
+CALLED: Mapping[str, Callable[[str], str]] = {"copy": merged.rename_non_expert, "keep": lambda name: name}
+
+
+def not_experts(model: MoeModel, choice: str) -> tuple[Carried, ...]:
+    """Everything but routed experts, by the names that a row of CALLED gives them; nothing for "skip". Raises
+    InputError where two tensors would get one name.
     """
+    if choice not in CALLED:
+        return ()
     source = model.source
     taken = model.expert_tensor_names() | model.mtp_tensors
     by_key: dict[str, Carried] = {}
     for name, info in source.tensors.items():
         if name in taken:
             continue
-        key = merged.rename_non_expert(name)
+        key = CALLED[choice](name)
         if key in by_key:
             raise InputError(
                 f"{source.root}: tensors {by_key[key].reads[0].name} and {name} would both be called {key}; use "
-                "--non-experts skip."
+                "--non-experts keep."
             )
         by_key[key] = Carried(key, info)
     return tuple(by_key.values())
+
+
+def choice_of(others: Collection[str]) -> str:
+    """What --non-experts was, by the names of an output's tensors that are no routed experts."""
+    if not others:
+        return "skip"
+    return "copy" if all(merged.rename_non_expert(name) == name for name in others) else "keep"
 
 
 def carried(rest: Beside) -> tuple[Carried, ...]:

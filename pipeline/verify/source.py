@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, legal, merged
+from ktconvert.layouts.outputs import PROJECTIONS, legal
 from ktconvert.layouts.outputs.amx import Amx
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Tensor
@@ -218,8 +218,8 @@ def _carried(output: Output, model: MoeModel) -> dict[str, carry_over.Carried]:
     if output.whole:
         rest = beside(model.source, model.expert_tensor_names(), model.quantization)
         return {tensor.key: tensor for tensor in carry_over.carried(rest)}
-    renamed = ((merged.rename_non_expert(name), info) for name, info in model.source.tensors.items())
-    return {name: carry_over.Carried(name, info) for name, info in renamed if name in output.others}
+    carried = carry_over.not_experts(model, carry_over.choice_of(output.others))
+    return {tensor.key: tensor for tensor in carried if tensor.key in output.others}
 
 
 def compare_carried(
