@@ -63,7 +63,6 @@ class Toy:
     arrangement = "merged"
     whole = False
     backward = True
-    exact = ()
     grid = Grid("toy8", bits=8, low=-127, high=127, group=None, scales="F32", version=1)
     version = 1
     stage = "toys"
@@ -74,6 +73,9 @@ class Toy:
 
     def configured(self, settings: Mapping[str, Any]) -> Toy:
         return self
+
+    def exact(self, model: Any) -> bool:
+        return False
 
     def illegal_reason(self, hidden: int, intermediate: int, parts: int) -> str | None:
         return f"{intermediate} does not divide by {parts}" if intermediate % parts else None

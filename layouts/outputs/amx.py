@@ -40,7 +40,6 @@ class Amx:
     arrangement = "merged"
     whole = False
     backward = True
-    exact = ()
     stage = "cpu_experts"
     numbers = ("scales", "finite, none negative")
     shard_bytes = None
@@ -65,6 +64,10 @@ class Amx:
     def configured(self, settings: Mapping[str, Any]) -> Form:
         """It has no settings."""
         return self
+
+    def exact(self, model: MoeModel) -> bool:
+        """Never: codes are chosen anew."""
+        return False
 
     # --- sizes ---
 

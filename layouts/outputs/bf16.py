@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.output import Bytes
-from ktconvert.layouts.outputs.strip_form import StripForm, rows_of
+from ktconvert.layouts.outputs.strip_form import StripForm, rows_of, stored_as
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, strips
@@ -59,5 +59,5 @@ BF16 = StripForm(
     write=quantize,
     read=unpack,
     defect=defect,
-    exact=("BF16",),
+    exact=stored_as("BF16"),
 )

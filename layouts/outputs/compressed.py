@@ -41,7 +41,6 @@ class Compressed:
     arrangement = "pack-quantized"
     whole = True
     backward = False
-    exact = ()
     stage = "gpu_linears"
     notes = ()
     numbers = ("numbers", "scales finite and positive, no expert all zeros")
@@ -66,6 +65,10 @@ class Compressed:
     def configured(self, settings: Mapping[str, Any]) -> Form:
         """With the rounding that the settings name."""
         return replace(self, rounding=settings["rounding"])
+
+    def exact(self, model: MoeModel) -> bool:
+        """Never: codes are chosen anew."""
+        return False
 
     # --- sizes ---
 

@@ -105,10 +105,6 @@ class Form(Protocol):
         """Whether it has transposed matrices for fine-tuning (--save-backward-weights)."""
 
     @property
-    def exact(self) -> tuple[str, ...]:
-        """The encodings, by name, whose numbers it keeps as they are."""
-
-    @property
     def grid(self) -> Grid:
         """Which codes and scales it has."""
 
@@ -138,6 +134,9 @@ class Form(Protocol):
 
     def configured(self, settings: Mapping[str, Any]) -> Form:
         """This form with the options in a command's settings (or a manifest's facts)."""
+
+    def exact(self, model: MoeModel) -> bool:
+        """Whether every number of these experts stays what it is."""
 
     # --- sizes ---
 

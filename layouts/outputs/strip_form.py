@@ -35,7 +35,7 @@ class StripForm:
     write     Form.quantize
     read      Form.unpack
     defect    the stored tensors of a part -> what is wrong with its numbers, "" if nothing
-    exact     the encodings (by name) whose numbers it keeps as they are
+    exact     Form.exact
     """
 
     name: str
@@ -48,7 +48,7 @@ class StripForm:
     write: Callable[[Matrix, Sequence[Bytes]], None]
     read: Callable[[Sequence[Bytes], int, int, Rows], npt.NDArray[np.float32]]
     defect: Callable[[Sequence[Bytes]], str]
-    exact: tuple[str, ...]
+    exact: Callable[[MoeModel], bool]
     notes: tuple[str, ...] = ()
 
     command = "cpu"
@@ -182,6 +182,11 @@ class StripForm:
     def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         """Its lines in the model card."""
         return strip_card.card(facts, base_model, self.coded, non_experts=non_experts)
+
+
+def stored_as(encoding: str) -> Callable[[MoeModel], bool]:
+    """Whether all experts of a model are stored in the encoding with this name."""
+    return lambda model: model.dtypes == (encoding,)
 
 
 def rows_of(strips: npt.NDArray[Any], n: int, rows: Rows) -> tuple[npt.NDArray[Any], Rows]:

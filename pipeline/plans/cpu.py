@@ -206,7 +206,7 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
         notes.append(f"layers {ranges(left)} are left out, as asked")
     if settings["kept_layers"] not in (None, "none"):
         notes.append(f"layers {settings['kept_layers']} lay in the output already and are kept as they are")
-    kept = set(model.dtypes) <= set(form.exact)
+    kept = form.exact(model)
     if kept:
         notes.append(f"the experts are {form.name} already: every number stays what it is")
     for title in () if kept else encodings.quantized(model.dtypes):
