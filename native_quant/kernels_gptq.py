@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
 from ktconvert.native_quant.kernels import _check_array
+from ktconvert.native_quant.own_cpus import use_own_cpus
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
 # The types to which values are rounded.
@@ -67,7 +68,7 @@ def gptq_block(
     if step >= n:
         raise_error(part(0))
         return
-    with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq") as pool:
+    with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq", initializer=use_own_cpus) as pool:
         for result in list(pool.map(part, range(0, n, step))):
             raise_error(result)
 

@@ -296,3 +296,26 @@ send(signal.SIGFPE, False)
 print(json.dumps([equal, stood, np.array_equal(experts.forward(*call), expected)]))
 """
     assert run(TWO_NODES + script, two_nodes) == [[True] * 3, True, True]
+
+
+@TWO_CPUS
+def test_a_conversion_uses_the_cpus_of_the_process(tmp_path: Path, example: Path) -> None:
+    """Not those that its caller is bound to, as importing torch does where OMP_PROC_BIND is set."""
+    script = """
+from ktconvert.pipeline.cli import main
+from ktconvert.pipeline.stages import experts
+quantize, seen = experts.quantize, set()
+def watched(*arguments):
+    seen.add(tuple(cpus_of(threading.get_native_id())))
+    return quantize(*arguments)
+experts.quantize = watched
+bound, out, source = sys.argv[1:]
+os.sched_setaffinity(threading.get_native_id(), {int(bound)})
+sys.argv[1:] = ["cpu", "-i", source, "-o", out, "-q"]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+show([], sorted(seen))
+"""
+    assert run(script, FIRST, tmp_path / "out", example)[1] == [CPUS]

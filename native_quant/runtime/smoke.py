@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
@@ -88,7 +89,7 @@ def reference(packed: weights.LayerWeights, hidden: F32, threads: int = 1) -> F3
                 inner = hidden @ gate.T
                 out[:, expert] += (inner / (1 + np.exp(-inner)) * (hidden @ up.T)) @ down.T
 
-    with ThreadPoolExecutor(threads) as executor:
+    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
         for done in [executor.submit(one, expert) for expert in range(packed.experts)]:
             done.result()
     return out

@@ -20,6 +20,7 @@ from typing import Any
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.units import LEFT, Context, Link, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
@@ -93,6 +94,7 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
     reporter.begin(sum(u.bytes_in for u in plan.units), done_bytes)
 
     def lane(context: Context) -> None:
+        use_own_cpus()
         while not stop.number and not failures:
             try:
                 stage, units = todo.get_nowait()
@@ -107,7 +109,7 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop:
                     failures.append(error)
 
     try:
-        with ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack") as pool:
+        with ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=use_own_cpus) as pool:
             _start_threads(pool, threads + WAITING)
             context = Context(pool, window=-(-(threads + WAITING) // lanes) + 1, reporter=reporter)
             crew = [threading.Thread(target=lane, args=(context,), name=f"lane-{i}") for i in range(lanes)]

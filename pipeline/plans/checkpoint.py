@@ -21,6 +21,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 
@@ -217,5 +218,5 @@ def _hash_inputs(paths: list[Path], threads: int, advance: Callable[[int], None]
         advance(path.stat().st_size)
         return digest
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as pool:
         return list(pool.map(one, paths))

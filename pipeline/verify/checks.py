@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
@@ -90,7 +91,7 @@ def gather(
     def one(item: tuple[int, int], _slot: int) -> ExpertComparison:
         return compare(*item)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
         for (layer, expert), _, comparison in in_order(pool, work, list(range(2 * threads)), one):
             problems += comparison.problems
             equal += comparison.equal

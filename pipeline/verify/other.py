@@ -9,6 +9,7 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
 from ktconvert.layouts.outputs.output import Output, Stored
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.checks import PIECE, Check, first_difference
@@ -42,7 +43,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, *, threads:
     def one(pair: tuple[str, Stored, Stored], _slot: int) -> str | None:
         return _difference(output, other, *pair)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
         for (_, stored, _), _, problem in in_order(pool, pairs, list(range(4 * threads)), one):
             reporter.advance(stored.nbytes)
             if problem is not None:

@@ -18,6 +18,7 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
@@ -248,7 +249,7 @@ def check_hashes(output: Output, files: list[dict[str, Any]], threads: int, repo
 
     # The largest first: the last one alone would leave the other threads idle.
     ordered = sorted(files, key=lambda file: -file["size"])
-    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="hash", initializer=use_own_cpus) as pool:
         results = list(in_order(pool, ordered, list(range(4 * threads)), one))
     wrong = {file["name"]: problem for file, _, problem in results if problem is not None}
     problems = tuple(wrong[name] for name in sorted(wrong))

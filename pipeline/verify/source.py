@@ -21,6 +21,7 @@ from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Bytes, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork
 from ktconvert.pipeline.stages.ordered import in_order
@@ -240,7 +241,7 @@ def compare_carried(
     def one(tensor: carry_over.Carried, _slot: int) -> str | None:
         return _difference(output, source, tensor)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
         for tensor, _, problem in in_order(pool, carried.values(), list(range(2 * threads)), one):
             problems += [] if problem is None else [problem]
             stored = output.others.get(tensor.key)
