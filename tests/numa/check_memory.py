@@ -23,7 +23,9 @@ def only_on(pages: list[dict[str, int]], nodes: list[int]) -> None:
 
 
 def test_each_part_is_on_the_nodes_of_its_groups(variant: Variant, model: Path) -> None:
-    """One node, or in turns on several where there are fewer parts than groups."""
+    """One node, or in turns on several where there are fewer parts than groups; of these, one that is full is passed
+    over.
+    """
     nodes = list(variant.workers)
     numbers = [1, 2, len(nodes)]
     seen = seen_by(
@@ -36,7 +38,12 @@ def test_each_part_is_on_the_nodes_of_its_groups(variant: Variant, model: Path) 
     for parts, pages in zip([2, *numbers], seen["pages"], strict=True):
         groups = min(parts, len(nodes))
         homes = [{variant.memory_of(node) for node in nodes[part % groups :: groups]} for part in range(parts)]
-        assert [set(map(int, part)) for part in pages] == homes, pages
+        found = [set(map(int, part)) for part in pages]
+        several = [len(home) > 1 and any(variant.is_small(node) for node in home) for home in homes]
+        assert all(
+            on and on <= home if passing else on == home
+            for on, home, passing in zip(found, homes, several, strict=True)
+        ), pages
 
 
 @pytest.mark.on("two", "asym", "hole", "cpuless", "small")

@@ -31,6 +31,10 @@ class Variant:
         ends = [self.nodes[node][0].split("-") for node in nodes]
         return [cpu for pair in ends for cpu in range(int(pair[0]), int(pair[-1]) + 1)]
 
+    def is_small(self, node: int) -> bool:
+        """Whether what else there is (files that were read) may fill the node's memory."""
+        return self.nodes[node][1] < 256
+
     def memory_of(self, node: int) -> int:
         """The node from which the kernel gives memory to a thread on this one."""
         return self.home.get(node, node)
