@@ -3,6 +3,7 @@
 
 python benchmarks/forward.py                    both shapes and methods; about ten minutes, 8 GB of memory, 8 GB of disk
 python benchmarks/forward.py --quick            one shape, a minute
+python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point experts; 10 GB of disk more
 python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
 python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
 kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone.
@@ -86,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--shapes", nargs="+", choices=mixtures.SHAPES, default=["qwen3", "deepseek"])
-    parser.add_argument("--methods", nargs="+", choices=mixtures.BITS, default=["int4", "int8"])
+    parser.add_argument("--methods", nargs="+", choices=mixtures.METHODS, default=["int4", "int8"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument(
         "--routing", nargs="+", choices=["balanced", "concentrated"], default=["balanced", "concentrated"]
@@ -160,20 +161,17 @@ def measure_shape(
         if routing == "balanced" or tokens > 1  # one token goes to TOPK experts either way
     ]
     for method in options.methods:
-        if not options.vary:
+        if not options.vary and mixtures.METHODS[method].rows:
             yield from measure_loads(folder, source, shape, method, sides, max(options.threads), options.loads)
         layers = max(3, -(-4 * l3_bytes() // (shape.experts * shape.expert_bytes(method))))
-        weights = folder / method
-        with _workers(sides[:1], scratch, max(options.threads)) as (ours,):
-            ours.ask("quantize", source=str(source), method=method, out=str(folder / "loose"))
-        mixtures.merge_layers(folder / "loose", weights, layers)
-        shutil.rmtree(folder / "loose")
+        weights = make_weights(folder, source, shape, method, layers, sides, max(options.threads))
         for threads in options.threads:
             with _workers(sides, scratch, threads) as workers:
                 for worker, side in zip(workers, sides, strict=True):
                     more = {"memory": side.memory} if side.memory else {}
                     sizes = {"experts": shape.experts, "hidden": shape.hidden, "intermediate": shape.intermediate}
-                    worker.ask("open", folder=str(weights), layers=layers, method=method, **sizes, **more)
+                    name = mixtures.METHODS[method].name
+                    worker.ask("open", folder=str(weights[side.name]), layers=layers, method=name, **sizes, **more)
                 operations = [workers[0].ask("operations") for _ in range(options.rounds)]
                 ceilings = {what: statistics.median(one[what] for one in operations) for what in operations[0]}
                 forward_report.show_heading(shape, method, threads, layers, ceilings, [side.name for side in sides])
@@ -181,8 +179,34 @@ def measure_shape(
                     cell = measure_cell(shape, method, threads, batch, workers, ceilings, options)
                     forward_report.show_cell(cell)
                     yield cell
-        shutil.rmtree(weights)
+        for path in set(weights.values()):
+            shutil.rmtree(path)
     shutil.rmtree(folder)
+
+
+def make_weights(
+    folder: Path, source: Path, shape: Shape, method: str, layers: int, sides: Sequence[Side], threads: int
+) -> dict[str, Path]:
+    """The directory that each side loads. AMXINT4 and AMXINT8 are one for all; of other methods ours is in strips, and
+    kt-kernel's in its own layout, which for BF16 is the checkpoint.
+    """
+    ours = folder / method
+    if mixtures.METHODS[method].rows:
+        with _workers(sides[:1], folder, threads) as (worker,):
+            worker.ask("quantize", source=str(source), method=mixtures.METHODS[method].name, out=str(folder / "loose"))
+        mixtures.merge_layers(folder / "loose", ours, layers)
+        shutil.rmtree(folder / "loose")
+        return {side.name: ours for side in sides}
+    checkpoint, theirs = folder / "checkpoint", folder / f"{method}-kt"
+    mixtures.write_checkpoint(source, checkpoint, shape, layers)
+    convert = ("cpu", "-i", checkpoint, "--quant-method", method, "--threadpool-count", 1)
+    mixtures.ktconvert(*convert, "-o", ours)
+    if method == "bf16":
+        checkpoint.rename(theirs)
+    else:
+        mixtures.ktconvert(*convert, "-o", theirs, "--layout", "kt")
+        shutil.rmtree(checkpoint)
+    return {side.name: theirs if side.name == PEER else ours for side in sides}
 
 
 def measure_cell(
@@ -198,6 +222,7 @@ def measure_cell(
     for worker in workers:
         worker.ask("batch", folder=str(batch.folder))
     differing, distance, turns = compare(batch.folder, workers)
+    differing = differing if mixtures.METHODS[method].rows else None  # the others have no mode with kt-kernel's bits
     first = {name: turn["walls"][0] for name, (turn,) in turns.items()}
     for worker in workers:
         if first[worker.name] < LONG:  # the first call was a cold one
@@ -261,8 +286,9 @@ def measure_loads(
             saved = folder / "saved"
             saved.mkdir()
             with _workers([side], folder, threads) as (worker,):
+                name = mixtures.METHODS[method].name
                 seconds[side.name].append(
-                    worker.ask("load_source", source=str(source), method=method, scratch=str(saved))
+                    worker.ask("load_source", source=str(source), method=name, scratch=str(saved))
                 )
             shutil.rmtree(saved)
     if rounds:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mixtures import Shape
+from mixtures import METHODS, Shape
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,9 @@ def show_cell(cell: Cell) -> None:
     )
     for name, other in list(cell.figures.items())[1:]:
         line += f" | {other.wall * 1e3:13.3f} {cell.ratio(name):6.2f} {other.work / cell.ours.cpu:6.2f}"
-    if cell.differing is not None and cell.distance is not None:
-        line += f" | {cell.differing:7} {cell.distance:8.1e}"
+    if cell.distance is not None:
+        differing = "" if cell.differing is None else cell.differing
+        line += f" | {differing:7} {cell.distance:8.1e}"
     print(line, flush=True)
 
 
@@ -169,7 +170,8 @@ class Result:
 def show_targets(cells: Sequence[Cell], loads: Sequence[Load]) -> None:
     """Print every target that has figures; those for AMX machines get no verdict elsewhere."""
     amx = any("amx" in cell.ceilings for cell in cells)
-    rows = [*_varied(cells), *(_loads(loads))]
+    floats, cells = ([c for c in cells if METHODS[c.method].rows == rows] for rows in (False, True))
+    rows = [*_varied([*cells, *floats]), *_loads(loads), *_floats(floats)]
     rows += [] if amx else _without_amx(cells)
     if rows:
         print("targets")
@@ -202,6 +204,16 @@ def _ratios(cells: Iterable[Cell], name: str = "kt") -> list[tuple[float, Cell]]
 
 def _without_amx(cells: Sequence[Cell]) -> list[Result]:
     return _least("x kt-kernel's AVX-512 variant, wall, its worst cell", 1.0, _ratios(cells))
+
+
+def _floats(cells: Sequence[Cell]) -> list[Result]:
+    """Each floating-point format against kt-kernel, its worst cell."""
+    rows = []
+    for method in dict.fromkeys(cell.method for cell in cells):
+        rows += _least(
+            f"{method}: x kt-kernel, wall, its worst cell", 1.0, _ratios(c for c in cells if c.method == method)
+        )
+    return rows
 
 
 def _varied(cells: Sequence[Cell]) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,26 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-BITS = {"int4": 4, "int8": 8}
+
+@dataclass(frozen=True)
+class Method:
+    """A format of experts: what both sides call it, bits per weight with its scales (those of whole rows aside), and
+    whether it has scales of rows.
+    """
+
+    name: str
+    bits: float
+    rows: bool = False
+
+
+# By --quant-method. The first two are made from tensors, the others by converting a checkpoint.
+METHODS = {
+    "int4": Method("AMXINT4", 4, rows=True),
+    "int8": Method("AMXINT8", 8, rows=True),
+    "bf16": Method("BF16", 16),
+    "fp8": Method("FP8", 8 + 32 / 128**2),
+    "mxfp4": Method("MXFP4", 4 + 8 / 32),
+}
 TOPK = 8
 ZIPF = 1.5  # concentrated: the expert of rank r is as likely as r ** -1.5
 PROJECTIONS = ("gate", "up", "down")
@@ -29,7 +49,9 @@ class Shape:
 
     def expert_bytes(self, method: str) -> int:
         """Bytes of one expert's weights and scales, as in the file."""
-        return 3 * self.hidden * self.intermediate * BITS[method] // 8 + 4 * (2 * self.intermediate + self.hidden)
+        made = METHODS[method]
+        scales = 4 * (2 * self.intermediate + self.hidden) if made.rows else 0
+        return int(3 * self.hidden * self.intermediate * made.bits / 8) + scales
 
     @property
     def token_operations(self) -> int:
@@ -99,7 +121,43 @@ def merge_layers(loose: Path, out: Path, layers: int) -> None:
     """Merge `layers` copies of the layer in `loose` with `ktconvert merge`, so that each has its own pages."""
     for layer in range(1, layers):
         shutil.copytree(loose / "_layer_0", loose / f"_layer_{layer}", copy_function=os.link)
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "merge", "-i", str(loose), "-o", str(out), "-q"]
+    ktconvert("merge", "-i", loose, "-o", out)
+
+
+def write_checkpoint(source: Path, out: Path, shape: Shape, layers: int) -> None:
+    """A BF16 checkpoint whose layers all have the experts of `source`, under the names of Qwen3-MoE."""
+    out.mkdir()
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "moe_intermediate_size": shape.intermediate,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": TOPK,
+        "num_hidden_layers": layers,
+    }
+    (out / "config.json").write_text(json.dumps(config))
+    for layer in range(layers):
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        stacks = [np.load(source / f"{name}.npy", mmap_mode="r") for name in PROJECTIONS]
+        for name, stack in zip(PROJECTIONS, stacks, strict=True):
+            for expert, matrix in enumerate(stack):
+                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+                header[key] = {"dtype": "BF16", "shape": matrix.shape, "data_offsets": [at, at + matrix.nbytes]}
+                at += matrix.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (out / f"model-{layer + 1:05d}-of-{layers:05d}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for stack in stacks:
+                stack.tofile(file)
+
+
+def ktconvert(*arguments: object) -> None:
+    """Run the program. Raises RuntimeError with the end of its stderr."""
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments), "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ktconvert merge: {done.stderr[-1000:]}")
+        raise RuntimeError(f"ktconvert {arguments[0]}: {done.stderr[-1000:]}")

@@ -37,21 +37,21 @@ class Ours:
 
     def quantize(self, source: str, method: str, out: str) -> None:
         """Write the loose files of layer 0."""
-        with Experts.from_bf16(*_source(source), method=f"AMX{method.upper()}", pool=self.pool) as experts:
+        with Experts.from_bf16(*_source(source), method=method, pool=self.pool) as experts:
             experts.save(out)
 
     def load_source(self, source: str, method: str, scratch: str) -> dict[str, float]:
         """Seconds of from_bf16, and with a save() after it, which also waits for the disk."""
         tensors = _source(source)
         begun, cpu = time.perf_counter(), time.process_time()
-        with Experts.from_bf16(*tensors, method=f"AMX{method.upper()}", pool=self.pool) as experts:
+        with Experts.from_bf16(*tensors, method=method, pool=self.pool) as experts:
             wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
             experts.save(scratch)
         return {"unsaved": wall, "unsaved_cpu": cpu, "saved": time.perf_counter() - begun}
 
     def open(self, folder: str, layers: int, method: str, memory: str, **shape: int) -> None:
         """Load the layers that calls rotate over."""
-        options: dict[str, Any] = {"method": f"AMX{method.upper()}", "memory": memory, "pool": self.pool}
+        options: dict[str, Any] = {"method": method, "memory": memory, "pool": self.pool}
         self.layers = [
             Experts.load(
                 folder,

@@ -114,7 +114,7 @@ class Peer:
             weight_path=folder,
             chunked_prefill_size=MOST_TOKENS,
             cpu_save=False,
-            method=f"AMX{method.upper()}",
+            method=method,
         )
 
 
