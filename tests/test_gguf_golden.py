@@ -1,4 +1,7 @@
-"""GGUF files that other programs wrote: converted, they are what the definition makes of gguf-py's values."""
+"""GGUF files that other programs wrote: converted, they are what the definition makes of gguf-py's values.
+
+KTCONVERT_GOLDEN=FOLDER tests more files of the same kind, also those of a split.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,22 @@ import gguf as library
 import numpy as np
 import pytest
 
+from ktconvert.layouts.checkpoints.containers.gguf_split import parts_of
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
+from rig import golden
 from rig.safetensors import bits_of, read_file, read_folder
 
-GOLDEN = Path(__file__).parent / "golden"
-OF_LLAMA_CPP = [GOLDEN / f"llama_cpp.{name}.gguf" for name in ("Q4_K_M", "Q6_K", "MXFP4_MOE")]
-OF_KT_KERNEL = [GOLDEN / f"gguf_{name}.gguf" for name in ("Q4_0", "Q8_0")]
-EVERY = (*OF_LLAMA_CPP, *OF_KT_KERNEL)
+EVERY = [path for name, path in golden.files("*.gguf").items() if "imatrix" not in name]
+OF_KT_KERNEL = [golden.FOLDER / f"gguf_{name}.gguf" for name in ("Q4_0", "Q8_0")]
 
 
 def values(path: Path) -> dict[tuple[int, str], Any]:
     """float32 [E, n, k] by layer and projection: gguf-py's reader and its values."""
     out = {}
-    for tensor in library.GGUFReader(path).tensors:
+    for tensor in (t for name in parts_of(path.name) for t in library.GGUFReader(path.with_name(name)).tensors):
         block, layer, part, *_ = [*tensor.name.split("."), "", ""]
         if block == "blk" and part.endswith("_exps"):
             key = int(layer), part.removeprefix("ffn_").removesuffix("_exps")
@@ -80,20 +83,20 @@ def test_converted_in_every_way(path: Path, cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", OF_KT_KERNEL, ids=lambda path: path.stem)
 def test_the_forward_is_kt_kernels_reference(path: Path) -> None:
     """In float64: on gguf-py's values it is the reference, on ours it is that but for their rounding to BF16."""
-    golden = bits_of(read_file(path.with_suffix(".safetensors")))
-    hidden = reference.bf16_to_f32(golden["in.hidden"]).astype(np.float64)
+    stored = bits_of(read_file(path.with_suffix(".safetensors")))
+    hidden = reference.bf16_to_f32(stored["in.hidden"]).astype(np.float64)
     moe, exact = recognise(open_checkpoint(path)), values(path)
 
     def forward(weight: Any) -> Any:
         out = np.zeros_like(hidden)
         for token, x in enumerate(hidden):
-            for expert, routed in zip(golden["in.topk_ids"][token], golden["in.topk_weights"][token], strict=True):
+            for expert, routed in zip(stored["in.topk_ids"][token], stored["in.topk_weights"][token], strict=True):
                 gate, up, down = (weight(int(expert), projection) for projection in PROJECTIONS)
                 g = gate @ x
                 out[token] += float(routed) * (down @ (g / (1 + np.exp(-g)) * (up @ x)))
         return out
 
-    wanted = golden["out.float64_reference"]
+    wanted = stored["out.float64_reference"]
     size = np.linalg.norm(wanted)
     theirs = forward(lambda expert, projection: exact[0, projection][expert].astype(np.float64))
     ours = forward(

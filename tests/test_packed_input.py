@@ -328,9 +328,10 @@ def test_an_order_that_leaves_a_group_out(packed: Path, tmp_path: Path) -> None:
 
 
 def test_widths_that_only_the_groups_tell(tmp_path: Path) -> None:
-    """A config with schemes of 4 and of 8 bits, of groups of their own sizes."""
+    """A config with schemes of 4 and of 8 bits, of groups of their own sizes; one of no bits is none."""
     both = scheme(4, 32)
     both["config_groups"]["group_1"] = scheme(8, 128)["config_groups"]["group_0"]
+    both["config_groups"]["group_2"] = scheme(0, 32)["config_groups"]["group_0"]
     for bits, group in ((4, 32), (8, 128)):
         tensors, values = pack_all(bits, group, "BF16")
         model = model_of(checkpoint(tmp_path / str(bits), tensors, both))

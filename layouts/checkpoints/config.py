@@ -98,7 +98,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
         method,
         laid_out,
         tuple(dict.fromkeys(blocks)),
-        tuple(sorted({n for scheme in integers if type(n := scheme.get("num_bits")) is int})),
+        tuple(sorted({n for scheme in integers if type(n := scheme.get("num_bits")) is int and n > 0})),
         tuple(sorted({n for scheme in integers if type(n := scheme.get("group_size")) is int and n > 0})),
         tuple(sorted({scheme.get("symmetric") is not False for scheme in integers})),
     )

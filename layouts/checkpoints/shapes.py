@@ -107,8 +107,9 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
         )
     if held:
         return no_input(held[0][1].name, of_values(held[0][1], tensors.get("scale")))
-    info = next(iter(tensors.values()))
-    row = next(row for row in reversed(encodings.ENCODINGS) if tensors.keys() <= row.tensors.keys())
+    role, info = next(iter(tensors.items()))
+    rows = [row for row in reversed(encodings.ENCODINGS) if role in row.tensors]
+    row = next((row for row in rows if tensors.keys() <= row.tensors.keys()), rows[0])
     values = encodings.spelled(row.tensors[row.values][0], name)
     return InputError(f"tensor {info.name!r} is a scale whose weight {values!r} is missing; download it again")
 
@@ -184,8 +185,9 @@ def _check_fit(weights: Weights, turned: bool) -> None:
 
 
 def _missing(weights: Weights, style: Style, prefix: str, part: str, n: int, expert: int) -> InputError:
-    row = next(iter(weights.values())).encoding
-    name = encodings.spelled(row.tensors[row.values][0], name_of(style, prefix, part, n, expert))
+    rows = (weight.encoding for weight in weights.values())
+    pattern = next((row.tensors[row.values][0] for row in rows), "{t}")  # there may be nothing but unused tensors
+    name = encodings.spelled(pattern, name_of(style, prefix, part, n, expert))
     return InputError(
         f"tensor {name!r} is missing, though layer {n} has other expert tensors; download the model again"
     )

@@ -1,0 +1,167 @@
+"""Contradictory headers of every quantized encoding in safetensors: they are read, or refused in one sentence.
+
+KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.checkpoints.beside import beside
+from ktconvert.layouts.checkpoints.config import quantization
+from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
+from ktconvert.layouts.checkpoints.encodings import Weight
+from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource, open_checkpoint
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant import kernels
+from rig import integers, microscaling
+
+MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
+
+
+def fp8(suffix: str, rows: int, columns: int) -> Callable[[Path], Path]:
+    """Makes a checkpoint in FP8 with scales of such blocks."""
+
+    def make(folder: Path) -> Path:
+        tensors: Any = {}
+        for expert in range(integers.E):
+            for projection in PROJECTIONS:
+                n, k = (integers.H, integers.I)[:: 1 if projection == "down" else -1]
+                name = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
+                tensors[name] = ("F8_E4M3", np.full((n, k), 0x38, np.uint8))
+                tensors[name + suffix] = ("F32", np.ones((-(-n // rows), -(-k // columns)), np.float32))
+        return integers.checkpoint(folder, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+    return make
+
+
+def of_integers(form: integers.Format) -> Callable[[Path], Path]:
+    return lambda folder: integers.checkpoint(folder, integers.experts(form)[0], form.config)
+
+
+def of_microscaling(kind: microscaling.Kind) -> Callable[[Path], Path]:
+    return lambda folder: microscaling.make(kind, folder)[0]
+
+
+MAKERS = {
+    "FP8 in blocks": fp8("_scale_inv", 128, 128),
+    "FP8 in rows": fp8("_scale", 1, 1 << 20),
+    **{name: of_integers(form) for name, form in integers.FORMATS.items()},
+    **{name: of_microscaling(kind) for name, kind in microscaling.KINDS.items()},
+}
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
+KEYS = (
+    *("quant_method", "bits", "group_size", "checkpoint_format", "version", "format", "is_marlin_format"),
+    *("dynamic", "weight_block_size", "config_groups", "sym", "desc_act"),
+)
+VALUES = (
+    *(None, 0, 1, -1, 2, 3, 4, 7, 8, 32, 96, 128, 1 << 40, 1.5, True, "4", "gemm", "marlin", "x" * 3000),
+    *([], {}, [128, 128], [0, 1], [1, 32], {"a": {"bits": 8}}, {"group_0": {"weights": 1}}),
+)
+SUFFIXES = (
+    *(".weight", ".weight_packed", ".qweight", "_blocks", ".scale", ".weight_scale", ".weight_scale_inv", "_scales"),
+    *(".weight_scale_2", ".weight_global_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape", ".scales"),
+    *(".qzeros", ".g_idx", ".bias", ".input_scale", ".SCB"),
+)
+
+
+def change_config(random: Random, config: dict[str, Any]) -> None:
+    """A value of the quantization, or of what compressed-tensors says of a group of weights."""
+    quant = config.get("quantization_config")
+    if not isinstance(quant, dict) or random.random() < 0.1:
+        config["quantization_config"] = random.choice((None, [], "gptq", {"quant_method": random.choice(METHODS)}))
+    elif isinstance(groups := quant.get("config_groups"), dict) and groups and random.random() < 0.5:
+        scheme = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
+        scheme[random.choice((*scheme, "strategy", "block_structure"))] = random.choice(VALUES)
+        quant["config_groups"] = {**groups, "group_1": {"weights": scheme}}
+    else:
+        key = random.choice(KEYS)
+        quant[key] = random.choice((*METHODS, *VALUES) if key == "quant_method" else VALUES)
+
+
+def other(random: Random, info: TensorInfo) -> TensorInfo:
+    """The tensor with another dtype or shape, with no more bytes than it has."""
+    dtype = random.choice(tuple(DTYPE_BITS)) if random.random() < 0.4 else info.dtype
+    bits, shape, by = DTYPE_BITS[dtype], info.shape, random.choice((2, 4, 8, 16))
+    items = info.nbytes * 8 // bits
+    shapes: list[tuple[int, ...]] = [shape, shape[::-1], (items,), (), (0,), (0, *shape[1:]), (*shape[:-1], 0)]
+    shapes += [(1, *shape), (*shape, 1), (2, *shape), tuple(random.choice((1, 2, n, n // 2)) for n in shape)]
+    if len(shape) > 1:
+        first, *inner, last = shape
+        less = random.randint(1, 8)
+        shapes += [(first // by, *inner, last * by), (first * by, *inner, last // by)]
+        shapes += [(max(1, first - less), *inner, last), (first, *inner, max(1, last - less))]
+    shape = random.choice(shapes)
+    if math.prod(shape) > items or math.prod(shape) * bits % 8:
+        shape = (0,)
+    return replace(info, dtype=dtype, shape=shape, nbytes=math.prod(shape) * bits // 8)
+
+
+def change_tensors(random: Random, tensors: dict[str, TensorInfo]) -> None:
+    """Tensors of one role, of one expert or of all, are missing, changed, or have another name, too."""
+    suffixes = {name.partition("_proj")[2] or "." + name.rpartition(".")[2] for name in tensors}
+    suffix, to = random.choice(sorted(suffixes or {""})), random.choice(SUFFIXES)
+    names = [name for name in tensors if name.endswith(suffix)]
+    how, seed = random.choice(("drop", "rename", "double", "change", "change", "change")), random.getrandbits(64)
+    for name in random.choice((names, names, names[:1])):
+        info = tensors[name]
+        if how in ("drop", "rename"):
+            del tensors[name]
+        if how in ("rename", "double"):
+            new = name.removesuffix(suffix) + to
+            tensors[new] = replace(info, name=new)
+        if how == "change":
+            tensors[name] = other(Random(seed), info)
+
+
+def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
+    """Decode what a conversion and what `dequantize` make of the headers; the refusals."""
+    try:
+        model = recognise(source, to_read=True)
+        for expert in range(min(2, model.shape(0)[0])):
+            for projection in PROJECTIONS:
+                model.reading_bytes(0, backward=True)
+                kernels.decode(model.linear(0, expert, projection))
+    except (InputError, UnsupportedError) as error:
+        yield error
+    try:
+        for stored in beside(source, (), quantization(source.config)).tensors.values():
+            if isinstance(stored, Weight) and 0 not in stored.shape:
+                kernels.decode(stored.matrix(source, 0))
+    except (InputError, UnsupportedError) as error:
+        yield error
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_contradictory_headers_give_one_sentence(name: str, tmp_path: Path) -> None:
+    """Tensors that are missing or of another type, shape or name, and other words in the config."""
+    with open_checkpoint(MAKERS[name](tmp_path / "model")) as source:
+        config, tensors = json.dumps(source.config), source.tensors
+
+        @settings(max_examples=60 * MORE, deadline=None, database=None, derandomize=MORE == 1)
+        @given(st.integers(0, (1 << 64) - 1))
+        def check(seed: int) -> None:
+            random = Random(f"{name} {seed}")
+            source.config, source.tensors = json.loads(config), dict(tensors)
+            for _ in range(random.randint(1, 3)):
+                if random.random() < 0.3:
+                    change_config(random, source.config)
+                else:
+                    change_tensors(random, source.tensors)
+            for refusal in read(source):
+                assert len(str(refusal)) > 20 and "\n" not in str(refusal)
+
+        check()
