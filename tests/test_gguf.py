@@ -257,6 +257,16 @@ def test_gpt_oss_and_biases_are_refused(tmp_path: Path) -> None:
         recognised(small(tmp_path / "bias.gguf", biased))
 
 
+def test_a_scale_beside_nvfp4_is_refused(tmp_path: Path) -> None:
+    """gguf-py's values do not contain it."""
+    tensors = model([("NVFP4",) * 3])
+    assert recognised(write(tmp_path / "plain.gguf", tensors, about(1))).dtypes == ("NVFP4",)
+    tensors["blk.0.ffn_down_exps.scale"] = ("F32", np.ones(E, np.float32))
+    words = r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale for the whole tensor .*is not an input yet; use"
+    with pytest.raises(UnsupportedError, match=words):
+        recognised(write(tmp_path / "scaled.gguf", tensors, about(1)))
+
+
 def test_the_last_blocks_are_mtp(tmp_path: Path) -> None:
     moe = recognised(small(tmp_path / "m.gguf", nextn_predict_layers=1))
     assert moe.layers == (0,) and moe.mtp_layers == (1,)
@@ -336,6 +346,22 @@ def test_config_of_another_model(tmp_path: Path, example: Path) -> None:
         recognised(source, str(tmp_path / "none"))
     with pytest.raises(UsageError, match="--config"):
         recognised(example, str(tmp_path / "width"))
+
+
+def test_config_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights need not be in the cache."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    (hugging_face(snapshot) / "model.safetensors").unlink()
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("0" * 40)
+    source = small(tmp_path / "m.gguf")
+    moe = recognised(source, "org/name")
+    assert moe.source.config["model_type"] == "qwen3_moe" and moe.source.companion_root == snapshot
+    with pytest.raises(InputError, match="org/other: is not in the local cache"):
+        recognised(source, "org/other")
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

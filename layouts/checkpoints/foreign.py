@@ -23,7 +23,7 @@ FOREIGN = {
     "{s}.W_q": "HQQ",
 }
 # Values that no row reads: by their own dtype, else by that of the scale beside them.
-BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64"}
+BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64", "NVFP4": "NVFP4 with a scale for the whole tensor"}
 BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
 # Outside the experts: suffixes of names, and dtypes of weights.
 SUFFIXES = {
@@ -34,7 +34,18 @@ SUFFIXES = {
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
 }
-DTYPES = {"U8": "packed", "I8": "INT8", "I32": "packed", "F8_E5M2": "FP8 E5M2", "F8_E8M0": "FP8 E8M0"}
+DTYPES = {
+    "U8": "packed",
+    "I8": "INT8",
+    "I32": "packed",
+    "F4": "FP4",
+    "F6_E2M3": "FP6 E2M3",
+    "F6_E3M2": "FP6 E3M2",
+    "F8_E5M2": "FP8 E5M2",
+    "F8_E8M0": "FP8 E8M0",
+    "F8_E4M3FNUZ": "FP8 E4M3FNUZ",
+    "F8_E5M2FNUZ": "FP8 E5M2FNUZ",
+}
 
 
 def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:

@@ -45,7 +45,11 @@ def _row(of: GgmlType) -> Encoding:
         n, k = info.shape
         return Matrix(source.view(replace(info, dtype="U8", shape=(n, k // of.columns * of.nbytes))), kind)
 
-    return Encoding(of.name, of.name, {"weight": ("{t}",)}, (of.name,), kind, matrix)
+    def claims(tensors: Tensors, quantization: Quantization) -> bool:
+        """NVFP4 may have a scale for the whole tensor beside it, which gguf-py does not multiply by."""
+        return of.name != "NVFP4" or "scale" not in tensors
+
+    return Encoding(of.name, of.name, {"weight": ("{t}",)}, (of.name,), kind, matrix, claims=claims)
 
 
 def _decoder(name: str) -> Any:
