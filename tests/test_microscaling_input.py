@@ -107,7 +107,9 @@ def test_loose_files_hold_the_same_bytes(cli: Callable[..., Any], tmp_path: Path
     assert {p.read_bytes() for p in (tmp_path / "loose").rglob("*.kt")} == tensors
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors MXFP4", "MXFP8", "modelopt NVFP4"])
+@pytest.mark.parametrize(
+    "name", ["compressed-tensors MXFP4", "MXFP8", "E8M0 of 128x128, DeepSeek-V4", "modelopt NVFP4"]
+)
 def test_for_a_gpu(name: str, cli: Callable[..., Any], tmp_path: Path) -> None:
     """W4A16 of the values; what is quantized beside the experts becomes BF16 without its scales."""
     kind = KINDS[name]
@@ -141,8 +143,9 @@ def test_inspected(cli: Callable[..., Any], tmp_path: Path) -> None:
     assert seen["expert_dtypes"] == ["NVFP4"] and seen["convert"] and seen["convert_gpu"]
 
 
-def test_killed_and_resumed_to_the_same_bytes(tmp_path: Path) -> None:
-    folder, _ = make(KINDS["compressed-tensors NVFP4"], tmp_path / "model")
+@pytest.mark.parametrize("name", ["DeepSeek-V4", "MXFP8", "compressed-tensors NVFP4"])
+def test_killed_and_resumed_to_the_same_bytes(name: str, tmp_path: Path) -> None:
+    folder, _ = make(KINDS[name], tmp_path / "model")
     shim, log = killpoint.build(tmp_path), tmp_path / "log"
 
     def run(out: Path, n: int) -> int:
@@ -228,8 +231,12 @@ def test_values_are_those_of_transformers_for_gpt_oss(tmp_path: Path) -> None:
 
 def test_gpt_oss_is_inspected_and_its_biases_are_refused(cli: Callable[..., Any], tmp_path: Path) -> None:
     library("gptoss_mxfp4", tmp_path, model_type="gpt_oss")
-    seen = json.loads(cli("inspect", tmp_path, "--json", code=3).stdout)
+    seen = json.loads(cli("inspect", tmp_path, "--json").stdout)
     assert seen["expert_dtypes"] == ["MXFP4"] and "biases" in seen["refused"]
+    text = cli("inspect", tmp_path).stdout
+    assert (
+        "expert dtypes    MXFP4" in text and "cpu, gpu         not possible: gpt-oss: its experts have biases" in text
+    )
     for command in (("cpu", "-i"), ("gpu", "--quant-method", "RTN", "-i")):
         done = cli(*command, tmp_path, "-o", tmp_path / "out", code=3)
         assert "biases and a clamped activation" in done.stderr
@@ -271,6 +278,12 @@ def replaced(suffix: str, dtype: str, bits: Bits) -> Callable[[Tensors, str], An
 
 def without(suffix: str) -> Callable[[Tensors, str], Any]:
     return lambda tensors, base: tensors.pop(f"{base}{suffix}")
+
+
+def nothing_but_scales_of_inputs(tensors: Tensors, base: str) -> None:
+    for name in [name for name in tensors if ".experts." in name]:
+        del tensors[name]
+    tensors[f"{base}.input_scale"] = Tensor("F32", (), bytes(4))
 
 
 ONE = np.ones((1,), np.float32)
@@ -329,6 +342,12 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors, str], Any], type[KtconvertError
         replaced(".weight_scale", "U8", np.zeros((I, H // 32), np.uint8)),
         InputError,
         "needs none",
+    ),
+    "nothing but scales of inputs": (
+        "modelopt NVFP4",
+        nothing_but_scales_of_inputs,
+        InputError,
+        r"experts\.0\.gate_proj\.weight' is missing, though layer 0 has other expert tensors",
     ),
     "scales of another type": (
         "compressed-tensors MXFP4",

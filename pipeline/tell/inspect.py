@@ -30,7 +30,8 @@ from ktconvert.pipeline.verify.structure import check_structure
 def look(where: str, revision: str | None = None, arch_file: str | None = None) -> dict[str, Any]:
     """Everything about a path or hub id, as one JSON object; "kind" is "checkpoint", "output" or "unfinished".
 
-    A model that cannot be converted has "refused" with the reason. Raises InputError for what is damaged or not there.
+    A model that `cpu` and `gpu` cannot convert has "refused" with the reason. Raises InputError for what is damaged or
+    not there.
     """
     path = Path(where).expanduser()
     unfinished = _unfinished(path)
@@ -209,8 +210,12 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if document["ignored_files"]:
         lines.append(("left aside", ", ".join(document["ignored_files"][:5])))
-    whole = [("BF16", f"the whole model, {size(document['dequantized_bytes'])}")] if "dequantize" in document else []
-    if "refused" in document:
+    whole = []
+    if "dequantize" in document:
+        if "refused" in document:
+            whole.append(("cpu, gpu", f"not possible: {document['refused']}"))
+        whole.append(("BF16", f"the whole model, {size(document['dequantized_bytes'])}"))
+    if "architecture" not in document:
         return [*lines, *whole]
     lines += [
         ("architecture", document["architecture"]),
@@ -231,13 +236,13 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         *([("MTP experts", size(document["mtp_bytes"]))] if document["mtp_bytes"] else []),
         ("all the rest", size(document["rest_bytes"])),
     ]
-    for method in document["methods"]:
+    for method in document.get("methods", []):
         legal = ", ".join(f"{t}" for t in method["legal"])
         sizes = [size(nbytes) for nbytes in method["bytes"].values()]
         what = f"NUMA parts {legal}; {sizes[0]} of output" if legal else "not possible"
         lines.append((f"{method['quant_method']} ({method['method']})", what))
         lines += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
-    for kind in document["gpu"]:
+    for kind in document.get("gpu", []):
         what = (
             f"the whole model, {size(kind['bytes'])}" if kind["refused"] is None else f"not possible: {kind['refused']}"
         )

@@ -103,6 +103,7 @@ KINDS = {
         mxfp8((128, 128), ".weight_scale_inv", "F8_E8M0"),
         quantization=(("quant_method", "fp8"), ("weight_block_size", [128, 128])),
     ),
+    "E8M0 of 128x128, DeepSeek-V4": Kind("MXFP8", "fp8", mxfp8((128, 128), ".scale", "F8_E8M0"), v4=True),
     "E8M0 of 32x64": Kind("MXFP8", "mxfp8", mxfp8((32, 64), ".weight_scale", "F8_E8M0")),
     "modelopt NVFP4": Kind("NVFP4", "nvfp4", nvfp4("U8", ".weight", ".weight_scale_2", False)),
     "compressed-tensors NVFP4": Kind("NVFP4", "nvfp4", nvfp4("U8", ".weight_packed", ".weight_global_scale", True)),
