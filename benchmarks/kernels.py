@@ -39,6 +39,9 @@ ITEM_BYTES = {
     "gptq": 0.5,
     "awq": 0.5,
     "int8": 1,
+    "int8_packed": 1,
+    "int8_signed": 1,
+    "gptq_8": 1,
     **{kind.name: kind.items / kind.columns for kind in GGML.values()},
 }
 # Encodings with scales: how the kernels call their values, and the block of a scale.
@@ -50,6 +53,9 @@ SCALED = {
     "int4": ("int4", (1, 32)),
     "gptq": ("int4_words", (1, 128)),
     "awq": ("int4_awq", (1, 128)),
+    "int8_packed": ("int8", (1, 128)),
+    "int8_signed": ("int8_signed", (1, 128)),
+    "gptq_8": ("int8_words", (1, 128)),
 }
 DECODED = (
     "fp8_e4m3",
@@ -59,6 +65,9 @@ DECODED = (
     "int4",
     "gptq",
     "awq",
+    "int8_packed",
+    "int8_signed",
+    "gptq_8",
     "fp16",
     "f32",
     *(kind.name for kind in GGML.values()),
@@ -191,7 +200,9 @@ def ceilings(source: Any, target: Any) -> list[Case]:
 
 
 def all_cases(isas: list[str], size: int) -> list[Case]:
-    sources = {kind: make_source(kind, size) for kind in ITEM_BYTES if kind != "int8"}
+    in_bytes = ("mxfp8", "int8_packed", "int8_signed", "gptq_8")  # for which the bytes of FP8 will do
+    sources = {kind: make_source(kind, size) for kind in ITEM_BYTES if kind not in ("int8", *in_bytes)}
+    sources |= dict.fromkeys(in_bytes, sources["fp8_e4m3"])
     codes = make_codes(size)
     target = aligned(size)
     cases = ceilings(sources["bf16"], target)
