@@ -39,7 +39,14 @@ from ktconvert.native_quant import kernels
 
 HERE = Path(__file__).resolve().parent
 # kt-kernel's names of the variants that may use the same instructions.
-PEER_VARIANTS = {"amx": "amx", "avx512vnni": "avx512_vnni", "avx512": "avx512_base", "avxvnni": "avx2", "avx2": "avx2"}
+PEER_VARIANTS = {
+    "amx": "amx",
+    "avx512bf16": "avx512_bf16",
+    "avx512vnni": "avx512_vnni",
+    "avx512": "avx512_base",
+    "avxvnni": "avx2",
+    "avx2": "avx2",
+}
 PEER = "kt"
 MOST_CALLS = 400
 ENDLESS = 4.0  # seconds; a call that lasts longer is timed once, when its output is compared

@@ -220,7 +220,9 @@ def _varied(cells: Sequence[Cell]) -> list[Result]:
     """AVX2 against the best of AVX-512, where both were measured."""
     ratios = []
     for cell in cells:
-        wide = [figures.wall for name, figures in cell.figures.items() if name in ("avx512", "avx512vnni")]
+        wide = [
+            figures.wall for name, figures in cell.figures.items() if name in ("avx512", "avx512vnni", "avx512bf16")
+        ]
         if wide and "avx2" in cell.figures:
             ratios.append((min(wide) / cell.figures["avx2"].wall, cell))
     return _least("AVX2, x our AVX-512, its worst cell", 0.5, ratios)

@@ -56,7 +56,7 @@ def _set_isa(name: str | None, where: str) -> None:
 # Values of kt-kernel's KT_KERNEL_CPU_VARIANT and our names for them; other values are ignored, as in kt-kernel.
 _KT_VARIANTS = {
     "amx": "amx",
-    "avx512_bf16": "avx512vnni",
+    "avx512_bf16": "avx512bf16",
     "avx512_vbmi": "avx512vnni",
     "avx512_vnni": "avx512vnni",
     "avx512_base": "avx512",

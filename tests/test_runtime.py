@@ -59,7 +59,7 @@ def read(path: Path) -> Golden:
         for part in grid.all_parts(range(experts)):
             key = f"blk.0.ffn_{part.projection}_exps.{part.expert}.numa.{part.numa}"
             weight = file.get_tensor(f"{key}.weight").numpy().view(np.uint8).copy()
-            arrays[part] = (weight, file.get_tensor(f"{key}.scale").numpy().copy())
+            arrays[part] = (weight, file.get_tensor(f"{key}.scale").numpy().copy().view(np.uint8))
         return Golden(
             LayerWeights(form, grid, experts, arrays),
             bits(file.get_tensor("in.hidden")),
@@ -114,7 +114,7 @@ def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArr
     """The layer in float64 on the dequantized weights, nothing rounded."""
     linears: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
     for part in packed.arrays:
-        dense = packed.form.unpack(packed.bytes_of(part), part.n, part.k).astype(np.float64)
+        dense = packed.form.unpack(packed.arrays[part], part.n, part.k).astype(np.float64)
         key = (part.projection, part.expert)
         axis = 1 if part.projection == "down" else 0
         linears[key] = np.concatenate([linears[key], dense], axis) if key in linears else dense

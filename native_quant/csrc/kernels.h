@@ -200,16 +200,64 @@ typedef void kt_combine_fn(int64_t terms, const float *const *rows, const float 
 /* out[c] = rows[0][c] + rows[1][c] + ... as BF16. columns: a multiple of 32. */
 typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t columns, uint16_t *out);
 
+/* --- BF16 arithmetic (NUMERICS.md, section 5b) ------------------------------------------------------------------------
+ */
+
+/* 32 rows of a weight: their codes and scales (formats.h). */
+typedef struct {
+    const uint8_t *codes, *scales;
+} kt_bf16_strip;
+
+enum {
+    KT_SUM_COLUMNS = 32,    /* whose products are added up before they are scaled */
+    KT_PANEL_COLUMNS = 256, /* at most */
+};
+
+typedef struct kt_kernels kt_kernels;
+
+/* A panel is 32 rows x `columns` columns (a multiple of KT_SUM_COLUMNS) of BF16 in the order of BF16 experts
+   (FORMAT.md). panel: columns first .. of a strip, unscaled, on a boundary of 64 bytes; scale
+   [columns / KT_SUM_COLUMNS][32 rows]: normal numbers that the sums of products are to be multiplied with. */
+typedef void kt_panel_fn(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
+                         uint16_t *panel, float *scale);
+
+/* Codes of MXFP4 (FORMAT.md) to a panel, and its E8M0 scales to float32; one of 0 becomes 0. Returns whether there is
+   such a scale. */
+typedef int kt_panel_mxfp4_fn(const uint8_t *codes, const uint8_t *scales, int64_t columns, uint16_t *panel,
+                              float *scale);
+
+/* Sums of products of m rows of BF16 activations with the 32 rows of each strip, over all k columns:
+   c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `strips` and their order.
+   panel: how codes become panels; NULL: they are panels. bits: of a code. c: on a boundary of 64 bytes. scratch:
+   KT_GEMM_SCRATCH bytes on a boundary of 64. */
+typedef struct {
+    int64_t m, k;
+    const uint16_t *a;
+    int64_t a_pitch;
+    int64_t strips;
+    const kt_bf16_strip *strip;
+    int bits;
+    kt_panel_fn *panel;
+    const kt_kernels *kernels;
+    float *c;
+    int64_t c_pitch;
+    uint8_t *scratch;
+} kt_bf16_gemm;
+typedef void kt_bf16_gemm_fn(const kt_bf16_gemm *job);
+
+/* out[t * out_pitch + r] = silu(gate) * up as BF16, gate and up [m][32]. */
+typedef void kt_swiglu_bf16_fn(int64_t m, const float *gate, const float *up, uint16_t *out, int64_t out_pitch);
+
 #define FAMILY(family, type) type kt_##family##_scalar;
 #include "kernels.def"
 #define KERNEL(family, isa) __typeof__(kt_##family##_scalar) kt_##family##_##isa;
 #include "kernels.def"
 
 /* A kernel of each family. */
-typedef struct {
+struct kt_kernels {
 #define FAMILY(family, type) type *family;
 #include "kernels.def"
-} kt_kernels;
+};
 
 /* The kernels in use (dispatch.c). */
 const kt_kernels *kt_current(void);

@@ -146,16 +146,20 @@ int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool *
 void ktq_pool_close(ktq_pool *pool);
 void ktq_pool_free(ktq_pool *pool);
 
-/* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. */
+/* The formats of experts (layouts/FORMAT.md). Their scales: float32 (AMXINT4, AMXINT8, FP8), E8M0 (MXFP4), none. */
+enum { KTQ_FORMAT_AMXINT4, KTQ_FORMAT_AMXINT8, KTQ_FORMAT_MXFP4, KTQ_FORMAT_FP8, KTQ_FORMAT_BF16 };
+
+/* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. Scales are NULL where the
+   format has none. */
 typedef struct {
     const void *gate, *up, *down;
-    const float *gate_scale, *up_scale, *down_scale;
+    const void *gate_scale, *up_scale, *down_scale;
 } ktq_expert;
 
 /* The routed experts of a layer: parts[part * experts + expert], each part with `width` columns of the intermediate
  * size. */
 typedef struct {
-    int bits;
+    int format; /* KTQ_FORMAT_* */
     int64_t experts, parts, hidden, width;
     const ktq_expert *expert;
 } ktq_moe;
@@ -164,7 +168,7 @@ typedef struct {
    ids, weights: [tokens, topk]. Ids that are negative, not below experts, or marked in skip[experts] (may be NULL) add
    nothing. add: 1 if the sum is added to what out holds (rounded once, in the end), 0 if it takes its place. */
 typedef struct {
-    int exact; /* 1: round where kt-kernel rounds; 0: round less */
+    int exact; /* 1: round where kt-kernel rounds; 0: round less. AMXINT4 and AMXINT8 only */
     int64_t tokens, topk;
     const uint16_t *hidden;
     const int64_t *ids;
@@ -190,6 +194,9 @@ void ktq_job_free(ktq_job *job);
 /* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]: one kernel alone, for
  * tests. */
 int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c);
+/* The same for MXFP4, FP8 and BF16: a is BF16, c float32. scales: NULL for BF16. */
+int ktq_gemm_bf16(int format, int64_t m, int64_t n, int64_t k, const uint16_t *a, const void *codes,
+                  const void *scales, float *c);
 
 /* NUMA nodes of memory; KTQ_ESYSTEM where the kernel refuses (errno says why). address: the beginning of a page.
    place: pages that come later lie on one of these nodes if it has room, in turns where there are several nodes.

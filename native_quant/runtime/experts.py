@@ -20,7 +20,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime import kt_methods, weights
 from ktconvert.native_quant.runtime.pool import Pool, default_pool, no_threads
 
 U16 = npt.NDArray[np.uint16]
@@ -78,7 +78,7 @@ class Experts:
         moe = ffi.new(
             "ktq_moe *",
             {
-                "bits": packed.form.grid.bits,
+                "format": kt_methods.FORMATS[packed.form.name],
                 "experts": self.num_experts,
                 "parts": self.parts,
                 "hidden": self.hidden,
@@ -191,18 +191,21 @@ class Experts:
         _check(lib.ktq_forward(self.pool.pointer, used.moe, call))
 
     def save(self, folder: Path | str) -> None:
-        """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced."""
+        """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
+
+        Raises UnsupportedError for a method without such files.
+        """
         root = Path(folder)
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
-        packed = self.packed
-        for part, (weight, scale) in packed.arrays.items():
-            form = packed.form
-            for tensor, data in zip(form.tensors(part.n, part.k), (weight, scale.view(np.uint8)), strict=True):
+        packed, form = self.packed, self.packed.form
+        for part, stored in packed.arrays.items():
+            for tensor, data in zip(form.tensors(part.n, part.k), stored, strict=True):
                 name = form.loose_path(part, tensor)
-                assert name is not None
+                if name is None:
+                    raise UnsupportedError(f"{form.name} has no loose files; convert with `ktconvert cpu`.")
                 path = partial / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 publish.write_unsynced(path, data)
@@ -273,11 +276,12 @@ def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
     at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
     for place, expert in enumerate(order):
         at[expert].append(place)
-    for part, (weight, scale) in packed.arrays.items():
+    for part, stored in packed.arrays.items():
+        addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
         for place in at[part.expert]:
             row = table[part.numa * packed.experts + place]
-            setattr(row, part.projection, ffi.cast("void *", weight.__array_interface__["data"][0]))
-            setattr(row, f"{part.projection}_scale", ffi.cast("float *", scale.__array_interface__["data"][0]))
+            for name, address in zip((part.projection, f"{part.projection}_scale"), addresses, strict=False):
+                setattr(row, name, address)  # a format without scales has one tensor
     return table
 
 

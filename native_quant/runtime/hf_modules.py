@@ -123,7 +123,7 @@ def find_experts(model: torch.nn.Module) -> list[Place]:
         for differs, why in REFUSALS:
             if differs(module):
                 raise UnsupportedError(
-                    f"{what}: {name} ({type(module).__name__}) {why}, and AMXINT4 and AMXINT8 experts compute"
+                    f"{what}: {name} ({type(module).__name__}) {why}, and converted experts compute"
                     " silu(gate) * up with the routing weights on the output; load it without cpu_weights"
                 )
     return [

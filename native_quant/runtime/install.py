@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     import torch
 
 # kt-kernel's name for the instruction set in use. It has none for "scalar".
-VARIANTS = {"amx": "amx", "avx512vnni": "avx512_vnni", "avx512": "avx512_base", "avxvnni": "avx2", "avx2": "avx2"}
+VARIANTS = {
+    "amx": "amx",
+    "avx512bf16": "avx512_bf16",
+    "avx512vnni": "avx512_vnni",
+    "avx512": "avx512_base",
+    "avxvnni": "avx2",
+    "avx2": "avx2",
+}
 
 
 def version() -> str:
@@ -23,7 +30,7 @@ def version() -> str:
 
 
 def cpu_variant() -> str:
-    """The instruction set in use by kt-kernel's name: amx, avx512_vnni, avx512_base, avx2; or scalar."""
+    """The instruction set in use by kt-kernel's name: amx, avx512_bf16, avx512_vnni, avx512_base, avx2; or scalar."""
     return VARIANTS.get(kernels.isa(), kernels.isa())
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ktconvert.native_quant._ktq import lib
+
 NOT_YET = (
-    *("RAWINT4", "FP8", "BF16", "FP8_PERCHANNEL", "GPTQ_INT4", "SYCL_GPTQ_INT4", "MXFP4", "NVFP4", "MXFP8"),
-    *("LLAMAFILE", "MOE_INT4", "MOE_INT8"),
+    *("RAWINT4", "FP8_PERCHANNEL", "GPTQ_INT4", "SYCL_GPTQ_INT4", "NVFP4", "MXFP8", "LLAMAFILE"),
+    *("MOE_INT4", "MOE_INT8"),
 )
 _SKIP_LORA = ("AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
 TRAINING = (
@@ -21,24 +23,37 @@ TRAINING = (
     *("AMXINT4_KGroup_SFT", "AMXINT4_1KGroup_SFT"),
     *(f"{name}_SFT_SkipLoRA" for name in _SKIP_LORA),
 )
-OURS = ("AMXINT4", "AMXINT8")  # forms that our kernels compute with
+# The forms that our kernels compute with: their numbers in ktq.h.
+FORMATS: dict[str, int] = {
+    "AMXINT4": lib.KTQ_FORMAT_AMXINT4,
+    "AMXINT8": lib.KTQ_FORMAT_AMXINT8,
+    "MXFP4": lib.KTQ_FORMAT_MXFP4,
+    "FP8": lib.KTQ_FORMAT_FP8,
+    "BF16": lib.KTQ_FORMAT_BF16,
+}
+INT8 = ("AMXINT4", "AMXINT8")  # computed with int8 activations (NUMERICS.md, section 5), the others with BF16 (5b)
 
 
 def check(mode: str, method: str, swiglu_limit: float, swiglu_alpha: float) -> None:
     """Raise ValueError for what kt-kernel does not know either, NotImplementedError for what only we lack."""
     if mode not in ("inference", "sft"):
         raise ValueError(f"Unknown mode: {mode!r}. There are 'inference' and 'sft' (ktconvert computes 'inference').")
-    known = (*OURS, *NOT_YET) if mode == "inference" else TRAINING
+    known = (*FORMATS, *NOT_YET) if mode == "inference" else TRAINING
     if method not in known:
         raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
     if mode == "sft":
         raise NotImplementedError(
             f"ktconvert does not train: mode='sft' with method={method!r} needs kt-kernel itself."
         )
-    if method not in OURS:
+    if method not in FORMATS:
         raise NotImplementedError(
-            f"method={method!r} is not implemented yet; ktconvert's runtime computes {' and '.join(OURS)}. "
-            "Convert with `ktconvert cpu --quant-method int4` or int8."
+            f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(FORMATS)}. "
+            "Convert with `ktconvert cpu --quant-method int4` or another."
+        )
+    if (swiglu_limit != 0.0 or swiglu_alpha != 0.0) and method not in INT8:
+        raise NotImplementedError(
+            f"swiglu_limit={swiglu_limit} and swiglu_alpha={swiglu_alpha} are not implemented yet for "
+            f"method={method!r}: leave them 0, or use kt-kernel."
         )
     if swiglu_limit != 0.0 or swiglu_alpha != 0.0:
         raise ValueError(

@@ -16,7 +16,6 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import PROJECTIONS, Form
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.form import expert_bytes
 from ktconvert.layouts.outputs.legal import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
@@ -38,23 +37,19 @@ MAX_COLUMNS = 65536  # more terms of up to 255 * 127 could overflow an int32 sum
 class LayerWeights:
     """A layer's experts, packed: E experts of sizes H and I in T parts.
 
-    arrays  part of a matrix -> (weight uint8 [nbytes], scale float32 [n]); they own their memory or keep it alive
+    arrays  part of a matrix -> its tensors, as Form.tensors orders them: codes, and scales if it has any; they own
+            their memory or keep it alive
     """
 
     form: Form
     grid: ExpertGrid
     experts: int
-    arrays: dict[Part, tuple[Bytes, npt.NDArray[np.float32]]]
-
-    def bytes_of(self, part: Part) -> tuple[Bytes, Bytes]:
-        """Weight and scale of a part as bytes, as Form.unpack takes them."""
-        weight, scale = self.arrays[part]
-        return weight, scale.view(np.uint8)
+    arrays: dict[Part, tuple[Bytes, ...]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights and scales."""
-        return self.experts * expert_bytes(self.form, self.grid)
+        return sum(data.nbytes for stored in self.arrays.values() for data in stored)
 
 
 def layers_of(path: Path | str) -> list[int]:
@@ -95,10 +90,10 @@ def load(
         raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
     opened = _opened(path)
     output, measured = opened.output, opened.measured
-    if measured.form is None or measured.method not in kt_methods.OURS:
+    if measured.form is None or measured.method not in kt_methods.FORMATS:
         raise UnsupportedError(
             f"{path}: its method is {measured.method}, which this runtime cannot compute; "
-            "convert the model with --quant-method int4 or int8."
+            "convert the model with `ktconvert cpu`."
         )
     if layer not in measured.shapes:
         require_readable(path, layer)
@@ -120,7 +115,7 @@ def load(
     else:  # one mapping per loose file would exceed the kernel's limit
         warn_of_shortages(str(path), opened.part_bytes, pool.nodes, opened.left)
         views = _copy(output, stored, measured.numa, pool.nodes)
-    return LayerWeights(measured.form, grid, count, _arrays(views))
+    return LayerWeights(measured.form, grid, count, _arrays(measured.form, views))
 
 
 def pack(
@@ -156,13 +151,12 @@ def pack(
         for tensor in form.tensors(part.n, part.k)
     }
 
-    def one(item: tuple[Part, tuple[Bytes, npt.NDArray[np.float32]]]) -> None:
-        part, (weight, scale) = item
-        matrix = part.of(Matrix(linears[part.projection][part.expert], BF16), parts)
-        form.quantize(matrix, (weight, scale.view(np.uint8)))
+    def one(item: tuple[Part, tuple[Bytes, ...]]) -> None:
+        part, out = item
+        form.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
 
     with blocks(sizes, parts, pool.nodes) as views:
-        arrays = _arrays(views)
+        arrays = _arrays(form, views)
         _in_parallel(one, arrays.items(), pool.threads)
     return LayerWeights(form, grid, experts, arrays)
 
@@ -285,10 +279,10 @@ def _copy(
     return views
 
 
-def _arrays(views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, npt.NDArray[np.float32]]]:
-    """Weight and scale of each part."""
-    parts = (part for part, what in views if what == "weight")
-    return {part: (views[part, "weight"], views[part, "scale"].view(np.float32)) for part in parts}
+def _arrays(form: Form, views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
+    """The tensors of each part."""
+    parts = dict.fromkeys(part for part, _ in views)
+    return {part: tuple(views[part, tensor.suffix] for tensor in form.tensors(part.n, part.k)) for part in parts}
 
 
 def _in_parallel(work: Callable[[Any], None], items: Iterable[Any], threads: int) -> None:

@@ -34,7 +34,7 @@ class KTMoEWrapper:
     weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose; with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see deferred.py
-    method             AMXINT4 or AMXINT8
+    method             AMXINT4, AMXINT8, MXFP4, FP8 or BF16
     chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
     at once.
 

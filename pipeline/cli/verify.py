@@ -128,7 +128,7 @@ def run_check(report: Report, threads: int) -> Check:
         raise UsageError(f"{output.root} is a checkpoint, which transformers runs: leave out --run.")
     if not weights_whole(output) or not measure.shapes:
         return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
-    if measure.method != "unknown" and measure.method not in kt_methods.OURS:
+    if measure.method != "unknown" and measure.method not in kt_methods.FORMATS:
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be computed here; verify them without --run."
         )
@@ -141,7 +141,7 @@ def run_check(report: Report, threads: int) -> Check:
     errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
     summary = (
         f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "
-        f"relative error against float {errors}, at most {smoke.BOUND}"
+        f"relative error against float {errors}, at most {result.bound}"
     )
     remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
     return Check("run", summary, result.problems, remedy=remedy)

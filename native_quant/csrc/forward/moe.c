@@ -1,9 +1,9 @@
 /* The forward of a layer's routed experts: which token goes where, in which pieces, in which memory. moe_tasks.c does
- * the work.
+ * the work, with int8 (moe_int8.c) or BF16 (moe_bf16.c) activations, as the format of the experts wants it (formats.c).
  *
  *     hidden --quantize--> a --gate·up, silu--> h --quantize--> hq --down--> y --weighted sum--> out
  *            per token       per expert and         per row        per expert    per token
- *                            strips of 32                          and strips
+ *                            strips of 32           int8 only      and strips
  *
  * Rows of a, h, hq and y are (token, expert) pairs, sorted by expert, so that an expert's tokens lie one after the
  * other. */
@@ -23,8 +23,10 @@ static int check(const ktq_moe *moe, const ktq_call *call) {
     if (moe->hidden > KT_MAX_COLUMNS || moe->width > KT_MAX_COLUMNS) return KTQ_EINVAL;
     if (moe->experts < 1 || moe->parts < 1 || moe->parts > MAX_PARTS) return KTQ_EINVAL;
     if (call->tokens && (!call->hidden || !call->ids || !call->weights || !call->out)) return KTQ_EINVAL;
-    int error = kt_check_shape(moe->bits, moe->width, moe->hidden);
-    return error ? error : kt_check_shape(moe->bits, moe->hidden, moe->width);
+    const kt_format *format = kt_format_of(moe->format);
+    if (!format) return KTQ_EINVAL;
+    int error = kt_check_size(format, moe->width, moe->hidden);
+    return error ? error : kt_check_size(format, moe->hidden, moe->width);
 }
 
 /* --- which token goes where ----------------------------------------------------------------------------------------
@@ -113,11 +115,10 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
             for (int64_t s = 0; s < strips; s += step, ++*left)
                 add(group, (kt_task){KT_GATE_UP, (int)part, b, 0, s, strips - s < step ? strips - s : step});
         }
-    for (int64_t part = 0; part < group->parts; part++)
+    for (int64_t part = 0; pass->format->arithmetic->requantize && part < group->parts; part++)
         for (int64_t b = 0; b < pass->buckets; b++) {
             atomic_int *left = &group->requantize_left[part * pass->buckets + b];
             int64_t m = pass->bucket[b].m;
-            group->remainders[part * pass->buckets + b] = 0;
             *left = 0;
             for (int64_t t = 0; t < m; t += KT_ROW_BLOCK, ++*left)
                 add(group, (kt_task){KT_REQUANTIZE, (int)part, b, 0, t, m - t < KT_ROW_BLOCK ? m - t : KT_ROW_BLOCK});
@@ -139,58 +140,36 @@ static int64_t most_tasks(const kt_pass *pass, const kt_group *group) {
 /* --- in which memory ------------------------------------------------------------------------------------------------
  */
 
-/* Hands out a block piece by piece; with base NULL it only counts. */
-typedef struct {
-    uint8_t *base;
-    size_t used;
-} arena;
-
-static void *take(arena *arena, int64_t count, size_t size) {
-    void *piece = arena->base ? arena->base + arena->used : NULL;
-    arena->used += ((size_t)count * size + 63) & ~(size_t)63;
-    return piece;
-}
-#define TAKE(pointer, count) ((pointer) = take(arena, (count), sizeof *(pointer)))
-
 /* The memory needed before the tokens are sorted. */
-static int64_t *lay_out_sorting(kt_pass *pass, arena *arena) {
+static int64_t *lay_out_sorting(kt_pass *pass, kt_arena *arena) {
     int64_t *place;
-    TAKE(place, pass->moe->experts);
-    TAKE(pass->bucket, pass->moe->experts);
-    TAKE(pass->row_of, pass->tokens * pass->call->topk);
-    TAKE(pass->group, pass->groups);
+    KT_TAKE(place, pass->moe->experts);
+    KT_TAKE(pass->bucket, pass->moe->experts);
+    KT_TAKE(pass->row_of, pass->tokens * pass->call->topk);
+    KT_TAKE(pass->group, pass->groups);
     return place;
 }
 
-static void lay_out_group(const kt_pass *pass, kt_group *group, arena *arena) {
-    int64_t k = pass->moe->hidden, w = pass->moe->width, cells = group->parts * pass->buckets;
-    int64_t rows = pass->rows + 32, h_rows = group->parts * 2 * pass->rows + 32; /* kernels read whole tiles of rows */
-    TAKE(group->task, most_tasks(pass, group));
-    TAKE(group->gate_up_left, cells);
-    TAKE(group->requantize_left, cells);
-    TAKE(group->down_left, pass->panels);
-    TAKE(group->combine_left, pass->panels);
-    TAKE(group->a, rows * k);
-    TAKE(group->a_scale, rows);
-    TAKE(group->a_sums, rows * kt_blocks(k, KT_K_BLOCK));
-    TAKE(group->h, group->parts * pass->rows * w);
-    TAKE(group->hq, h_rows * w);
-    TAKE(group->h_scale, h_rows);
-    TAKE(group->h_sums, h_rows * kt_blocks(w, KT_K_BLOCK));
-    TAKE(group->remainder_of, h_rows);
-    TAKE(group->remainders, cells);
-    TAKE(group->y, (pass->panels > 1 ? 2 : 1) * group->parts * pass->rows * pass->panel_columns);
+static void lay_out_group(const kt_pass *pass, kt_group *group, kt_arena *arena) {
+    int64_t cells = group->parts * pass->buckets;
+    KT_TAKE(group->task, most_tasks(pass, group));
+    KT_TAKE(group->gate_up_left, cells);
+    if (pass->format->arithmetic->requantize) KT_TAKE(group->requantize_left, cells);
+    KT_TAKE(group->down_left, pass->panels);
+    KT_TAKE(group->combine_left, pass->panels);
+    KT_TAKE(group->y, (pass->panels > 1 ? 2 : 1) * group->parts * pass->rows * pass->panel_columns);
+    pass->format->arithmetic->lay_out(pass, group, arena);
 }
 
-static void lay_out_workers(kt_pass *pass, int workers, arena *arena) {
-    TAKE(pass->scratch, workers);
+static void lay_out_workers(kt_pass *pass, int workers, kt_arena *arena) {
+    KT_TAKE(pass->scratch, workers);
     for (int i = 0; i < workers; i++) {
         kt_worker_scratch none, *scratch = arena->base ? &pass->scratch[i] : &none;
-        TAKE(scratch->c, KT_MAX_STRIPS * KT_TOKEN_BLOCK * KT_STRIP_ROWS);
-        TAKE(scratch->gemm, KT_GEMM_SCRATCH);
-        TAKE(scratch->sums, pass->moe->parts * pass->panel_columns);
-        TAKE(scratch->rows, pass->call->topk);
-        TAKE(scratch->weights, pass->call->topk);
+        scratch->c = kt_take(arena, KT_MAX_STRIPS * KT_TOKEN_BLOCK * KT_STRIP_ROWS, sizeof(float));
+        KT_TAKE(scratch->gemm, KT_GEMM_SCRATCH);
+        KT_TAKE(scratch->sums, pass->moe->parts * pass->panel_columns);
+        KT_TAKE(scratch->rows, pass->call->topk);
+        KT_TAKE(scratch->weights, pass->call->topk);
     }
 }
 
@@ -199,17 +178,17 @@ static int64_t parts_of_group(const kt_pass *pass, int g) {
     return kt_blocks(pass->moe->parts - g, pass->groups);
 }
 
-static void lay_out(kt_pass *pass, int workers, arena *arena) {
+static void lay_out(kt_pass *pass, int workers, kt_arena *arena) {
     lay_out_sorting(pass, arena);
     lay_out_workers(pass, workers, arena);
     for (int g = 0; g < pass->groups; g++) {
         kt_group none = {0}, *group = arena->base ? &pass->group[g] : &none;
         *group = (kt_group){.parts = parts_of_group(pass, g)};
-        TAKE(group->part, group->parts);
+        KT_TAKE(group->part, group->parts);
         for (int64_t i = 0; arena->base && i < group->parts; i++) group->part[i] = g + i * pass->groups;
         lay_out_group(pass, group, arena);
     }
-    if (pass->groups > 1) TAKE(pass->partial, pass->moe->parts * pass->tokens * pass->moe->hidden);
+    if (pass->groups > 1) KT_TAKE(pass->partial, pass->moe->parts * pass->tokens * pass->moe->hidden);
 }
 
 /* --- the forward ----------------------------------------------------------------------------------------------------
@@ -225,17 +204,17 @@ static void choose_panels(kt_pass *pass) {
 
 static int run_pass(ktq_pool *pool, kt_pass *pass) {
     int workers = kt_pool_workers(pool);
-    arena counted = {0};
+    kt_arena counted = {0};
     lay_out_sorting(pass, &counted);
-    arena first = {.base = kt_pool_block(pool, counted.used, 0)};
+    kt_arena first = {.base = kt_pool_block(pool, counted.used, 0)};
     if (!first.base) return KTQ_ENOMEM;
     sort_tokens(pass, lay_out_sorting(pass, &first));
     choose_panels(pass);
 
-    counted = (arena){0};
+    counted = (kt_arena){0};
     kt_pass copy = *pass;
     lay_out(&copy, workers, &counted);
-    arena whole = {.base = kt_pool_block(pool, counted.used, first.used)}; /* begins with the sorted tokens */
+    kt_arena whole = {.base = kt_pool_block(pool, counted.used, first.used)}; /* begins with the sorted tokens */
     if (!whole.base) return KTQ_ENOMEM;
     lay_out(pass, workers, &whole);
 
@@ -248,7 +227,9 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
 
 /* Tokens of a pass, so that its rows stay within ROWS_BUDGET. */
 static int64_t tokens_per_pass(const ktq_moe *moe, const ktq_call *call) {
-    int64_t row = moe->hidden + 6 * moe->width * moe->parts, tokens = ROWS_BUDGET / row / call->topk;
+    const kt_arithmetic *arithmetic = kt_format_of(moe->format)->arithmetic;
+    int64_t row = arithmetic->a_bytes * moe->hidden + arithmetic->h_bytes * moe->width * moe->parts;
+    int64_t tokens = ROWS_BUDGET / row / call->topk;
     return tokens < 1 ? 1 : tokens;
 }
 
@@ -259,40 +240,11 @@ int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
     int groups = kt_pool_groups(pool) < moe->parts ? kt_pool_groups(pool) : (int)moe->parts;
     int64_t step = tokens_per_pass(moe, call);
     for (int64_t t = 0; !error && t < call->tokens; t += step) {
-        kt_pass pass = {.moe = moe, .call = call, .kernels = kt_current(), .first_token = t, .groups = groups,
-                        .tokens = call->tokens - t < step ? call->tokens - t : step};
+        int64_t tokens = call->tokens - t < step ? call->tokens - t : step;
+        kt_pass pass = {.moe = moe, .format = kt_format_of(moe->format), .call = call, .kernels = kt_current(),
+                        .first_token = t, .tokens = tokens, .groups = groups};
         error = run_pass(pool, &pass);
     }
     kt_pool_leave(pool);
-    return error;
-}
-
-int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c) {
-    int error = kt_check_shape(bits, n, k);
-    if (!error && (m < 1 || !a || !weight || !c)) error = KTQ_EINVAL;
-    if (error) return error;
-    int64_t padded = kt_blocks(m, 32) * 32, blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
-    int8_t *rows = aligned_alloc(64, (size_t)(padded * k));
-    int32_t *sums = calloc((size_t)(m * blocks), sizeof *sums);
-    kt_strip *strip = calloc((size_t)strips, sizeof *strip);
-    int32_t *out = aligned_alloc(64, (size_t)(strips * padded * KT_STRIP_ROWS) * sizeof *out);
-    uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
-    if (rows && sums && strip && out && scratch) {
-        memcpy(rows, a, (size_t)(m * k));
-        memset(rows + m * k, 0, (size_t)((padded - m) * k));
-        for (int64_t i = 0; i < m * k; i++) sums[i / k * blocks + i % k / KT_K_BLOCK] += a[i];
-        for (int64_t s = 0; s < strips; s++) strip[s] = kt_strip_of(bits, weight, k, s);
-        kt_gemm job = {m, k, rows, k, sums, blocks, strips, strip, out, padded * KT_STRIP_ROWS, scratch};
-        (bits == 8 ? kt_current()->gemm_int8 : kt_current()->gemm_int4)(&job);
-        for (int64_t t = 0; t < m; t++)
-            for (int64_t r = 0; r < n; r++) c[t * n + r] = out[r / 32 * job.c_pitch + t * 32 + r % 32];
-    } else {
-        error = KTQ_ENOMEM;
-    }
-    free(rows);
-    free(sums);
-    free(strip);
-    free(out);
-    free(scratch);
     return error;
 }

@@ -3,8 +3,9 @@
 #define KT_MOE_H
 
 #include <stdatomic.h>
+#include <stddef.h>
 
-#include "kernels.h"
+#include "formats.h"
 #include "system/pool.h"
 
 enum {
@@ -29,17 +30,9 @@ typedef struct {
     int64_t expert, first, m;
 } kt_bucket;
 
-/* The work of one group of threads (NUMA node): all tasks of its parts. */
+/* The activations of int8 arithmetic. */
 typedef struct {
-    int64_t parts, *part;
-    kt_task *task;
-    int64_t tasks;
-    _Alignas(64) atomic_llong next;
-    _Alignas(64) atomic_int to_quantize;
-    atomic_int *gate_up_left, *requantize_left; /* [parts][buckets] */
-    atomic_int *down_left, *combine_left;       /* [panels] */
-
-    int8_t *a; /* [rows][hidden]: the activations of each row's token */
+    int8_t *a; /* [rows][hidden]: of each row's token */
     float *a_scale;
     int32_t *a_sums;
     float *h; /* [parts][rows][width]: silu(gate) * up */
@@ -49,11 +42,31 @@ typedef struct {
     int32_t *h_sums;
     int64_t *remainder_of;  /* [parts][2 * rows]: whose remainder it is, counted in the bucket */
     atomic_int *remainders; /* [parts][buckets] */
+} kt_int8_activations;
+
+/* Those of BF16 arithmetic. */
+typedef struct {
+    uint16_t *a; /* [rows][hidden]: of each row's token */
+    uint16_t *h; /* [parts][rows][width]: silu(gate) * up */
+} kt_bf16_activations;
+
+/* The work of one group of threads (NUMA node): all tasks of its parts. */
+typedef struct {
+    int64_t parts, *part;
+    kt_task *task;
+    int64_t tasks;
+    _Alignas(64) atomic_llong next;
+    _Alignas(64) atomic_int to_quantize;
+    atomic_int *gate_up_left, *requantize_left; /* [parts][buckets]; requantize_left: NULL where nothing is */
+    atomic_int *down_left, *combine_left;       /* [panels] */
+
     float *y; /* [2][parts][rows][panel columns]: the output of down; panels alternate */
+    kt_int8_activations int8; /* one of the two, as the format's arithmetic wants */
+    kt_bf16_activations bf16;
 } kt_group;
 
 typedef struct {
-    int32_t *c; /* [KT_MAX_STRIPS][KT_TOKEN_BLOCK][32] */
+    void *c; /* int32 or float32 [KT_MAX_STRIPS][KT_TOKEN_BLOCK][32] */
     uint8_t *gemm;
     float *sums; /* [parts][panel columns] */
     const float **rows;
@@ -62,6 +75,7 @@ typedef struct {
 
 typedef struct {
     const ktq_moe *moe;
+    const kt_format *format;
     const ktq_call *call;
     const kt_kernels *kernels;
     int64_t first_token, tokens; /* this pass */
@@ -81,13 +95,49 @@ typedef struct {
 /* moe_tasks.c: works off the tasks of `group`, then those that others left, then the merge. */
 void kt_moe_work(void *pass, int group, int worker);
 
-/* The first row of a bucket in hq and what goes with it. */
-static inline int64_t kt_h_row(const kt_pass *pass, int64_t part, int64_t bucket) {
-    return 2 * (part * pass->rows + pass->bucket[bucket].first);
-}
-
 static inline int64_t kt_blocks(int64_t n, int64_t size) {
     return (n + size - 1) / size;
+}
+
+/* Hands out a block piece by piece; with base NULL it only counts. */
+typedef struct {
+    uint8_t *base;
+    size_t used;
+} kt_arena;
+
+static inline void *kt_take(kt_arena *arena, int64_t count, size_t size) {
+    void *piece = arena->base ? arena->base + arena->used : NULL;
+    arena->used += ((size_t)count * size + 63) & ~(size_t)63;
+    return piece;
+}
+#define KT_TAKE(pointer, count) ((pointer) = kt_take(arena, (count), sizeof *(pointer)))
+
+/* What the tasks do with numbers. They wait and count in moe_tasks.c. */
+struct kt_arithmetic {
+    int64_t a_bytes, h_bytes; /* memory for a column of a row's activations, before and after gate and up */
+    /* Memory for a group's rows. */
+    void (*lay_out)(const kt_pass *pass, kt_group *group, kt_arena *arena);
+    /* A token of the pass, to the row of every expert that wants it. */
+    void (*quantize)(const kt_pass *pass, kt_group *group, int64_t token);
+    void (*gate_up)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
+    /* NULL: h is ready as gate_up leaves it. */
+    void (*requantize)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
+    void (*down)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
+};
+
+static inline const ktq_expert *kt_expert_of(const kt_pass *pass, const kt_group *group, const kt_task *task) {
+    return &pass->moe->expert[group->part[task->part] * pass->moe->experts + pass->bucket[task->bucket].expert];
+}
+
+/* The order of a DOWN task's strips: one from its first half, one from its second: two streams from memory. */
+static inline int64_t kt_down_strip(const kt_task *task, int64_t i) {
+    return i % 2 ? kt_blocks(task->count, 2) + i / 2 : i / 2;
+}
+
+/* The panel's rows of a DOWN task's bucket in y. */
+static inline float *kt_down_rows(const kt_pass *pass, const kt_group *group, const kt_task *task) {
+    int64_t row = (task->panel % 2 * group->parts + task->part) * pass->rows + pass->bucket[task->bucket].first;
+    return group->y + row * pass->panel_columns;
 }
 
 #endif

@@ -17,7 +17,7 @@ enum {
     LEAF7_EBX_AVX512BW = 1 << 30
 };
 #define LEAF7_EBX_AVX512VL (1u << 31)
-enum { LEAF7_ECX_AVX512VNNI = 1 << 11, LEAF7_1_EAX_AVXVNNI = 1 << 4 };
+enum { LEAF7_ECX_AVX512VNNI = 1 << 11, LEAF7_1_EAX_AVXVNNI = 1 << 4, LEAF7_1_EAX_AVX512BF16 = 1 << 5 };
 enum { LEAF7_EDX_AMX_TILE = 1 << 24, LEAF7_EDX_AMX_INT8 = 1 << 25 };
 
 /* XCR0: SSE and AVX; with opmask and both upper parts of zmm; tile configuration and data. */
@@ -45,19 +45,21 @@ unsigned kt_cpu_isas(void) {
 
     if (!has(saved, XCR0_AVX) || !has(b, LEAF7_EBX_AVX2)) return isas;
     isas |= 1u << KT_ISA_avx2;
-    unsigned more, b1, c1, d1;
-    if (a >= 1 && __get_cpuid_count(7, 1, &more, &b1, &c1, &d1) && has(more, LEAF7_1_EAX_AVXVNNI))
-        isas |= 1u << KT_ISA_avxvnni;
+    unsigned more = 0, b1, c1, d1;
+    if (a >= 1 && !__get_cpuid_count(7, 1, &more, &b1, &c1, &d1)) more = 0;
+    if (has(more, LEAF7_1_EAX_AVXVNNI)) isas |= 1u << KT_ISA_avxvnni;
 
     unsigned avx512 = (unsigned)LEAF7_EBX_AVX512F | LEAF7_EBX_AVX512DQ | LEAF7_EBX_AVX512BW | LEAF7_EBX_AVX512VL;
     if (!has(saved, XCR0_AVX512) || !has(b, avx512)) return isas;
     isas |= 1u << KT_ISA_avx512;
     if (!has(c, LEAF7_ECX_AVX512VNNI)) return isas;
     isas |= 1u << KT_ISA_avx512vnni;
+    if (has(more, LEAF7_1_EAX_AVX512BF16)) isas |= 1u << KT_ISA_avx512bf16;
 #ifdef KT_EMULATED /* isa.h; tile instructions are trapped */
     return isas | 1u << KT_ISA_avxvnni | 1u << KT_ISA_amx;
 #endif
 
+    if (!has(isas, 1u << KT_ISA_avx512bf16)) return isas;
     if (!has(saved, XCR0_AMX) || !has(d, LEAF7_EDX_AMX_TILE | LEAF7_EDX_AMX_INT8)) return isas;
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return isas;
     return isas | 1u << KT_ISA_amx;

@@ -7,7 +7,8 @@
 
 /* Worst first, each with the one that it contains. "avx512" is the Skylake-X set: no VNNI, no VBMI. */
 #define KT_ISAS(X) \
-    X(scalar, scalar) X(avx2, scalar) X(avxvnni, avx2) X(avx512, avx2) X(avx512vnni, avx512) X(amx, avx512vnni)
+    X(scalar, scalar) X(avx2, scalar) X(avxvnni, avx2) X(avx512, avx2) X(avx512vnni, avx512) X(avx512bf16, avx512vnni) \
+    X(amx, avx512bf16)
 
 /* cpu.c: AVX2, FMA and F16C. */
 #define KT_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -15,14 +16,18 @@
 #define KT_TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
 /* cpu.c: AVX-512 VNNI on top of AVX-512. */
 #define KT_TARGET_AVX512VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+/* cpu.c: AVX512-BF16 on top of AVX-512 VNNI. */
+#define KT_TARGET_AVX512BF16 \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")))
 #ifndef KT_EMULATED
 /* cpu.c: the 256-bit dot products of AVX-VNNI on top of AVX2. */
 #define KT_TARGET_AVXVNNI __attribute__((target("avx2,fma,f16c,avxvnni")))
 #else /* for tests on any CPU with AVX-512 VNNI (tests/emulated.sh): dpbusd256.h as AVX-512 encodes it */
 #define KT_TARGET_AVXVNNI KT_TARGET_AVX512VNNI
 #endif
-/* cpu.c: AMX tiles and their int8 dot products on top of AVX-512 VNNI. */
+/* cpu.c: AMX tiles and their int8 dot products on top of AVX512-BF16. */
 #define KT_TARGET_AMX                                                                                                  \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")))
+    __attribute__((                                                                                                    \
+        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-int8")))
 
 #endif

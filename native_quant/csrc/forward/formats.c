@@ -1,0 +1,71 @@
+#include "formats.h"
+
+#include <string.h>
+
+#include "bf16.h"
+
+static kt_gemm_fn *gemm_int4(const kt_kernels *kernels) {
+    return kernels->gemm_int4;
+}
+
+static kt_gemm_fn *gemm_int8(const kt_kernels *kernels) {
+    return kernels->gemm_int8;
+}
+
+/* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. */
+static void halve(const uint8_t *scales, int64_t columns, uint16_t *panel, float *scale) {
+    for (int64_t i = 0; i < columns; i++) { /* as many scales as columns: of 32 rows, for each 32 columns */
+        if (scales[i]) continue;
+        uint16_t *half = panel + i / 32 * 32 * KT_SUM_COLUMNS + i % 32 / KT_HALF_ROWS * KT_HALF_BYTES / 2;
+        scale[i] = 0x1p-126f;
+        for (int64_t j = 0; j < KT_SUM_COLUMNS; j++) {
+            uint16_t *weight = half + j / 2 * 32 + i % KT_HALF_ROWS * 2 + j % 2;
+            if (*weight & KT_BF16_MAGNITUDE) *weight -= 1 << 7;
+        }
+    }
+}
+
+static void panel_mxfp4(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
+                        uint16_t *panel, float *scale) {
+    const uint8_t *scales = strip->scales + first;
+    if (kernels->panel_mxfp4(strip->codes + first * KT_STRIP_ROWS / 2, scales, columns, panel, scale))
+        halve(scales, columns, panel, scale);
+}
+
+static void panel_fp8(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
+                      uint16_t *panel, float *scale) {
+    kernels->decode(KTQ_FP8_E4M3, strip->codes + first * KT_STRIP_ROWS, 0, 1, columns * KT_STRIP_ROWS, 1, panel, 0);
+    for (int64_t i = 0; i < columns; i++) {
+        int64_t column = first + i / KT_SUM_COLUMNS * KT_SUM_COLUMNS;
+        memcpy(&scale[i], strip->scales + column / 128 * sizeof *scale, sizeof *scale);
+    }
+}
+
+static const kt_geometry mxfp4 = {64, 64, 1}, fp8 = {128, 128, 1}, bf16 = {32, 32, 1};
+
+static const kt_format formats[] = {
+    [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], .bits = 4, .gemm = gemm_int4},
+    [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], .bits = 8, .gemm = gemm_int8},
+    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &mxfp4, 4, 1, 32, sizeof(uint8_t), .panel = panel_mxfp4},
+    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &fp8, 8, 128, 128, sizeof(float), .panel = panel_fp8},
+    [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &bf16, .bits = 16},
+};
+enum { FORMATS = sizeof formats / sizeof formats[0] };
+
+const kt_format *kt_format_of(int format) {
+    return format >= 0 && format < FORMATS ? &formats[format] : NULL;
+}
+
+int kt_check_size(const kt_format *format, int64_t n, int64_t k) {
+    if (n <= 0 || k <= 0) return KTQ_EINVAL;
+    return n % format->geometry->block_rows || k % format->geometry->tile_columns ? KTQ_ESHAPE : KTQ_OK;
+}
+
+kt_bf16_strip kt_bf16_strip_of(const kt_format *format, const void *codes, const void *scales, int64_t k,
+                               int64_t index) {
+    int64_t row = index * KT_STRIP_ROWS;
+    kt_bf16_strip strip = {(const uint8_t *)codes + row * k * format->bits / 8, scales};
+    if (format->scale_bytes) /* whole rows of scales come before it */
+        strip.scales += row / format->scale_rows * (k / format->scale_columns) * format->scale_bytes;
+    return strip;
+}

@@ -1,0 +1,31 @@
+/* The formats of experts that a forward computes with: a row for each KTQ_FORMAT_* (formats.c). */
+#ifndef KT_FORMATS_H
+#define KT_FORMATS_H
+
+#include "kernels.h"
+
+/* moe.h: in int8 or in BF16. */
+typedef struct kt_arithmetic kt_arithmetic;
+extern const kt_arithmetic kt_int8_arithmetic, kt_bf16_arithmetic;
+
+typedef struct {
+    const kt_arithmetic *arithmetic;
+    const kt_geometry *geometry;
+    int bits; /* of a code */
+    /* BF16 arithmetic: so many rows and columns share a scale of so many bytes; 0 bytes: there are no scales. */
+    int64_t scale_rows, scale_columns, scale_bytes;
+    kt_gemm_fn *(*gemm)(const kt_kernels *kernels); /* int8 arithmetic */
+    kt_panel_fn *panel;                             /* BF16 arithmetic; NULL: codes are panels */
+} kt_format;
+
+/* NULL: there is none of this number. */
+const kt_format *kt_format_of(int format);
+
+/* KTQ_OK if a weight can have these sizes, else KTQ_EINVAL or KTQ_ESHAPE. */
+int kt_check_size(const kt_format *format, int64_t n, int64_t k);
+
+/* Strip number `index` of a weight [n, k] for BF16 arithmetic. */
+kt_bf16_strip kt_bf16_strip_of(const kt_format *format, const void *codes, const void *scales, int64_t k,
+                               int64_t index);
+
+#endif

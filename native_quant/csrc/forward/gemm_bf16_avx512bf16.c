@@ -1,0 +1,26 @@
+/* Products of BF16, AVX512-BF16: vdpbf16ps takes 16 pairs at a time. */
+#include <stdint.h>
+#include <string.h>
+
+#define TARGET KT_TARGET_AVX512BF16
+typedef uint16_t item;
+
+#include "gemm_avx512.h"
+
+TARGET static inline __m512 multiply(__m512 sum, __m512i weights, const item *a) {
+    int32_t two;
+    memcpy(&two, a, sizeof two);
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(two));
+}
+
+#include "gemm_bf16_avx512.h"
+
+static void copy(const uint16_t *a, int64_t columns, void *out) {
+    memcpy(out, a, (size_t)columns * sizeof *a);
+}
+
+static const kt_bf16_steps steps = {BLOCK, sizeof(item), copy, blocks};
+
+void kt_gemm_bf16_avx512bf16(const kt_bf16_gemm *job) {
+    kt_gemm_bf16_in_steps(job, &steps);
+}

@@ -1,0 +1,91 @@
+/* The order in which a vector kernel multiplies BF16: gemm_bf16_steps.h. */
+#include "gemm_bf16_steps.h"
+
+#include <string.h>
+
+enum {
+    PANEL_BYTES = KT_PANEL_COLUMNS * KT_STRIP_ROWS * 2,
+    SCALES = KT_PANEL_COLUMNS / KT_SUM_COLUMNS * KT_STRIP_ROWS,
+    AHEAD = 4096, /* bytes, in a strip that is read once */
+};
+
+/* What lies in the scratch memory: a panel, its scales, activations. */
+typedef struct {
+    uint16_t panel[PANEL_BYTES / 2];
+    float scale[SCALES];
+    uint8_t a[KT_GEMM_SCRATCH - PANEL_BYTES - SCALES * sizeof(float)];
+} space;
+_Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "the activations have what is left");
+
+static int64_t least(int64_t x, int64_t y) {
+    return x < y ? x : y;
+}
+
+static const uint8_t *codes_of(const kt_bf16_gemm *job, int64_t s, int64_t first) {
+    return job->strip[s].codes + first * KT_STRIP_ROWS * job->bits / 8;
+}
+
+static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t first, int64_t columns, int64_t token,
+                 int64_t tokens, uint8_t *out) {
+    for (int64_t t = token; t < token + tokens; t++, out += KT_PANEL_COLUMNS * steps->item_bytes)
+        steps->copy(job->a + t * job->a_pitch + first, columns, out);
+}
+
+/* Columns first .. of strip s for tokens token .., whose activations are in `with`, in blocks. `bytes` from `ahead` on
+   are fetched meanwhile. */
+static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with, int64_t s, int64_t first,
+                     int64_t columns, int64_t token, int64_t tokens, const uint8_t *ahead, int64_t bytes) {
+    const uint8_t *panel = codes_of(job, s, first);
+    if (job->panel) {
+        job->panel(job->kernels, &job->strip[s], first, columns, with->panel, with->scale);
+        panel = (const uint8_t *)with->panel;
+    }
+    int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, step = bytes / blocks / (columns / 2);
+    for (int64_t b = 0; b < blocks; b++, ahead += bytes / blocks) {
+        int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
+        steps->block[to - from - 1](panel, columns, with->scale, job->panel ? KT_STRIP_ROWS : 0,
+                                    with->a + from * KT_PANEL_COLUMNS * steps->item_bytes,
+                                    job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS, ahead, step);
+    }
+}
+
+static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with) {
+    for (int64_t pair = 0; pair < job->strips; pair += 2)
+        for (int64_t first = 0, columns; first < job->k; first += columns) {
+            columns = least(job->k - first, KT_PANEL_COLUMNS);
+            copy(job, steps, first, columns, 0, job->m, with->a);
+            for (int64_t s = pair; s < least(pair + 2, job->strips); s++) {
+                /* What is decoded comes as a whole: then it is the next panel that will be missed. */
+                const uint8_t *ahead = job->panel ? codes_of(job, s, first + columns) : codes_of(job, s, first) + AHEAD;
+                multiply(job, steps, with, s, first, columns, 0, job->m, ahead,
+                         columns * KT_STRIP_ROWS * job->bits / 8);
+            }
+        }
+}
+
+static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with) {
+    int64_t group = (int64_t)sizeof with->a / (KT_PANEL_COLUMNS * steps->item_bytes);
+    int64_t groups = (job->m + group - 1) / group;
+    for (int64_t first = 0, columns; first < job->k; first += columns) {
+        columns = least(job->k - first, KT_PANEL_COLUMNS);
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
+            copy(job, steps, first, columns, from, to - from, with->a);
+            for (int64_t s = 0; s < job->strips; s++) {
+                const uint8_t *ahead = s + 1 < job->strips        ? codes_of(job, s + 1, first)
+                                       : first + columns < job->k ? codes_of(job, 0, first + columns)
+                                                                  : codes_of(job, s, first);
+                multiply(job, steps, with, s, first, columns, from, to - from, ahead,
+                         columns * KT_STRIP_ROWS * job->bits / 8);
+            }
+        }
+    }
+}
+
+void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps) {
+    space *with = (space *)job->scratch;
+    for (int64_t i = 0; i < KT_STRIP_ROWS; i++) with->scale[i] = 1;
+    for (int64_t s = 0; s < job->strips; s++)
+        memset(job->c + s * job->c_pitch, 0, (size_t)(job->m * KT_STRIP_ROWS) * sizeof *job->c);
+    (job->m <= steps->tokens ? multiply_few : multiply_many)(job, steps, with);
+}

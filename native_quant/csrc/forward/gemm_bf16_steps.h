@@ -1,0 +1,30 @@
+/* The order of the work of a vector kernel for products of BF16 (gemm_bf16_steps.c), and the steps that an instruction
+ * set brings.
+ *
+ * - few tokens (at most `tokens`): memory is the limit. Two strips are read in turn, a panel at a time, which is
+ *   multiplied while it is in L1.
+ * - many: arithmetic is the limit. The panels of all strips for KT_PANEL_COLUMNS columns come one after the other; each
+ *   is made once, and multiplied by one block of tokens after the other. Their activations stay in L2. */
+#ifndef KT_GEMM_BF16_STEPS_H
+#define KT_GEMM_BF16_STEPS_H
+
+#include "kernels.h"
+
+/* One token's activations in the form that `block` reads. */
+typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
+/* Adds to c[token * 32 + row] the products of a panel with activations KT_PANEL_COLUMNS items apart, scaled by
+   scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile prefetches `step` bytes
+   from `ahead` on for each two columns. */
+typedef void kt_bf16_block_fn(const uint8_t *panel, int64_t columns, const float *scale, int64_t scale_step,
+                              const void *a, float *c, const uint8_t *ahead, int64_t step);
+
+typedef struct {
+    int64_t tokens;     /* of a block, at most */
+    int64_t item_bytes; /* of an activation as `copy` writes it */
+    kt_bf16_copy_fn *copy;
+    kt_bf16_block_fn *const *block; /* [tokens - 1] */
+} kt_bf16_steps;
+
+void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps);
+
+#endif

@@ -1,0 +1,89 @@
+"""Weights in MXFP4, FP8 and BF16 from codes, by FORMAT.md alone: their bytes, and the numbers that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.quantizers import strips
+
+Bytes = npt.NDArray[np.uint8]
+MULTIPLES = {"MXFP4": 64, "FP8": 128, "BF16": 32}  # of rows and columns
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1_VALUES = np.concatenate([E2M1, -E2M1])
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight [n, k]: the bytes of its two tensors (BF16 has no scales), and its numbers in float64."""
+
+    codes: Bytes
+    scales: Bytes
+    numbers: npt.NDArray[np.float64]
+
+
+def e4m3_values() -> npt.NDArray[np.float64]:
+    """What the 256 codes of E4M3 stand for."""
+    code = np.arange(128)
+    exponent, fraction = code >> 3, code & 7
+    value = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
+    value[127] = np.nan
+    return np.concatenate([value, -value])
+
+
+def from_bits(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
+    """BF16 bits as float64."""
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def to_bits(x: Any) -> npt.NDArray[np.uint16]:
+    """The upper halves of float32 values."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
+    """E2M1 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
+    n, k = codes.shape
+    nibbles = codes.astype(np.uint16).reshape(n // 32, 2, 16, k // 32, 4, 4, 2)  # strip, half, row, block, v, g, pair
+    words = sum(nibbles[..., g, :] << (4 * g) for g in range(4))
+    numbers = E2M1_VALUES[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+    ordered = scales.reshape(n // 32, 32, k // 32).transpose(0, 2, 1)
+    return Weight(as_bytes(words.transpose(0, 3, 1, 4, 2, 5).astype("<u2")), as_bytes(ordered), numbers)
+
+
+def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
+    """E4M3 codes [n, k] with a scale for each 128 x 128."""
+    numbers = e4m3_values()[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
+    return Weight(as_bytes(strips.lay(codes)), as_bytes(scales), numbers)
+
+
+def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
+    """BF16 bits [n, k]."""
+    return Weight(as_bytes(strips.lay(bits)), np.empty(0, np.uint8), from_bits(bits))
+
+
+def as_bytes(data: npt.NDArray[Any]) -> Bytes:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).copy()
+
+
+def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weight:
+    """Numbers of about this size, with scales that differ."""
+    rng = np.random.default_rng([seed, n, k])
+    if name == "BF16":
+        return bf16(to_bits(rng.standard_normal((n, k)) * size))
+    if name == "FP8":
+        codes = rng.integers(0, 256, (n, k), np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0
+        # Scales of few bits, so that sums times scales are exact in float64.
+        scales = (from_bits(to_bits(rng.uniform(0.5, 2, (n // 128, k // 128)))) * size / 128).astype(np.float32)
+        return fp8(codes, from_bits(to_bits(scales)).astype(np.float32))
+    scales = 127 + np.round(np.log2(size / 3)).astype(int) + rng.integers(-2, 3, (n, k // 32))
+    return mxfp4(rng.integers(0, 16, (n, k), np.uint8), scales.astype(np.uint8))
+
+
+def activations(m: int, k: int, seed: int = 1) -> npt.NDArray[np.uint16]:
+    """Gaussian rows as BF16 bits."""
+    return to_bits(np.random.default_rng([seed, m, k]).standard_normal((m, k)))

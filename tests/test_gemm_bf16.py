@@ -1,0 +1,182 @@
+"""Products of BF16 are what NUMERICS.md, section 5b, says, for any number of tokens, rows and columns."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.native_quant.kernels_bf16 import gemm_bf16
+from rig import floats
+from rig.floats import Weight
+
+FORMATS = ("MXFP4", "FP8", "BF16")
+# Sums of products in the order of section 5b; vdpbf16ps and tdpbf16ps leave the rounding to the processor.
+BY_DEFINITION = ("scalar", "avx2", "avxvnni", "avx512", "avx512vnni")
+NEAR = 2.0**-8  # between instruction sets, relative L2
+# Numbers of tokens around every block size of a kernel.
+TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 24, 25, 96, 97, 200)
+# Rows and columns: one block, several strips, a rest of a panel of 256 columns, and none.
+SHAPES = {
+    "MXFP4": ((64, 64), (128, 320), (64, 512), (64, 1088)),
+    "FP8": ((128, 128), (256, 384), (128, 1024)),
+    "BF16": ((32, 32), (64, 96), (96, 288), (64, 1024)),
+}
+CASES = [(name, n, k) for name, shapes in SHAPES.items() for n, k in shapes]
+
+pytestmark = pytest.mark.usefixtures("isa")
+
+
+def flushed(x: Any) -> Any:
+    """Float32 as the processor leaves it: subnormals are 0."""
+    x = x.astype(np.float32)
+    return np.where(np.abs(x) < 2.0**-126, np.float32(0), x).astype(np.float64)
+
+
+def by_definition(activations: Any, weight: Weight, scale: Any) -> Any:
+    """Section 5b for numbers whose products and sums are exact in float64. scale: [n, k/32], what the unscaled numbers
+    of the weight are multiplied with.
+    """
+    a = floats.from_bits(activations)
+    m, k = a.shape
+    n = len(weight.numbers)
+    unscaled = weight.numbers / np.repeat(scale, 32, axis=1)
+    total = np.zeros((m, n))
+    for first in range(0, k, 32):
+        block = np.zeros((m, n))
+        for j in range(first, first + 32, 2):
+            for column in (j + 1, j):
+                block = flushed(a[:, column, None] * unscaled[:, column] + block)
+        total = flushed(scale[:, first // 32] * block + total)
+    return total.astype(np.float32)
+
+
+def scale_of(name: str, weight: Weight) -> Any:
+    n, k = weight.numbers.shape
+    if name == "MXFP4":
+        codes = weight.scales.reshape(n // 32, k // 32, 32).transpose(0, 2, 1).reshape(n, k // 32)
+        return 2.0 ** (codes.astype(np.float64) - 127)
+    if name == "FP8":
+        blocks = weight.scales.view(np.float32).astype(np.float64).reshape(n // 128, k // 128)
+        return np.repeat(np.repeat(blocks, 128, 0), 4, 1)
+    return np.ones((n, k // 32))
+
+
+def multiply(name: str, activations: Any, weight: Weight) -> Any:
+    return gemm_bf16(name, activations, weight.codes, weight.scales, len(weight.numbers))
+
+
+def distance(x: Any, y: Any) -> float:
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any = None) -> None:
+    if expected is None:
+        expected = by_definition(activations, weight, scale_of(name, weight))
+    out = multiply(name, activations, weight)
+    if isa in BY_DEFINITION:
+        np.testing.assert_array_equal(out, expected)
+    else:
+        assert distance(out, expected) <= NEAR
+
+
+@functools.cache
+def case(name: str, n: int, k: int) -> tuple[Weight, Any, Any]:
+    """Weight, activations, and what comes out."""
+    weight, activations = floats.random(name, n, k), floats.activations(max(TOKENS), k)
+    return weight, activations, by_definition(activations, weight, scale_of(name, weight))
+
+
+@pytest.mark.parametrize(("name", "n", "k"), CASES)
+def test_sums_are_those_of_the_definition(isa: str, name: str, n: int, k: int) -> None:
+    weight, activations, expected = case(name, n, k)
+    assert distance(expected, floats.from_bits(activations) @ weight.numbers.T) < 1e-6
+    together = multiply(name, activations, weight)
+    for m in TOKENS if isa != "scalar" else (1, 13):
+        check(isa, name, activations[:m], weight, expected[:m])
+        np.testing.assert_array_equal(multiply(name, activations[:m], weight), together[:m])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_lie_anywhere(isa: str, name: str) -> None:
+    """Codes and E8M0 scales begin at odd addresses, float32 scales at multiples of 4."""
+    weight, activations = floats.random(name, 128, 256), floats.activations(3, 256)
+    moved = [
+        np.concatenate([np.zeros(by, np.uint8), data])[by:] for by, data in ((1, weight.codes), (4, weight.scales))
+    ]
+    np.testing.assert_array_equal(gemm_bf16(name, activations, *moved, 128), multiply(name, activations, weight))
+
+
+@pytest.mark.parametrize("m", [1, 5, 30])
+def test_every_code_has_its_value(isa: str, m: int) -> None:
+    """One column at a time: the activations are columns of the unit matrix."""
+    k = 128
+    unit = floats.to_bits(np.eye(m, k))
+    codes = np.arange(128 * k, dtype=np.uint32).reshape(128, k)
+    e4m3 = (codes % 127 + codes // 127 % 2 * 128).astype(np.uint8)
+    patterns: dict[str, Weight] = {
+        "MXFP4": floats.mxfp4((codes % 16).astype(np.uint8), (120 + codes[:, ::32] // 32 % 16).astype(np.uint8)),
+        "FP8": floats.fp8(e4m3, np.array([[0.375]], np.float32)),
+        "BF16": floats.bf16((codes * 3 % 0x7F00 + 0x80).astype(np.uint16)),
+    }
+    for name, weight in patterns.items():
+        np.testing.assert_array_equal(multiply(name, unit, weight), weight.numbers[:, :m].T.astype(np.float32))
+
+
+@pytest.mark.parametrize("m", [1, 13])
+@pytest.mark.parametrize("name", FORMATS)
+def test_patterns(isa: str, name: str, m: int) -> None:
+    """Uniform, alternating and rising weights, and a row of outliers."""
+    n, k = 128, 256
+    row, column = np.arange(n)[:, None], np.arange(k)[None]
+    activations = floats.activations(m, k)
+    activations[0, 17] = 0x4780  # 65536
+    for kind in (0 * row + 0 * column, column % 2 * 2 - 1 + 0 * row, row + column):
+        x = kind / 512.0 + 0.25
+        weight = {
+            "MXFP4": lambda x: floats.mxfp4((np.abs(x) * 6).astype(np.uint8) % 8, np.full((n, k // 32), 120, np.uint8)),
+            "FP8": lambda x: floats.fp8((np.abs(x) * 100).astype(np.uint8) % 127, np.full((1, 2), 0.5, np.float32)),
+            "BF16": lambda x: floats.bf16(floats.to_bits(x)),
+        }[name](x)
+        check(isa, name, activations, weight)
+
+
+@pytest.mark.parametrize("m", [1, 6, 20])
+def test_scales_of_mxfp4_at_both_ends(isa: str, m: int) -> None:
+    """2^-127 is no normal float32, 2^127 is the largest power of two: results are right wherever they are normal."""
+    n, k = 64, 128
+    rng = np.random.default_rng(m)
+    codes = rng.integers(0, 16, (n, k), np.uint8)
+    for small, activation in (((0, 1, 2), 2.0**100), ((254, 253, 252), 2.0**-30), ((0, 127, 254), 2.0**-20)):
+        scales = rng.choice(np.array(small, np.uint8), (n, k // 32))
+        weight = floats.mxfp4(codes, scales)
+        activations = floats.to_bits(rng.choice([-1.5, 1, 1.25], (m, k)) * activation)
+        out = multiply("MXFP4", activations, weight)
+        numbers = floats.from_bits(activations)
+        error = np.abs(out - numbers @ weight.numbers.T)
+        assert (error <= 1e-6 * np.abs(numbers) @ np.abs(weight.numbers.T) + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_infinity_and_nan_stay_in_their_token(isa: str, name: str) -> None:
+    weight = floats.random(name, 128, 256)
+    activations = floats.activations(14, 256)
+    clean = multiply(name, activations, weight)
+    for bad in (0x7F80, 0xFF80, 0x7FC0):
+        activations[5, 100] = bad
+        out = multiply(name, activations, weight)
+        np.testing.assert_array_equal(np.delete(out, 5, 0), np.delete(clean, 5, 0))
+        assert not np.isfinite(out[5]).any() or bad != 0x7FC0
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    weight = floats.random("BF16", 32, 64)
+    with pytest.raises(ValueError, match="codes"):
+        gemm_bf16("BF16", floats.activations(1, 64), weight.codes[1:], weight.scales, 32)
+    with pytest.raises(ValueError, match="tiles"):
+        gemm_bf16("MXFP4", floats.activations(1, 32), weight.codes[:512], np.ones(32, np.uint8), 32)
+    with pytest.raises(ValueError, match="activations"):
+        gemm_bf16("BF16", np.zeros((1, 64), np.int16), weight.codes, weight.scales, 32)  # type: ignore[arg-type]
