@@ -137,6 +137,18 @@ def test_for_a_gpu(name: str, cli: Callable[..., Any], tmp_path: Path) -> None:
         assert (out[f"{base_of(kind, *key)}.weight_scale"] == scales).all()
 
 
+@pytest.mark.parametrize("command", ["dequantize", "gpu"])
+def test_a_config_no_longer_says_that_experts_are_fp4(command: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    """DeepSeek-V4's has a key of its own for that, by which loaders go."""
+    folder, _ = make(KINDS["DeepSeek-V4"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "expert_dtype": "fp4", "swiglu_limit": 10}))
+    gpu = ("--quant-method", "RTN", "--quant-type", "W8A16") if command == "gpu" else ()
+    cli(command, "-i", folder, "-o", tmp_path / "out", *gpu)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "expert_dtype" not in written and written["swiglu_limit"] == 10
+
+
 def test_inspected(cli: Callable[..., Any], tmp_path: Path) -> None:
     folder, _ = make(KINDS["modelopt NVFP4"], tmp_path / "model")
     seen = json.loads(cli("inspect", folder, "--json").stdout)

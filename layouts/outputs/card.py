@@ -5,7 +5,7 @@ depends on it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Where a checkpoint says how it is quantized: keys of config.json, and files beside it that loaders look for.
 CONFIG_KEYS = ("quantization_config", "compression_config")
+# What else loaders go by that is no longer so where experts are stored in another way: DeepSeek-V4's "fp4".
+STORED_KEYS = (*CONFIG_KEYS, "expert_dtype")
 CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
 
 
@@ -21,19 +23,19 @@ def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whol
 
     whole: for a whole model the source's own quantization entries are removed, at any depth; else they are kept beside
     ours."""
-    config = unquantized(original) if whole else dict(original)
+    config = unquantized(original, STORED_KEYS) if whole else dict(original)
     before = config.pop("quantization_config", None)
     if before is not None:
         config["original_quantization_config"] = before
     return encoded({**config, **entries})
 
 
-def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config without what it says of quantization, at any depth."""
+def unquantized(config: Mapping[str, Any], keys: Collection[str] = CONFIG_KEYS) -> dict[str, Any]:
+    """A copy of a config without what it says of quantization, or without these keys, at any depth."""
     return {
-        key: unquantized(value) if isinstance(value, dict) else value
+        key: unquantized(value, keys) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in CONFIG_KEYS
+        if key not in keys
     }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.outputs.card import encoded, unquantized
+from ktconvert.layouts.outputs.card import STORED_KEYS, encoded, unquantized
 from ktconvert.layouts.outputs.form import Card
 from ktconvert.layouts.outputs.parts import Place
 
@@ -44,7 +44,7 @@ def config_json(original: Mapping[str, Any]) -> bytes:
     """The source's config without quantization at any depth; dtype bfloat16 where the model or its text model says
     one.
     """
-    config = unquantized(original)
+    config = unquantized(original, STORED_KEYS)
     for scope in cfg.scopes(config):
         scope.update({key: "bfloat16" for key in DTYPE_KEYS if key in scope})
     if not any(key in config for key in DTYPE_KEYS):
