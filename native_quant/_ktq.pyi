@@ -36,6 +36,7 @@ class Lib:
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int
     KTQ_BF16_MULTIPLE: int
+    KTQ_MXFP4_MULTIPLE: int
     KTQ_NODE_WORDS: int
     KTQ_FORMAT_AMXINT4: int
     KTQ_FORMAT_AMXINT8: int
@@ -50,6 +51,16 @@ class Lib:
     ) -> int: ...
     def ktq_pack_bf16(
         self, n: int, k: int, source: ffi.CData, scratch: ffi.CData, codes: ffi.CData, bad_row: ffi.CData
+    ) -> int: ...
+    def ktq_pack_mxfp4(
+        self,
+        n: int,
+        k: int,
+        source: ffi.CData,
+        scratch: ffi.CData,
+        codes: ffi.CData,
+        exponents: ffi.CData,
+        bad_row: ffi.CData,
     ) -> int: ...
     def ktq_pack_codes(
         self, bits: int, n: int, k: int, codes: Any, row_stride: int, weight: Any, bad_row: Any

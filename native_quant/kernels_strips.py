@@ -13,7 +13,9 @@ from ktconvert.native_quant.kernels import _check_array, _non_finite, _scratch
 from ktconvert.native_quant.matrix import Matrix, readable, source_of
 
 STRIP_ROWS = 32
-BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE  # what n and k of a BF16 part are multiples of
+# What n and k of a part are multiples of.
+BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE
+MXFP4_MULTIPLE: int = lib.KTQ_MXFP4_MULTIPLE
 
 
 def check_size(multiple: int, n: int, k: int) -> None:
@@ -36,6 +38,29 @@ def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
     read_environment()
     bad_row = ffi.new("int64_t *")
     error = lib.ktq_pack_bf16(n, k, source, _scratch.get(k), ffi.from_buffer("uint16_t[]", codes), bad_row)
+    if error == lib.KTQ_ENONFINITE:
+        raise _non_finite(bad_row[0], matrix)
+    del keep
+    raise_error(error)
+
+
+def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> None:
+    """Puts a linear, as MXFP4, into the order of strips. Equations: NUMERICS.md, section 9.
+
+    A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of MXFP4_MULTIPLE.
+    codes: uint8 [n/32, 16*k] and exponents: uint8 [n/32, k] are written. NonFinite: a value is infinite or NaN; what is
+    written means nothing then.
+    """
+    matrix = readable(matrix)
+    source, keep = source_of(matrix)
+    n, k = matrix.shape
+    check_size(MXFP4_MULTIPLE, n, k)
+    _check_array("codes", codes, np.dtype(np.uint8), (n // STRIP_ROWS, STRIP_ROWS * k // 2), writable=True)
+    _check_array("exponents", exponents, np.dtype(np.uint8), (n // STRIP_ROWS, k), writable=True)
+    read_environment()
+    bad_row = ffi.new("int64_t *")
+    out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("uint8_t[]", exponents)
+    error = lib.ktq_pack_mxfp4(n, k, source, _scratch.get(k), *out, bad_row)
     if error == lib.KTQ_ENONFINITE:
         raise _non_finite(bad_row[0], matrix)
     del keep

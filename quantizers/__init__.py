@@ -26,4 +26,10 @@ GROUP_GRIDS = {
 }
 
 # Floating-point numbers (NUMERICS.md, section 9), for the CPU runtime: low..high are numbers, not codes.
-FLOAT_GRIDS = {grid.name: grid for grid in (Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),)}
+FLOAT_GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid("mxfp4", bits=4, low=-6, high=6, group=32, scales="U8", version=1),
+        Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),
+    )
+}

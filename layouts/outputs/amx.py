@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs import amx_card, loose
 from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Tensor
 from ktconvert.layouts.outputs.merged import KtNames
 from ktconvert.layouts.outputs.output import Bytes, Output
-from ktconvert.layouts.outputs.parts import Part, Place
+from ktconvert.layouts.outputs.parts import Part, Place, why_illegal
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import ROW_GRIDS, Grid, Matrix
 
@@ -73,19 +73,7 @@ class Amx:
 
     def illegal_reason(self, hidden: int, intermediate: int, parts: int) -> str | None:
         """Tiles must be whole: H and I/T are multiples of their columns."""
-        m = self.multiple
-        if parts < 1:
-            return "the number of NUMA parts must be at least 1"
-        if hidden % m:
-            return f"the hidden size {hidden} is not a multiple of {m}"
-        if intermediate % parts:
-            return f"the intermediate size {intermediate} does not divide by {parts}"
-        if (intermediate // parts) % m:
-            return (
-                f"the intermediate size per part, {intermediate}/{parts} = {intermediate // parts}, "
-                f"is not a multiple of {m}"
-            )
-        return None
+        return why_illegal(self.multiple, hidden, intermediate, parts)
 
     def check_loading(self, model: MoeModel, ranks_asked: Iterable[int]) -> tuple[str, ...]:
         """kt-kernel loads it, in the NUMA parts that it has."""

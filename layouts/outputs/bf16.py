@@ -53,6 +53,7 @@ BF16 = StripForm(
     version=1,
     grid=FLOAT_GRIDS["bf16"],
     multiple=kernels_strips.BF16_MULTIPLE,
+    magnitude=np.uint16(0x7FFF),
     coded="16 bits, no scales",
     lay_out=tensors,
     columns=columns,

@@ -57,6 +57,22 @@ def part_shape(projection: str, hidden: int, intermediate: int, parts: int) -> t
     return (hidden, width) if projection == "down" else (width, hidden)
 
 
+def why_illegal(multiple: int, hidden: int, intermediate: int, parts: int) -> str | None:
+    """Why an expert cannot be cut into so many parts if rows and columns of each must be multiples; None if it can."""
+    if parts < 1:
+        return "the number of NUMA parts must be at least 1"
+    if hidden % multiple:
+        return f"the hidden size {hidden} is not a multiple of {multiple}"
+    if intermediate % parts:
+        return f"the intermediate size {intermediate} does not divide by {parts}"
+    if (intermediate // parts) % multiple:
+        return (
+            f"the intermediate size per part, {intermediate}/{parts} = {intermediate // parts}, "
+            f"is not a multiple of {multiple}"
+        )
+    return None
+
+
 def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:
     """Part number `part` of a whole linear; a view."""
     if projection == "down":

@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs import strip_card
 from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Tensor
 from ktconvert.layouts.outputs.merged import KtNames
 from ktconvert.layouts.outputs.output import Bytes, Output
-from ktconvert.layouts.outputs.parts import Part, Place
+from ktconvert.layouts.outputs.parts import Part, Place, why_illegal
 from ktconvert.quantizers import Grid, Matrix
 from ktconvert.quantizers.errors import ROWS, error_sums
 
@@ -29,6 +29,7 @@ class StripForm:
 
     bits      of a number as it is stored
     multiple  the hidden size and the intermediate size per NUMA part must be multiples of it
+    magnitude the bits of an item of codes that say whether a number is 0
     coded     what a number is, for the model card
     lay_out   (n, k) -> the tensors of a part, codes first
     columns   items in a strip of codes -> columns
@@ -42,6 +43,7 @@ class StripForm:
     version: int
     grid: Grid
     multiple: int
+    magnitude: np.unsignedinteger[Any]
     coded: str
     lay_out: Callable[[int, int], tuple[Tensor, ...]]
     columns: Callable[[int], int]
@@ -77,14 +79,7 @@ class StripForm:
 
     def illegal_reason(self, hidden: int, intermediate: int, parts: int) -> str | None:
         """Blocks must be whole: H and I/T are multiples of their columns."""
-        m = self.multiple
-        if parts < 1:
-            return "the number of NUMA parts must be at least 1"
-        if hidden % m:
-            return f"the hidden size {hidden} is not a multiple of {m}"
-        if intermediate % (parts * m):
-            return f"the intermediate size per part, {intermediate}/{parts}, is not a multiple of {m}"
-        return None
+        return why_illegal(self.multiple, hidden, intermediate, parts)
 
     def check_loading(self, model: MoeModel, ranks_asked: Iterable[int]) -> tuple[str, ...]:
         """This project's runtime loads it, in the NUMA parts that it has."""
@@ -155,8 +150,8 @@ class StripForm:
         return ROWS * 64 * columns
 
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
-        """Only zeros have codes of zeros."""
-        return not stored[0].any()
+        """All codes are those of 0 or -0."""
+        return not (stored[0].view(self.magnitude.dtype) & self.magnitude).any()
 
     def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
         """Every number is finite."""

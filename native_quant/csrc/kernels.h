@@ -69,6 +69,13 @@ typedef int kt_pack_codes_fn(int bits, const int8_t *rows, int64_t row_stride, i
 typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
                          uint16_t *scale);
 
+/* Half a block in strips (FORMAT.md): 16 rows of KT_GROUP_COLUMNS BF16 values as MXFP4 (NUMERICS.md, section 9): 256
+   bytes of codes, and an exponent of each row. rows, row_stride (bytes): any alignment. Returns 0, with some of it
+   written, if a value is not finite, else 1. */
+typedef int kt_pack_mxfp4_fn(const uint8_t *rows, int64_t row_stride, uint8_t *codes, uint8_t *exponents,
+                             const kt_ahead *ahead);
+enum { KT_MXFP4_HALF_BYTES = KT_HALF_ROWS * KT_GROUP_COLUMNS / 2 };
+
 /* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). least, most: the range of codes. rounded: what a
    code stands for is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles
    [width][KT_STRIP_ROWS] on a boundary of 64 bytes: weight becomes what the corrections leave, scale the values that

@@ -109,12 +109,18 @@ int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, cons
                    float *weight, float *value, float *error);
 
 /* What n and k of a weight in strips of 32 rows (FORMAT.md, Strips) are multiples of. */
-enum { KTQ_BF16_MULTIPLE = 32 };
+enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64 };
 
 /* The source as BF16, in strips. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k BF16.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes are then partly written. */
 int ktq_pack_bf16(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
                   int64_t *bad_row);
+
+/* The source as MXFP4 (NUMERICS.md, section 9), in strips; a source that has E2M1 codes and an E8M0 scale for each 32
+   columns keeps them. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k/2 bytes; exponents: n*k/32.
+   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; what is written means nothing then. */
+int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
+                   uint8_t *exponents, int64_t *bad_row);
 
 /* The source as BF16: out[n][k]. A NaN of FP16 or F32 becomes 0x7fc0, one of FP8 0x7fc0 with the code's sign. */
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);

@@ -213,7 +213,7 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
         notes.append(
             f"{title} to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
         )
-    if form.grid.bits == 4 and model.bits <= FEW_BITS:
+    if form.grid.bits == 4 and form.grid.group is None and model.bits <= FEW_BITS:
         notes.append(
             f"the experts have {model.bits:g} bits per weight already, and int4 with one scale per row loses more than "
             "that: of Q4_K weights, int8 is 7.2 to 8.6 % off the original ones, int4 17 to 49 %; "

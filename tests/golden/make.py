@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import ROW_GRIDS, reference
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, mxfp4, reference
 
 FOLDER = Path(__file__).parent
 N, K = 128, 128
@@ -33,6 +33,16 @@ def sources() -> dict[str, Any]:
     return {"fp16": x.astype(np.float16).view(np.uint16), "f32": x, "fp8_e4m3": fp8}
 
 
+def extremes() -> Any:
+    """BF16 bits: blocks of 32 columns around any power of two, ties of E2M1 among them; zeros and subnormals."""
+    rng = np.random.default_rng(4)
+    top = np.repeat(rng.integers(0, 255, (64, 4)), 32, axis=1)
+    exponents = np.maximum(top - rng.integers(0, 7, top.shape), 0)
+    magnitudes = exponents << 7 | rng.choice([0, 1, 32, 64, 96, 127], top.shape)
+    magnitudes[5] = 0
+    return (magnitudes | rng.integers(0, 2, top.shape) << 15).astype(np.uint16)
+
+
 def main() -> None:
     scales = np.random.default_rng(7).uniform(1e-4, 1e-2, (-(-N // BLOCK[0]), -(-K // BLOCK[1]))).astype(np.float32)
     for kind, values in sources().items():
@@ -45,6 +55,17 @@ def main() -> None:
                 tensors |= {"in.scales": scales, "in.block": np.array(BLOCK)}
             path = FOLDER / f"amx_{quantizer.name}.v{quantizer.version}.{kind}.safetensors"
             path.write_bytes(save(tensors))
+        write_mxfp4(
+            kind, {"in.values": values} | {f"in.{key}": np.array(value) for key, value in options.items()}, bf16
+        )
+    write_mxfp4("bf16", {"in.values": extremes()}, extremes())
+
+
+def write_mxfp4(kind: str, source: dict[str, Any], bf16: Any) -> None:
+    """Codes and exponents of BF16 values, as they are stored."""
+    codes, exponents = mxfp4.quantize(bf16)
+    laid = {"out.codes": mxfp4.lay_codes(codes), "out.scales": mxfp4.lay_exponents(exponents)}
+    (FOLDER / f"mxfp4.v{FLOAT_GRIDS['mxfp4'].version}.{kind}.safetensors").write_bytes(save(source | laid))
 
 
 if __name__ == "__main__":
