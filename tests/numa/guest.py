@@ -146,8 +146,8 @@ def machine(variant: Variant) -> list[str]:
     options = ["-machine", "q35", "-cpu", variant.cpu, "-m", f"{variant.mib}M", "-smp", variant.smp]
     for node, (cpus, mib) in variant.nodes.items():
         parts = ["node", f"nodeid={node}"]
-        if cpus:
-            parts.append(f"cpus={cpus}")
+        if there := cpus or variant.off.get(node):
+            parts.append(f"cpus={there}")
         if mib:
             options += ["-object", f"memory-backend-ram,id=memory{node},size={mib}M"]
             parts.append(f"memdev=memory{node}")
@@ -161,7 +161,8 @@ def boot(name: str, command: list[str], accelerator: str, limit: int = LIMIT) ->
         job.write(
             f"export PATH={shlex.quote(str(CHECKOUT / '.venv/bin'))}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
             f"export HOME=/dev/shm LANG=C.UTF-8 TMPDIR=/dev/shm PYTHONDONTWRITEBYTECODE=1 VARIANT={name}\n"
-            f"cd {shlex.quote(str(CHECKOUT))} && {shlex.join(command)}\n"
+            + "".join(f"echo 0 >/sys/devices/system/cpu/cpu{cpu}/online\n" for cpu in VARIANTS[name].offline)
+            + f"cd {shlex.quote(str(CHECKOUT))} && {shlex.join(command)}\n"
         )
         job.flush()
         arguments = [QEMU, "-accel", accelerator, *machine(VARIANTS[name])]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+
+def numbers(lists: Iterable[str]) -> list[int]:
+    """The CPUs of the kernel's lists, each of one range."""
+    ends = [text.split("-") for text in lists]
+    return [cpu for pair in ends for cpu in range(int(pair[0]), int(pair[-1]) + 1)]
 
 
 @dataclass(frozen=True)
@@ -13,12 +20,15 @@ class Variant:
     smp      QEMU's topology: packages, cores of each, hyperthreads of each core
     workers  what a pool with default settings must be: node -> threads
     home     node whose memory a node without any uses; every other node uses its own
+    off      node -> its CPUs, which are switched off before the command. (A node without CPUs that QEMU describes would
+             come last: Linux numbers nodes in the order of their CPUs.)
     """
 
     nodes: dict[int, tuple[str, int]]
     smp: str
     workers: dict[int, int]
     home: dict[int, int] = field(default_factory=dict)
+    off: dict[int, str] = field(default_factory=dict)
     cpu: str = "max"
 
     @property
@@ -28,8 +38,12 @@ class Variant:
 
     def cpus(self, *nodes: int) -> list[int]:
         """The CPUs of these nodes."""
-        ends = [self.nodes[node][0].split("-") for node in nodes]
-        return [cpu for pair in ends for cpu in range(int(pair[0]), int(pair[-1]) + 1)]
+        return numbers(self.nodes[node][0] for node in nodes)
+
+    @property
+    def offline(self) -> list[int]:
+        """The CPUs that are switched off."""
+        return numbers(self.off.values())
 
     def is_small(self, node: int) -> bool:
         """Whether what else there is (files that were read) may fill the node's memory."""
@@ -58,6 +72,11 @@ VARIANTS = {
     "memoryless": Variant({0: ("0-1", 2048), 1: ("2-3", 0)}, "4,sockets=2,cores=2", {0: 2, 1: 2}, home={1: 0}),
     "memoryless0": Variant({0: ("0-1", 0), 1: ("2-3", 2048)}, "4,sockets=2,cores=2", {0: 2, 1: 2}, home={0: 1}),
     "cpuless": Variant({0: ("0-1", 512), 1: ("2-3", 512), 2: ("", 1024)}, "4,sockets=2,cores=2", {0: 2, 1: 2}),
-    "hole": Variant({0: ("0-1", 512), 1: ("", 1024), 2: ("2-3", 512)}, "4,sockets=2,cores=2", {0: 2, 2: 2}),
+    "hole": Variant(
+        {0: ("0-1", 512), 1: ("", 1024), 2: ("4-5", 512)},
+        "6,sockets=3,cores=2",
+        {0: 2, 2: 2},
+        off={1: "2-3"},
+    ),
     "small": Variant({0: ("0-1", 1888), 1: ("2-3", 160)}, "4,sockets=2,cores=2", {0: 2, 1: 2}),
 }
