@@ -36,6 +36,7 @@ def nodes_of(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
     """Node -> number of pages that these arrays have there; pages that were never touched are left out."""
     count: Counter[int] = Counter()
     for array in arrays:
+        array.reshape(-1).view(np.uint8)[::PAGE].max()  # where NUMA balancing took a page's mapping, it comes back
         first, last = array.ctypes.data // PAGE, (array.ctypes.data + array.nbytes - 1) // PAGE
         pages = np.arange(first, last + 1, dtype=np.uint64) * np.uint64(PAGE)
         status = np.full(len(pages), -1, np.int32)
