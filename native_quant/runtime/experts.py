@@ -20,7 +20,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime import kt_methods, weights
+from ktconvert.native_quant.runtime import from_checkpoint, kt_methods, weights
 from ktconvert.native_quant.runtime.pool import Pool, default_pool, no_threads
 
 U16 = npt.NDArray[np.uint16]
@@ -105,20 +105,26 @@ class Experts:
         exact: bool = False,
         order: I64 | None = None,
     ) -> Experts:
-        """One layer of a converted directory: merged or loose, ours or kt-kernel's.
+        """One layer of a converted directory: merged or loose, ours or kt-kernel's; or of a checkpoint in safetensors
+        whose weights are those of one of kt-kernel's native methods.
 
         method .. intermediate  what the caller expects; an error where the file differs
-        parts   how many NUMA parts the caller expects; the file's number is used. Another one costs speed: a
-                warning, once, or an error if `strict`
+        parts   how many NUMA parts the caller expects; a converted directory's own number is used. Another one costs
+                speed: a warning, once, or an error if `strict`. A checkpoint is cut into this many (None: one for each
+                of the pool's NUMA nodes, where that is possible)
         memory  "copy": a copy on huge pages, each part on the NUMA node of the pool's threads that compute with it;
                 "map": the files' pages, shared between processes, 8 to 12 % slower, on whatever node they lie; "auto":
                 copy if the whole directory fits into the available memory, else map
+                a checkpoint is always copied
         order   int64 [E]: expert p computes with the file's expert order[p]
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
-        sizes = {"method": method, "experts": num_experts, "hidden": hidden, "intermediate": intermediate}
-        pool = pool or default_pool()
-        packed = weights.load(Path(path), layer, memory, pool, **sizes)  # type: ignore[arg-type]
+        sizes = {"experts": num_experts, "hidden": hidden, "intermediate": intermediate}
+        pool, path = pool or default_pool(), Path(path)
+        if from_checkpoint.is_checkpoint(path):
+            packed = from_checkpoint.load(path, layer, pool, method=method, parts=parts, **sizes)
+            return cls(packed, pool=pool, exact=exact, order=order)
+        packed = weights.load(path, layer, memory, pool, method=method, **sizes)
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)
         return cls(packed, pool=pool, exact=exact, order=order)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.outputs import FORMS
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods, weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
@@ -106,7 +107,7 @@ def _matrices(packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, 
     """gate, up and down of each NUMA part of an expert, dequantized; one part in memory at a time."""
     by_part = zip(*(packed.grid.parts(expert, projection) for projection in ("gate", "up", "down")), strict=True)
     for parts in by_part:
-        gate, up, down = (packed.form.unpack(packed.arrays[part], part.n, part.k) for part in parts)
+        gate, up, down = (FORMS[packed.form.name].unpack(packed.arrays[part], part.n, part.k) for part in parts)
         yield gate, up, down
 
 

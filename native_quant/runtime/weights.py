@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import PROJECTIONS, Form
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.legal import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
@@ -33,6 +34,20 @@ ROOMY = 0.8  # share of the available memory that copies may take
 MAX_COLUMNS = 65536  # more terms of up to 255 * 127 could overflow an int32 sum
 
 
+class Packing(Protocol):
+    """How a layer's parts lie in memory: a Form, or one of the methods of from_checkpoint.py."""
+
+    @property
+    def name(self) -> str:
+        """Of the runtime's method."""
+
+    def tensors(self, n: int, k: int) -> tuple[Tensor, ...]:
+        """What a part [n, k] becomes."""
+
+    def loose_path(self, part: Part, tensor: Tensor) -> str | None:
+        """The file of a tensor inside its layer's folder; None where it has no loose files."""
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """A layer's experts, packed: E experts of sizes H and I in T parts.
@@ -41,7 +56,7 @@ class LayerWeights:
             their memory or keep it alive
     """
 
-    form: Form
+    form: Packing
     grid: ExpertGrid
     experts: int
     arrays: dict[Part, tuple[Bytes, ...]]
@@ -101,10 +116,16 @@ def load(
             f"{path}: holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}. "
             "Give one of these, or convert again with it."
         )
-    wanted = {"method": method, "num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
-    _compare(path, layer, measured, wanted)
-    _compare_metadata(output, layer, measured)
     count, h, i = measured.shapes[layer]
+    actual: dict[str, str | int] = {
+        "method": measured.method,
+        "num_experts": count,
+        "hidden_size": h,
+        "moe_intermediate_size": i,
+    }
+    wanted = {"method": method, "num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
+    check_wanted(path, layer, actual, wanted, "byte counts")
+    _compare_metadata(output, layer, measured)
     grid = ExpertGrid(layer, h, i, measured.numa)
     check_sizes(measured.form, grid)
     stored = dict(_stored(output, measured.form, grid, count))
@@ -115,7 +136,7 @@ def load(
     else:  # one mapping per loose file would exceed the kernel's limit
         warn_of_shortages(str(path), opened.part_bytes, pool.nodes, opened.left)
         views = _copy(output, stored, measured.numa, pool.nodes)
-    return LayerWeights(measured.form, grid, count, _arrays(measured.form, views))
+    return LayerWeights(measured.form, grid, count, arrays_of(measured.form, views))
 
 
 def pack(
@@ -156,8 +177,8 @@ def pack(
         form.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
 
     with blocks(sizes, parts, pool.nodes) as views:
-        arrays = _arrays(form, views)
-        _in_parallel(one, arrays.items(), pool.threads)
+        arrays = arrays_of(form, views)
+        in_parallel(one, arrays.items(), pool.threads)
     return LayerWeights(form, grid, experts, arrays)
 
 
@@ -202,20 +223,15 @@ def _opened(path: Path) -> _Opened:
     return _opened_at(path.resolve(), path.stat().st_mtime_ns)
 
 
-def _compare(path: Path, layer: int, measured: Measure, wanted: dict[str, str | int | None]) -> None:
-    """Compare the sizes that the caller expects with those of the files."""
-    count, hidden, intermediate = measured.shapes[layer]
-    actual = {
-        "method": measured.method,
-        "num_experts": count,
-        "hidden_size": hidden,
-        "moe_intermediate_size": intermediate,
-    }
+def check_wanted(
+    path: Path, layer: int, actual: Mapping[str, str | int], wanted: Mapping[str, str | int | None], by: str
+) -> None:
+    """Raise UnsupportedError where the sizes that the caller expects are not those of the files. by: how we know."""
     for name, value in wanted.items():
         if value is not None and value != actual[name]:
             raise UnsupportedError(
-                f"{path}: layer {layer} has {name} {actual[name]} by its byte counts, not {value}; "
-                f"give the directory that was converted from this model, or {name}={actual[name]}."
+                f"{path}: layer {layer} has {name} {actual[name]} by its {by}, not {value}; "
+                f"give the directory that belongs to this model, or {name}={actual[name]}."
             )
 
 
@@ -275,17 +291,17 @@ def _copy(
         output.read(stored[key], out=views[key])
 
     with blocks({key: one.nbytes for key, one in stored.items()}, parts, nodes) as views:
-        _in_parallel(one, views, machine.physical_cores())
+        in_parallel(one, views, machine.physical_cores())
     return views
 
 
-def _arrays(form: Form, views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
+def arrays_of(form: Packing, views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
     """The tensors of each part."""
     parts = dict.fromkeys(part for part, _ in views)
     return {part: tuple(views[part, tensor.suffix] for tensor in form.tensors(part.n, part.k)) for part in parts}
 
 
-def _in_parallel(work: Callable[[Any], None], items: Iterable[Any], threads: int) -> None:
+def in_parallel(work: Callable[[Any], None], items: Iterable[Any], threads: int) -> None:
     """Runs work(item) for all items in threads; raises the first exception once all have ended."""
     with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
         for done in [executor.submit(work, item) for item in items]:

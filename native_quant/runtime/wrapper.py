@@ -28,10 +28,12 @@ class KTMoEWrapper:
     gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; left out: the first
                        num_gpu_experts, as in kt-kernel before 0.6. Its copy `self.gpu_experts_mask` may be written to.
     cpuinfer_threads   threads; wrappers with the same number and nodes share them, others have their own
-    threadpool_count   NUMA parts that load_weights_from_tensors packs, and nodes to spread the threads over: those that
-                       numa_nodes names, else the first ones with CPUs that this process may use. Files have their own
-                       number of parts, which is used; another number here causes a warning, once.
-    weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose; with cpu_save the one to write to
+    threadpool_count   NUMA parts that load_weights_from_tensors packs or a checkpoint is cut into, and nodes to spread
+                       the threads over: those that numa_nodes names, else the first ones with CPUs that this process
+                       may use. Converted files have their own number of parts, which is used; another number here
+                       causes a warning, once.
+    weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose, or a checkpoint that the method
+                       reads (docs/RUNTIME.md); with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see deferred.py
     method             AMXINT4, AMXINT8, MXFP4, FP8 or BF16

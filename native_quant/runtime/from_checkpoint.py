@@ -1,0 +1,193 @@
+"""The experts of a checkpoint as it was released, for kt-kernel's native methods: sliced into NUMA parts and put into
+the order of the kernels while a layer is loaded. No number changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
+from ktconvert.layouts.checkpoints.encodings import Weight
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.shapes import MoeLayer
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.outputs import PROJECTIONS, bf16
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.form import Tensor
+from ktconvert.layouts.outputs.legal import COUNTS
+from ktconvert.layouts.outputs.opening import is_output
+from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.native_quant import kernels, machine
+from ktconvert.native_quant.kernels_strips import BF16_MULTIPLE
+from ktconvert.native_quant.matrix import Matrix
+from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
+from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_wanted, in_parallel
+
+
+@dataclass(frozen=True)
+class Native:
+    """One of kt-kernel's methods that compute with the weights of a checkpoint.
+
+    name      of the method
+    multiple  the hidden size and the intermediate size per NUMA part must be multiples of it
+    holds     whether a stored weight is of this method; its shape is [n, k], or [E, n, k], unless it is input-major
+    tensors   (n, k) -> the tensors of a part in memory: codes, and scales if it has any
+    write     a part of a linear, and where its tensors are to be written; raises kernels.NonFinite
+    """
+
+    name: str
+    multiple: int
+    holds: Callable[[Weight, MoeLayer], bool]
+    tensors: Callable[[int, int], tuple[Tensor, ...]]
+    write: Callable[[Matrix, Sequence[Bytes]], None]
+
+    def loose_path(self, part: Part, tensor: Tensor) -> None:
+        """There are no loose files of it."""
+
+
+def _is(encoding: str) -> Callable[[Weight, MoeLayer], bool]:
+    return lambda weight, layer: weight.encoding.name == encoding
+
+
+METHODS = {method.name: method for method in (Native("BF16", BF16_MULTIPLE, _is("BF16"), bf16.tensors, bf16.quantize),)}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether weights in safetensors lie in a directory that is no output of ours or of kt-kernel."""
+    return path.is_dir() and _is_checkpoint_at(path.resolve(), path.stat().st_mtime_ns)
+
+
+def load(
+    path: Path,
+    layer: int,
+    pool: Pool,
+    *,
+    method: str | None = None,
+    experts: int | None = None,
+    hidden: int | None = None,
+    intermediate: int | None = None,
+    parts: int | None = None,
+) -> LayerWeights:
+    """One layer of a checkpoint in so many NUMA parts (None: one for each of the pool's nodes if that divides the
+    weights, else 1), in the memory of the pool's nodes.
+
+    method .. intermediate, unless None, must agree with the checkpoint. Raises UnsupportedError where they do not, or
+    where the experts compute something else; InputError where tensors are missing, damaged or not finite.
+    """
+    model = _opened(path.resolve(), path.stat().st_mtime_ns)
+    if layer not in model.moe_layers:
+        raise UnsupportedError(
+            f"{path}: holds no experts in layer {layer}, but in {ranges(list(model.layers))}; give one of these."
+        )
+    native = _method_of(path, model, layer, method)
+    count, h, i = model.shape(layer)
+    wanted = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
+    actual = {"num_experts": count, "hidden_size": h, "moe_intermediate_size": i}
+    check_wanted(path, layer, actual, wanted, "tensors")
+    _check_activation(path, model, layer)
+    grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, parts, len(pool.nodes)))
+    sizes = {
+        (part, tensor.suffix): tensor.nbytes
+        for part in grid.all_parts(range(count))
+        for tensor in native.tensors(part.n, part.k)
+    }
+    of_part = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
+    warn_of_shortages(str(path), [of_part] * grid.numa, pool.nodes, machine.node_memory_available())
+
+    def one(item: tuple[int, str]) -> None:
+        expert, projection = item
+        linear = model.linear(layer, expert, projection)
+        for part in grid.parts(expert, projection):
+            try:
+                native.write(part.of(linear, grid.numa), arrays[part])
+            except kernels.NonFinite as bad:
+                info = model.weight(layer, expert, projection).values
+                raise InputError(
+                    f"{model.source.shards[info.shard].path}: tensor {info.name!r}: row {bad.row} of NUMA part "
+                    f"{part.numa} of expert {expert} holds a number that is not finite; download it again"
+                ) from None
+
+    with blocks(sizes, grid.numa, pool.nodes) as views:
+        arrays = arrays_of(native, views)
+        in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
+    for info in model.layer_tensors(layer):
+        model.source.release(info)
+    return LayerWeights(native, grid, count, arrays)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_checkpoint_at(path: Path, mtime_ns: int) -> bool:
+    return any(path.glob("*.safetensors")) and not is_output(path)
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(path: Path, mtime_ns: int) -> MoeModel:
+    """A checkpoint, read again only if the directory changes."""
+    return recognise(open_checkpoint(path))
+
+
+def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Native:
+    """The method that computes with a layer's weights as they are."""
+    moe = model.moe_layers[layer]
+    weights = list(moe.weights.values())
+    fitting = [native for native in METHODS.values() if all(native.holds(weight, moe) for weight in weights)]
+    if fitting and asked in (None, fitting[0].name):
+        return fitting[0]
+    stored = " and ".join(dict.fromkeys(weight.encoding.title for weight in weights))
+    if fitting:
+        raise UnsupportedError(
+            f"{path}: the experts of layer {layer} are {stored}, which method {fitting[0].name} computes, not {asked}; "
+            f"give method {fitting[0].name}, or convert with `ktconvert cpu`."
+        )
+    raise UnsupportedError(
+        f"{path}: the experts of layer {layer} are {stored} as this runtime cannot compute them"
+        f"{f' with method {asked}' if asked else ''} (it computes {', '.join(METHODS)}); "
+        "convert the model with `ktconvert cpu`."
+    )
+
+
+def _check_activation(path: Path, model: MoeModel, layer: int) -> None:
+    """Raises UnsupportedError where the config says that the experts compute something else."""
+    stated = cfg.find(model.source.config, ("swiglu_limit", "swiglu_limits"))
+    clamp = stated[1] if stated else 0
+    if isinstance(clamp, list):
+        clamp = clamp[layer] if layer < len(clamp) else 0
+    what = ""
+    if model.weights_on != "output":
+        what = "multiply routing weights with their input"
+    elif model.activation not in ("silu", "swiglu_limit"):
+        what = f"compute {ACTIVATIONS.get(model.activation, model.activation)}"
+    elif clamp:
+        what = f"clamp gate and up to {clamp}"
+    if what:
+        raise UnsupportedError(
+            f"{path}: the experts of layer {layer} {what}, this runtime silu(gate) * up with routing weights on the "
+            "output; keep them on the GPU."
+        )
+
+
+def _parts(path: Path, native: Native, hidden: int, intermediate: int, asked: int | None, nodes: int) -> int:
+    """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into those asked for."""
+
+    def reason(parts: int) -> str:
+        if hidden % native.multiple:
+            return f"the hidden size {hidden} is not a multiple of {native.multiple}"
+        if parts < 1 or intermediate % (parts * native.multiple):
+            return f"the intermediate size per part, {intermediate}/{parts}, is not a multiple of {native.multiple}"
+        return ""
+
+    parts = asked if asked is not None else 1 if reason(nodes) else nodes
+    if why := reason(parts):
+        legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
+        raise UnsupportedError(
+            f"{path}: method {native.name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
+            f"(threadpool_count): {legal}."
+        )
+    return parts

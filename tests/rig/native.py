@@ -1,0 +1,52 @@
+"""Layers of tests/golden/native_*: a checkpoint under kt-kernel's names, an input, and what kt-kernel and float64 give."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rig import floats
+from rig.safetensors import Tensors, read_file, write_file
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+NAMES = ("BF16_default", "BF16_mixtral", "FP8_default", "FP8_PERCHANNEL_default", "MXFP4_v4", "MXFP8_m3")
+
+
+@dataclass(frozen=True)
+class Native:
+    """One of them: its method, its tensors, an input, and its outputs in float64."""
+
+    method: str
+    tensors: Tensors
+    hidden: npt.NDArray[np.uint16]
+    ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+    truth: npt.NDArray[np.float64]
+    kt_kernel: npt.NDArray[np.uint16]
+
+    def write(self, folder: Path, tensors: Any = None, **config: Any) -> Path:
+        """A checkpoint; tensors: others instead of its own."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if config:
+            (folder / "config.json").write_text(json.dumps(config))
+        write_file(folder / "model.safetensors", self.tensors if tensors is None else tensors)
+        return folder
+
+
+def read(name: str) -> Native:
+    """The file native_NAME."""
+    stored = read_file(GOLDEN / f"native_{name}.safetensors")
+    inputs = (stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights"))
+    outputs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))
+    tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(("in.", "out."))}
+    return Native(name.rsplit("_", 1)[0], tensors, *inputs, *outputs)
+
+
+def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:
+    """Relative L2 distance of BF16 bits."""
+    return float(np.linalg.norm(floats.from_bits(out) - truth) / np.linalg.norm(truth))
