@@ -179,6 +179,8 @@ def test_models_that_cannot_be_loaded(tmp_path: Path, example: Path, weights: Pa
     nothing = tmp_path / "nothing"
     assert refused(nothing) == f"{nothing}: no such directory; give a model's directory or its hub id"
     assert refused(weights).startswith(f"{weights}: holds converted experts, no model; give the original model")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert "give the model's safetensors release" in refused(tmp_path / "m.gguf")
     nothing.mkdir()
     assert refused(nothing).startswith(f"{nothing}: transformers cannot load it: ")
     for name in ("config.json", "model.safetensors"):

@@ -100,6 +100,10 @@ class Choice:
             hot_mask.read(self.gpu_experts_mask.expanduser())
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
+        if self.model.endswith(".gguf"):
+            raise UnsupportedError(
+                f"{self.model}: a GGUF holds the model in llama.cpp's form; give the model's safetensors release"
+            )
         if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
             raise UnsupportedError(
                 f"{self.model}: holds converted experts, no model; give the original model, and this as --cpu-weights"
