@@ -37,6 +37,7 @@ class Lib:
     KTQ_GPTQ_COLUMNS: int
     KTQ_BF16_MULTIPLE: int
     KTQ_MXFP4_MULTIPLE: int
+    KTQ_FP8_MULTIPLE: int
     KTQ_NODE_WORDS: int
     KTQ_FORMAT_AMXINT4: int
     KTQ_FORMAT_AMXINT8: int
@@ -60,6 +61,16 @@ class Lib:
         scratch: ffi.CData,
         codes: ffi.CData,
         exponents: ffi.CData,
+        bad_row: ffi.CData,
+    ) -> int: ...
+    def ktq_pack_fp8(
+        self,
+        n: int,
+        k: int,
+        source: ffi.CData,
+        scratch: ffi.CData,
+        codes: ffi.CData,
+        scales: ffi.CData,
         bad_row: ffi.CData,
     ) -> int: ...
     def ktq_pack_codes(

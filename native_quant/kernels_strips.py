@@ -16,6 +16,7 @@ STRIP_ROWS = 32
 # What n and k of a part are multiples of.
 BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE
 MXFP4_MULTIPLE: int = lib.KTQ_MXFP4_MULTIPLE
+FP8_MULTIPLE: int = lib.KTQ_FP8_MULTIPLE
 
 
 def check_size(multiple: int, n: int, k: int) -> None:
@@ -61,6 +62,31 @@ def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDAr
     bad_row = ffi.new("int64_t *")
     out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("uint8_t[]", exponents)
     error = lib.ktq_pack_mxfp4(n, k, source, _scratch.get(k), *out, bad_row)
+    if error == lib.KTQ_ENONFINITE:
+        raise _non_finite(bad_row[0], matrix)
+    del keep
+    raise_error(error)
+
+
+def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
+    """Puts a linear, as FP8 E4M3 with a scale for each block of 128 x 128, into the order of strips.
+
+    A linear that is FP8 in such blocks keeps its codes and scales. n and k: multiples of FP8_MULTIPLE. codes: uint8
+    [n/32, 32*k] and scales: float32 [n/128, k/128] are written. NonFinite: a value is infinite or NaN; codes and scales
+    are then partly written.
+    """
+    matrix = readable(matrix)
+    source, keep = source_of(matrix)
+    n, k = matrix.shape
+    check_size(FP8_MULTIPLE, n, k)
+    _check_array("codes", codes, np.dtype(np.uint8), (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    blocks = (n // FP8_MULTIPLE, k // FP8_MULTIPLE)
+    _check_array("scales", scales, np.dtype(np.float32), blocks, writable=True)
+    read_environment()
+    bad_row = ffi.new("int64_t *")
+    scratch = _scratch.get(FP8_MULTIPLE // STRIP_ROWS * k)
+    out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("float[]", scales)
+    error = lib.ktq_pack_fp8(n, k, source, scratch, *out, bad_row)
     if error == lib.KTQ_ENONFINITE:
         raise _non_finite(bad_row[0], matrix)
     del keep

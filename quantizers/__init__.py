@@ -30,6 +30,7 @@ FLOAT_GRIDS = {
     grid.name: grid
     for grid in (
         Grid("mxfp4", bits=4, low=-6, high=6, group=32, scales="U8", version=1),
+        Grid("fp8", bits=8, low=-448, high=448, group=128, scales="F32", version=1),
         Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),
     )
 }

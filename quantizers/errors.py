@@ -30,11 +30,18 @@ def sums_of(x: F32, y: F32) -> npt.NDArray[np.float64]:
     return np.array([np.square(a).sum(), np.square(b).sum(), (a * b).sum(), np.square(a - b).sum()])
 
 
-def error_sums(matrix: Matrix, values: Callable[[slice], F32]) -> npt.NDArray[np.float64]:
-    """The same over a linear: x the source in BF16, y = values(rows), the numbers of some rows."""
+def source_values(matrix: Matrix) -> F32:
+    """A linear in BF16, as float32 [n, k]."""
+    return bf16_to_f32(kernels.decode(matrix))
+
+
+def error_sums(
+    matrix: Matrix, values: Callable[[slice], F32], source: Callable[[Matrix], F32] = source_values
+) -> npt.NDArray[np.float64]:
+    """The same over a linear: x = source of some rows of it, y = values(rows), the numbers of these rows."""
     n, _ = matrix.shape
     sums = np.zeros(4)
     for start in range(0, n, ROWS):
         stop = min(start + ROWS, n)
-        sums += sums_of(bf16_to_f32(kernels.decode(matrix.rows(start, stop))), values(slice(start, stop)))
+        sums += sums_of(source(matrix.rows(start, stop)), values(slice(start, stop)))
     return sums

@@ -59,6 +59,7 @@ class Toy:
 
     name = "TOY8"
     option = "toy8"
+    decoded_rows = 32
     command = "cpu"
     arrangement = "merged"
     whole = False

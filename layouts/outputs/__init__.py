@@ -8,12 +8,13 @@ from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.outputs.bf16 import BF16
 from ktconvert.layouts.outputs.compressed import W4A16, W8A16
 from ktconvert.layouts.outputs.form import Form
+from ktconvert.layouts.outputs.fp8 import FP8
 from ktconvert.layouts.outputs.mxfp4 import MXFP4
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 
 __all__ = ["FORMS", "PROJECTIONS", "Form", "forms_of"]
 
-FORMS: dict[str, Form] = {form.name: form for form in (AMXINT4, AMXINT8, MXFP4, BF16, W4A16, W8A16)}
+FORMS: dict[str, Form] = {form.name: form for form in (AMXINT4, AMXINT8, MXFP4, FP8, BF16, W4A16, W8A16)}
 
 
 def forms_of(command: str) -> Mapping[str, Form]:

@@ -36,6 +36,7 @@ class Amx:
     file_prefix: str
     notes: tuple[str, ...] = ()
 
+    decoded_rows = 32
     command = "cpu"
     arrangement = "merged"
     whole = False

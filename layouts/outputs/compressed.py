@@ -37,6 +37,7 @@ class Compressed:
     grid: Grid
     rounding: str = "library"
 
+    decoded_rows = 32
     command = "gpu"
     arrangement = "pack-quantized"
     whole = True

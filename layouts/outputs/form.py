@@ -101,6 +101,10 @@ class Form(Protocol):
         """
 
     @property
+    def decoded_rows(self) -> int:
+        """Rows of a linear that are decoded to BF16 at a time, at most."""
+
+    @property
     def backward(self) -> bool:
         """Whether it has transposed matrices for fine-tuning (--save-backward-weights)."""
 

@@ -14,8 +14,8 @@ from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Ten
 from ktconvert.layouts.outputs.merged import KtNames
 from ktconvert.layouts.outputs.output import Bytes, Output
 from ktconvert.layouts.outputs.parts import Part, Place, why_illegal
-from ktconvert.quantizers import Grid, Matrix
-from ktconvert.quantizers.errors import ROWS, error_sums
+from ktconvert.quantizers import Grid, Matrix, strips
+from ktconvert.quantizers.errors import ROWS, error_sums, source_values
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
@@ -37,6 +37,8 @@ class StripForm:
     read      Form.unpack
     defect    the stored tensors of a part -> what is wrong with its numbers, "" if nothing
     exact     Form.exact
+    source    a linear, or some rows of it -> the numbers that errors are measured against, float32
+    decoded_rows  Form.decoded_rows
     """
 
     name: str
@@ -51,6 +53,8 @@ class StripForm:
     read: Callable[[Sequence[Bytes], int, int, Rows], npt.NDArray[np.float32]]
     defect: Callable[[Sequence[Bytes]], str]
     exact: Callable[[MoeModel], bool]
+    source: Callable[[Matrix], npt.NDArray[np.float32]] = source_values
+    decoded_rows: int = strips.ROWS
     notes: tuple[str, ...] = ()
 
     command = "cpu"
@@ -143,7 +147,7 @@ class StripForm:
 
     def error_sums(self, matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
         """Some rows at a time."""
-        return error_sums(matrix, lambda rows: self.unpack(stored, *matrix.shape, rows))
+        return error_sums(matrix, lambda rows: self.unpack(stored, *matrix.shape, rows), self.source)
 
     def error_bytes(self, columns: int) -> int:
         """Some rows as float64, several times over."""
@@ -184,10 +188,10 @@ def stored_as(encoding: str) -> Callable[[MoeModel], bool]:
     return lambda model: model.dtypes == (encoding,)
 
 
-def rows_of(strips: npt.NDArray[Any], n: int, rows: Rows) -> tuple[npt.NDArray[Any], Rows]:
+def rows_of(held: npt.NDArray[Any], n: int, rows: Rows) -> tuple[npt.NDArray[Any], Rows]:
     """The strips [n/32, ...] that hold some of n rows, and those rows counted from their first."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(n)
         first = start // 32
-        return strips[first : -(-stop // 32)], slice(start - first * 32, stop - first * 32)
-    return strips, rows
+        return held[first : -(-stop // 32)], slice(start - first * 32, stop - first * 32)
+    return held, rows

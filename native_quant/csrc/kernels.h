@@ -76,6 +76,9 @@ typedef int kt_pack_mxfp4_fn(const uint8_t *rows, int64_t row_stride, uint8_t *c
                              const kt_ahead *ahead);
 enum { KT_MXFP4_HALF_BYTES = KT_HALF_ROWS * KT_GROUP_COLUMNS / 2 };
 
+/* BF16 values, all finite, divided by the scale, as E4M3 (NUMERICS.md, section 9). count: a multiple of 32. */
+typedef void kt_e4m3_fn(const uint16_t *values, int64_t count, float scale, uint8_t *codes);
+
 /* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). least, most: the range of codes. rounded: what a
    code stands for is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles
    [width][KT_STRIP_ROWS] on a boundary of 64 bytes: weight becomes what the corrections leave, scale the values that

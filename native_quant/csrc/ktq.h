@@ -109,7 +109,7 @@ int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, cons
                    float *weight, float *value, float *error);
 
 /* What n and k of a weight in strips of 32 rows (FORMAT.md, Strips) are multiples of. */
-enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64 };
+enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };
 
 /* The source as BF16, in strips. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k BF16.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes are then partly written. */
@@ -121,6 +121,13 @@ int ktq_pack_bf16(int64_t n, int64_t k, const ktq_source *source, uint16_t *scra
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; what is written means nothing then. */
 int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                    uint8_t *exponents, int64_t *bad_row);
+
+/* The source as FP8 E4M3, in strips, with a scale for each block of 128 x 128. A source of FP8 in blocks of that size is
+   kept as it is, codes and scales; it must begin at the beginning of a block. scratch: 128*k uint16, best on a boundary
+   of 64 bytes; codes: n*k bytes; scales: n/128 * k/128 floats. KTQ_ENONFINITE: *bad_row is the first row that holds an
+   infinity or a NaN; codes and scales are then partly written. */
+int ktq_pack_fp8(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes, float *scales,
+                 int64_t *bad_row);
 
 /* The source as BF16: out[n][k]. A NaN of FP16 or F32 becomes 0x7fc0, one of FP8 0x7fc0 with the code's sign. */
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);

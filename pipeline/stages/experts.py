@@ -25,7 +25,6 @@ from ktconvert.quantizers.choice import ABSMAX, Choice
 from ktconvert.quantizers.errors import decode_finite
 
 VERSION = 1
-STRIP = 32  # rows that a kernel decodes at a time
 
 
 @dataclass(frozen=True)
@@ -175,6 +174,7 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
             rest += sum(sum(others) for _, *others in sizes)
         waiting = max(waiting, rest * (work.stop - work.start))
         widest = max(work.grid.hidden, work.grid.intermediate)
-        scratch = max(scratch, 2 * STRIP * widest + work.model.reading_bytes(work.grid.layer, work.grid.backward))
+        reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
+        scratch = max(scratch, 2 * work.form.decoded_rows * widest + reading)
         measured = max(measured, work.form.error_bytes(widest))
     return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)

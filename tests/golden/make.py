@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, mxfp4, reference
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, fp8, mxfp4, reference, strips
 
 FOLDER = Path(__file__).parent
 N, K = 128, 128
@@ -55,17 +55,30 @@ def main() -> None:
                 tensors |= {"in.scales": scales, "in.block": np.array(BLOCK)}
             path = FOLDER / f"amx_{quantizer.name}.v{quantizer.version}.{kind}.safetensors"
             path.write_bytes(save(tensors))
-        write_mxfp4(
-            kind, {"in.values": values} | {f"in.{key}": np.array(value) for key, value in options.items()}, bf16
-        )
-    write_mxfp4("bf16", {"in.values": extremes()}, extremes())
+        source = {"in.values": values} | {f"in.{key}": np.array(value) for key, value in options.items()}
+        for name, laid in LAID.items():
+            write(name, kind, source, laid(bf16))
+    write("mxfp4", "bf16", {"in.values": extremes()}, LAID["mxfp4"](extremes()))
 
 
-def write_mxfp4(kind: str, source: dict[str, Any], bf16: Any) -> None:
-    """Codes and exponents of BF16 values, as they are stored."""
+def write(name: str, kind: str, source: dict[str, Any], laid: dict[str, Any]) -> None:
+    """Codes and scales of BF16 values, as they are stored in a floating-point format."""
+    (FOLDER / f"{name}.v{FLOAT_GRIDS[name].version}.{kind}.safetensors").write_bytes(save(source | laid))
+
+
+def laid_mxfp4(bf16: Any) -> dict[str, Any]:
+    """Of BF16 values, in MXFP4."""
     codes, exponents = mxfp4.quantize(bf16)
-    laid = {"out.codes": mxfp4.lay_codes(codes), "out.scales": mxfp4.lay_exponents(exponents)}
-    (FOLDER / f"mxfp4.v{FLOAT_GRIDS['mxfp4'].version}.{kind}.safetensors").write_bytes(save(source | laid))
+    return {"out.codes": mxfp4.lay_codes(codes), "out.scales": mxfp4.lay_exponents(exponents)}
+
+
+def laid_fp8(bf16: Any) -> dict[str, Any]:
+    """The same in FP8."""
+    codes, scales = fp8.quantize(bf16)
+    return {"out.codes": strips.lay(codes), "out.scales": scales}
+
+
+LAID = {"mxfp4": laid_mxfp4, "fp8": laid_fp8, "bf16": lambda bf16: {"out.codes": strips.lay(bf16)}}
 
 
 if __name__ == "__main__":

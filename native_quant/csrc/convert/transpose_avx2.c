@@ -1,6 +1,6 @@
-/* AVX2: 32 rows and as many columns as make 32 bytes of a row, 8 or 16 rows at a time. Items of 1 and 2 bytes are first
- * put together to 32-bit words of 4 and 2 columns; then everything is a transpose of 8 x 8 words. Fewer rows, and what
- * is left of the columns, are left to the scalar kernel. */
+/* AVX2: 16 or 32 rows and as many columns as make 32 bytes of a row, 8 or 16 rows at a time. Items of 1 and 2 bytes are
+ * first put together to 32-bit words of 4 and 2 columns; then everything is a transpose of 8 x 8 words. Other numbers
+ * of rows, and what is left of the columns, are left to the scalar kernel. */
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -70,12 +70,12 @@ KT_TARGET_AVX2 void kt_transpose_avx2(int item_bytes, const uint8_t *in, int64_t
                                       int64_t columns, uint8_t *out, int64_t row_pitch) {
     int64_t step = 32 / item_bytes, done = 0;
     int64_t rows_at_once = item_bytes == 4 ? 8 : 16;
-    for (; rows == KT_STRIP_ROWS && done + step <= columns; done += step) {
+    for (; (rows == KT_STRIP_ROWS || rows == KT_HALF_ROWS) && done + step <= columns; done += step) {
         /* The columns are far apart, each on its own page: prefetch those of the next step. */
         if (done + 2 * step <= columns)
             for (int64_t c = step; c < 2 * step; c++)
                 _mm_prefetch((const char *)in + (done + c) * column_stride, _MM_HINT_T0);
-        for (int64_t r = 0; r < KT_STRIP_ROWS; r += rows_at_once) {
+        for (int64_t r = 0; r < rows; r += rows_at_once) {
             const uint8_t *from = in + done * column_stride + r * item_bytes;
             uint8_t *to = out + done * item_bytes + r * row_pitch;
             if (item_bytes == 4)

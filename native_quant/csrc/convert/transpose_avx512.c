@@ -1,6 +1,7 @@
 /* AVX-512 F, BW and VL: 32 rows and as many columns as make 64 bytes of a row. Items of 1 and 2 bytes are first put
- * together to 32-bit words of 4 and 2 columns; then everything is a transpose of 16 x 16 words. Fewer rows, and what is
- * left of the columns, are left to the scalar kernel. */
+ * together to 32-bit words of 4 and 2 columns; then everything is a transpose of 16 x 16 words. 16 rows of 2 or 4 bytes
+ * are turned 16 columns at a time. Other numbers of rows, and what is left of the columns, are left to the scalar
+ * kernel. */
 #include <immintrin.h>
 
 #include "words_avx512.h"
@@ -57,6 +58,24 @@ KT_TARGET_AVX512 static void transpose_1(const uint8_t *in, int64_t stride, uint
     store_transposed(high, low_rows, out + 8 * pitch, pitch);
 }
 
+/* 16 columns of 16 items of 4 bytes. */
+KT_TARGET_AVX512 static void transpose_half_4(const uint8_t *in, int64_t stride, uint8_t *out, int64_t pitch) {
+    __m512i words[16], turned[16];
+    for (int c = 0; c < 16; c++) words[c] = _mm512_loadu_si512(in + c * stride);
+    kt_transpose_words(words, turned);
+    for (int r = 0; r < 16; r++) _mm512_storeu_si512(out + r * pitch, turned[r]);
+}
+
+/* 16 columns of 16 items of 2 bytes, each in a word of its own meanwhile. */
+KT_TARGET_AVX512 static void transpose_half_2(const uint8_t *in, int64_t stride, uint8_t *out, int64_t pitch) {
+    __m512i words[16], turned[16];
+    for (int c = 0; c < 16; c++)
+        words[c] = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(in + c * stride)));
+    kt_transpose_words(words, turned);
+    for (int r = 0; r < 16; r++)
+        _mm256_storeu_si256((__m256i *)(out + r * pitch), _mm512_cvtepi32_epi16(turned[r]));
+}
+
 KT_TARGET_AVX512 void kt_transpose_avx512(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows,
                                           int64_t columns, uint8_t *out, int64_t row_pitch) {
     int64_t step = 64 / item_bytes, done = 0;
@@ -73,6 +92,9 @@ KT_TARGET_AVX512 void kt_transpose_avx512(int item_bytes, const uint8_t *in, int
         else
             transpose_1(from, column_stride, to, row_pitch);
     }
+    for (; rows == KT_HALF_ROWS && item_bytes > 1 && done + 16 <= columns; done += 16)
+        (item_bytes == 4 ? transpose_half_4 : transpose_half_2)(in + done * column_stride, column_stride,
+                                                                out + done * item_bytes, row_pitch);
     if (done < columns)
         kt_transpose_scalar(item_bytes, in + done * column_stride, column_stride, rows, columns - done,
                             out + done * item_bytes, row_pitch);

@@ -1,0 +1,334 @@
+"""Experts as FP8: codes and scales are those of the NumPy definition on every instruction set, and those of a source
+that is FP8 in the same blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.outputs import FORMS, PROJECTIONS
+from ktconvert.layouts.outputs.parts import take_part
+from ktconvert.layouts.outputs.strip_form import StripForm
+from ktconvert.native_quant import kernels, kernels_strips
+from ktconvert.native_quant.matrix import BF16, F32, FP8_E4M3, KINDS, Matrix
+from ktconvert.quantizers import FLOAT_GRIDS, fp8, reference, strips
+from ktconvert.quantizers.scales import E4M3, e8m0
+from rig import conversion, killpoint
+from rig.safetensors import bits_of, read_file, write_file
+
+Bits = npt.NDArray[np.uint16]
+Codes = npt.NDArray[np.uint8]
+SIZES = st.sampled_from((128, 256, 384))
+ISAS = st.sampled_from(kernels.available_isas())
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def any_bits(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+    """Any finite BF16 numbers, subnormal ones and -0 among them."""
+    values = rng.integers(0, 1 << 16, shape, np.uint16)
+    values[(values & 0x7F80) == 0x7F80] = 0x8000
+    return values
+
+
+def near_each_other(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+    """Numbers of about 20 exponents, so that codes of all kinds come out; and a block of zeros."""
+    values = rng.integers(0, 1 << 7, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
+    values |= (rng.integers(0, 20, shape, np.uint16) + np.uint16(rng.integers(1, 230))) << 7
+    values[:128, :128] &= 0x8000
+    return values
+
+
+def plain(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+    return reference.f32_to_bf16(rng.standard_normal(shape).astype(np.float32) * 0.02)
+
+
+def packed(matrix: Matrix, isa: str | None = None) -> tuple[Codes, npt.NDArray[np.float32]]:
+    """Codes [n, k] and scales [n/128, k/128] by the kernels."""
+    n, k = matrix.shape
+    codes, scales = np.full((n // 32, 32 * k), 0xAA, np.uint8), np.full((n // 128, k // 128), np.nan, np.float32)
+    kernels.set_isa(isa)
+    try:
+        kernels_strips.pack_fp8(matrix, codes, scales)
+    finally:
+        kernels.set_isa(None)
+    return strips.unlay(codes), scales
+
+
+# --- the definition ---
+
+
+def test_codes_are_the_nearest_with_ties_to_even() -> None:
+    """Against all 127 magnitudes, not by the formula."""
+    grid = E4M3[:127].astype(np.float64)
+    between = (grid[1:] + grid[:-1]) / 2
+    near = np.concatenate([between, np.nextafter(between, 0), np.nextafter(between, 1e9), grid, [448, 463, 1e9]])
+    x = near.astype(np.float32)
+    distance = np.abs(x.astype(np.float64)[:, None] - grid)
+    nearest = distance == distance.min(axis=1, keepdims=True)
+    even = np.arange(127) % 2 == 0
+    wanted = np.where(nearest.sum(axis=1) == 2, (nearest & even).argmax(axis=1), nearest.argmax(axis=1))
+    assert (fp8.codes_of(x) == wanted).all()
+    assert (fp8.codes_of(-x) == wanted + 0x80).all()
+    assert fp8.codes_of(np.array([0.0, -0.0], np.float32)).tolist() == [0, 0x80]
+
+
+def test_codes_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    bits = plain((256, 256), np.random.default_rng(1))
+    codes, scales = fp8.quantize(bits)
+    x = reference.bf16_to_f32(bits) / fp8.each(scales)
+    assert (codes == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"),
+    [(0, 1.0), (0x3F80, np.float32(1) / np.float32(448)), (0x43E0, 1.0), (0x0001, 2.0**-126), (0x7F7F, None)],
+)
+def test_scales(amax: int, scale: float | None) -> None:
+    """1 for zeros; 448 / 448; the smallest one, and the largest."""
+    bits = np.zeros((128, 128), np.uint16)
+    bits[77, 3] = amax | 0x8000
+    codes, scales = packed(Matrix(bits, BF16))
+    wanted = reference.bf16_to_f32(np.array([amax], np.uint16))[0] / np.float32(448) if scale is None else scale
+    assert scales[0, 0] == np.float32(wanted) == fp8.block_scales(bits)[0, 0]
+    assert codes[77, 3] == {0: 0x80, 1: 0x84}.get(amax, 0xFE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=SIZES, k=SIZES, seed=st.integers(0, 99), turned=st.booleans(), isa=ISAS,
+    make=st.sampled_from((any_bits, near_each_other, plain)),
+)  # fmt: skip
+def test_kernels_are_the_definition(
+    n: int, k: int, seed: int, turned: bool, isa: str, make: Callable[[tuple[int, int], np.random.Generator], Bits]
+) -> None:
+    values = make((n, k), np.random.default_rng(seed))
+    codes, scales = packed(Matrix(values.T.copy().T if turned else values, BF16), isa)
+    wanted, wanted_scales = fp8.quantize(values)
+    assert (scales == wanted_scales).all()
+    assert (codes == wanted).all()
+    assert not ((codes & 0x7F) == fp8.NAN).any()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", ["fp16", "f32", "fp8_e4m3"])
+@pytest.mark.parametrize("grid", FLOAT_GRIDS.values(), ids=lambda grid: grid.name)
+def test_golden_bytes(grid: Any, kind: str) -> None:
+    """Red after a change to the numbers: raise the grid's version and run `make golden`."""
+    if not (path := GOLDEN / f"{grid.name}.v{grid.version}.{kind}.safetensors").exists():
+        pytest.skip(f"{grid.name} has no golden file of this kind")
+    tensors = bits_of(read_file(path))
+    options: dict[str, Any] = {}
+    if "in.scales" in tensors:
+        options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
+    matrix = Matrix(tensors["in.values"], KINDS[kind], **options)
+    form = next(form for form in FORMS.values() if form.grid == grid)
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
+    form.quantize(matrix, out)
+    for tensor, made in zip(form.tensors(*matrix.shape), out, strict=True):
+        assert made.tobytes() == tensors[f"out.{tensor.suffix}"].tobytes()
+
+
+@pytest.mark.parametrize("row", [0, 31, 127, 128, 255])
+def test_numbers_that_are_not_finite_are_named(row: int) -> None:
+    values = np.ones((256, 128), np.float32)
+    values[row, 95] = np.inf
+    with pytest.raises(kernels.NonFinite) as raised:
+        packed(Matrix(values, F32))
+    assert (raised.value.row, raised.value.column) == (row, 95)
+
+
+# --- FP8 that stays as it is ---
+
+
+def stored(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
+    codes[(codes & 0x7F) == fp8.NAN] = 0
+    codes[:128, :128] = 0
+    return codes, rng.uniform(1e-40, 1e-2, (n // 128, k // 128)).astype(np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=SIZES, k=SIZES, seed=st.integers(0, 9), turned=st.booleans(), isa=ISAS)
+def test_codes_and_scales_in_the_same_blocks_are_kept(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
+    codes, scales = stored(n + 128, k + 128, seed)
+    whole = Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128))
+    made, made_scales = packed(whole.rows(128, n + 128).columns(128, k + 128), isa)
+    assert (made == codes[128:, 128:]).all()
+    assert (made_scales == scales[1:, 1:]).all()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_nan_among_kept_codes_is_named(turned: bool) -> None:
+    codes, scales = stored(256, 256, 0)
+    codes[130, 77] = 0xFF
+    with pytest.raises(kernels.NonFinite) as raised:
+        packed(Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128)))
+    assert (raised.value.row, raised.value.column) == (130, 77)
+
+
+def written(matrix: Matrix) -> npt.NDArray[np.float32]:
+    """The numbers of a part of the form."""
+    form = FORMS["FP8"]
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
+    form.quantize(matrix, out)
+    assert form.error_sums(matrix, out)[3] == 0
+    assert isinstance(form, StripForm) and not form.defect(out)
+    return form.unpack(out, *matrix.shape)
+
+
+def test_scales_that_are_not_positive_lose_no_number() -> None:
+    codes, scales = stored(256, 256, 1)
+    scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
+    numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+    wanted = E4M3[codes] * fp8.each(scales)
+    assert (numbers.view(np.uint32) == wanted.view(np.uint32)).all()
+
+
+def test_kept_numbers_must_be_finite() -> None:
+    codes, scales = stored(256, 256, 1)
+    scales[1, 1] = 3e38
+    codes[128:, 128:] = 0
+    codes[200, 255] = 0x40
+    with pytest.raises(kernels.NonFinite) as raised:
+        written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+    assert (raised.value.row, raised.value.column) == (200, 255)
+    codes[200, 255] = 0x38  # 1
+    written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+
+
+# --- the command ---
+
+
+def quantized(folder: Path, block: tuple[int, int] = (128, 128), powers: bool = False, width: int = 256) -> Path:
+    """A checkpoint whose experts are FP8 in blocks."""
+    conversion.checkpoint(folder, layers=2, hidden=256, width=width)
+    rng = np.random.default_rng(3)
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors: dict[str, Any] = {}
+        for name, tensor in read_file(path).items():
+            if "experts" not in name:
+                tensors[name] = tensor
+                continue
+            n, k = tensor.shape
+            codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
+            codes[(codes & 0x7F) == fp8.NAN] = 0
+            codes[:128, :128] = 0x80
+            grid = (-(-n // block[0]), -(-k // block[1]))
+            exponents = rng.integers(0, 140, grid).astype(np.uint8)
+            tensors[name] = ("F8_E4M3", codes)
+            scales = ("F8_E8M0", exponents) if powers else ("F32", e8m0(exponents) * np.float32(1.37))
+            tensors[f"{name}_scale_inv"] = scales
+        write_file(path, tensors, {"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def parts_of(out: Path, model: MoeModel, count: int) -> Iterator[tuple[Matrix, Any, Any]]:
+    """Every part of every linear: as the source has it, and its codes and scales as they were written."""
+    tensors: dict[str, Any] = {}
+    for shard in out.glob("*.safetensors"):
+        tensors |= bits_of(read_file(shard))
+    for layer in model.layers:
+        for expert in range(model.shape(layer)[0]):
+            for projection in PROJECTIONS:
+                linear = model.linear(layer, expert, projection)
+                for part in range(count):
+                    key = f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{part}"
+                    codes, scales = tensors.pop(f"{key}.codes"), tensors.pop(f"{key}.scales")
+                    yield take_part(linear, projection, part, count), strips.unlay(codes), scales
+    assert not tensors
+
+
+KEPT = "the experts are FP8 already: every number stays what it is"
+TWICE = "rounds twice"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_output_is_the_definition(parts: int, tmp_path: Path, cli: Any) -> None:
+    source = conversion.checkpoint(tmp_path / "source", layers=2, hidden=256, width=256)
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--threadpool-count", parts)
+    assert KEPT not in done.stderr
+    for matrix, codes, scales in parts_of(tmp_path / "out", recognise(open_checkpoint(source)), parts):
+        wanted, wanted_scales = fp8.quantize(reference.decode(matrix))
+        assert (codes == wanted).all() and (scales == wanted_scales).all()
+    cli("verify", tmp_path / "out", "--against", source, "--full", "--numa", parts, "--quant-method", "fp8")
+
+
+@pytest.mark.parametrize("powers", [False, True], ids=["float32 scales", "E8M0 scales"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_blocks_of_128_are_kept(parts: int, powers: bool, tmp_path: Path, cli: Any) -> None:
+    source = quantized(tmp_path / "source", powers=powers)
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--threadpool-count", parts)
+    assert KEPT in done.stderr and TWICE not in done.stderr
+    for matrix, codes, scales in parts_of(tmp_path / "out", recognise(open_checkpoint(source)), parts):
+        assert matrix.scales is not None
+        (row, column), (n, k) = (start // 128 for start in matrix.origin), matrix.shape
+        assert (codes == matrix.values).all()
+        assert (scales == matrix.scales[row : row + n // 128, column : column + k // 128]).all()
+    checked = cli("verify", tmp_path / "out", "--against", source, "--full", "--json")
+    assert {layer["relative_error"] for layer in json.loads(checked.stdout)["errors"]} == {0.0}
+
+
+@pytest.mark.parametrize("block", [(128, 64), (1, 256), (256, 256)])
+def test_other_blocks_are_rounded(block: tuple[int, int], tmp_path: Path, cli: Any) -> None:
+    source = quantized(tmp_path / "source", block)
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--threadpool-count", 2)
+    assert KEPT not in done.stderr and TWICE in done.stderr
+    for matrix, codes, scales in parts_of(tmp_path / "out", recognise(open_checkpoint(source)), 2):
+        wanted, wanted_scales = fp8.quantize(reference.decode(matrix))
+        assert (codes == wanted).all() and (scales == wanted_scales).all()
+
+
+def test_refusals(tmp_path: Path, cli: Any) -> None:
+    source = conversion.checkpoint(tmp_path / "source", layers=1, hidden=256, width=256)
+    for code, text, *options in (
+        (2, "FP8 has no loose files", "--no-merge-safetensor"),
+        (2, "FP8 has no matrices for fine-tuning", "--save-backward-weights"),
+        (3, "256/4 = 64, is not a multiple of 128", "--threadpool-count", "4"),
+    ):
+        done = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", "fp8", *options, code=code)
+        assert text in done.stderr
+
+
+def test_killed_and_resumed_and_damaged(tmp_path: Path, cli: Any) -> None:
+    source = quantized(tmp_path / "source")
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+
+    def run(out: str, n: int) -> int:
+        command = [*conversion.KTCONVERT, "cpu", "-i", source, "-o", tmp_path / out, "--quant-method", "fp8"]
+        return killpoint.run(command, tmp_path / out, n, shim, log).returncode
+
+    assert run("whole", 0) == 0
+    calls = killpoint.count(log)
+    for part in (1, 2):
+        assert run(f"killed{part}", part * calls // 3) == killpoint.KILLED
+        cli("resume", tmp_path / f"killed{part}")
+        assert conversion.tree(tmp_path / f"killed{part}") == conversion.tree(tmp_path / "whole")
+    shard = next((tmp_path / "whole").glob("model-00001*"))
+    before = shard.read_bytes()
+    header = 8 + int.from_bytes(before[:8], "little")
+    for at, data, text in (
+        (header, b"\x7f", "is not a number"),
+        (-4, bytes(4), "is 0.0"),
+        (-4, b"\0\0\x80\xff", "is -inf"),
+    ):
+        damaged = bytearray(before)
+        damaged[at : at + len(data) or None] = data
+        shard.write_bytes(damaged)
+        assert text in cli("verify", tmp_path / "whole", code=6).stdout
