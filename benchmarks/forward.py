@@ -158,7 +158,7 @@ def measure_shape(
 ) -> Iterator[Cell | Load]:
     """All cells of one shape, printed as they are measured."""
     folder = scratch / shape.name.replace(" ", "-")
-    source = folder / "bf16"
+    source = folder / "tensors"
     source.mkdir(parents=True)
     mixtures.write_source(source, shape)
     batches = [
