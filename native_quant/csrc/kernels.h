@@ -76,6 +76,10 @@ typedef int kt_pack_mxfp4_fn(const uint8_t *rows, int64_t row_stride, uint8_t *c
                              const kt_ahead *ahead);
 enum { KT_MXFP4_HALF_BYTES = KT_HALF_ROWS * KT_GROUP_COLUMNS / 2 };
 
+/* The same half of each of so many blocks, from codes of E2M1 as they are stored (KTQ_FP4_E2M1, which begin with a whole
+   byte, or KTQ_GGML_MXFP4): two halves apart in `codes`. rows, row_stride (bytes): any alignment. */
+typedef void kt_lay_mxfp4_fn(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes);
+
 /* BF16 values, all finite, divided by the scale, as E4M3 (NUMERICS.md, section 9). count: a multiple of 32. */
 typedef void kt_e4m3_fn(const uint16_t *values, int64_t count, float scale, uint8_t *codes);
 

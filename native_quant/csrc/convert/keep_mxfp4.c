@@ -20,71 +20,47 @@ static int exponent_of(float scale) {
     return bits & 0x807fffff || bits == 0 ? NO_EXPONENT : (int)(bits >> 23);
 }
 
-/* Whether all magnitudes of 16 codes are at most `largest`. */
-static int are_at_most(uint64_t codes, unsigned largest) {
-    for (; codes; codes >>= 4)
-        if ((codes & 7) > largest) return 0;
+/* Whether 16 bytes of codes with this exponent are numbers, and finite: 6 * 2^126, 4 * 2^126 and 2 * 2^127 are not. */
+static int are_finite(const uint8_t *codes, int e) {
+    int largest = e < 253 ? 7 : e == 253 ? 5 : e == 254 ? 3 : -1;
+    for (int i = 0; i < ROW_BYTES; i++)
+        if ((codes[i] & 7) > largest || (codes[i] >> 4 & 7) > largest) return 0;
     return 1;
 }
 
-/* Whether 32 codes with this exponent are numbers, and finite: 6 * 2^126, 4 * 2^126 and 2 * 2^127 are not. */
-static int are_finite(const uint64_t codes[2], int e) {
-    unsigned largest = e < 253 ? 7 : e == 253 ? 5 : 3;
-    return e != 255 && (e < 253 || (are_at_most(codes[0], largest) && are_at_most(codes[1], largest)));
-}
-
-/* Nibbles 0, 2, 4 and 6 of each word of 32 bits to its lower half, the others to its upper half. */
-static uint64_t in_words(uint64_t codes) {
-    uint64_t even = codes & 0x0f0f0f0f0f0f0f0f, odd = codes >> 4 & 0x0f0f0f0f0f0f0f0f;
-    even = (even | even >> 4) & 0x00ff00ff00ff00ff;
-    odd = (odd | odd >> 4) & 0x00ff00ff00ff00ff;
-    even = (even | even >> 8) & 0x0000ffff0000ffff;
-    odd = (odd | odd >> 8) & 0x0000ffff0000ffff;
-    return even | odd << 16;
-}
-
-/* Block b of a row: its 32 codes in the order of the columns, low bits first; returns its exponent. */
-static int load_block(const ktq_source *source, int64_t r, int64_t b, uint64_t codes[2]) {
-    const uint8_t *row = (const uint8_t *)source->values + r * source->row_stride;
-    if (source->kind == KTQ_FP4_E2M1) {
-        memcpy(codes, row + source->skip / 2 + b * ROW_BYTES, ROW_BYTES);
-        int64_t scales = (source->first_row + r) / source->block_rows * source->scales_per_row;
-        return exponent_of(source->scales[scales + source->first_column / KT_GROUP_COLUMNS + b]);
+/* The exponents of a row, KT_STRIP_ROWS apart. Returns 1, or 0 if a number is not finite, or NO_EXPONENT. */
+static int lay_exponents(const ktq_source *source, int64_t r, const uint8_t *row, int64_t block_bytes, int64_t blocks,
+                         uint8_t *exponents) {
+    int finite = 1, in_blocks = source->kind == KTQ_GGML_MXFP4;
+    const float *scales = NULL;
+    if (!in_blocks)
+        scales = source->scales + (source->first_row + r) / source->block_rows * source->scales_per_row +
+                 source->first_column / KT_GROUP_COLUMNS;
+    for (int64_t b = 0; b < blocks; b++, row += block_bytes) {
+        int e = in_blocks ? *row : exponent_of(scales[b]);
+        if (e == NO_EXPONENT) return NO_EXPONENT;
+        if (e >= 253) finite &= are_finite(row + in_blocks, e);
+        exponents[b * KT_STRIP_ROWS] = (uint8_t)e;
     }
-    const kt_ggml_mxfp4 *block = (const kt_ggml_mxfp4 *)row + source->skip / KT_GROUP_COLUMNS + b;
-    uint64_t nibbles[2]; /* each byte: a column of the first 16, and of the last */
-    memcpy(nibbles, block->q, ROW_BYTES);
-    for (int upper = 0; upper < 2; upper++) {
-        codes[upper] = 0;
-        for (int i = 0; i < 2; i++) {
-            uint64_t eight = nibbles[i] >> 4 * upper & 0x0f0f0f0f0f0f0f0f;
-            eight = (eight | eight >> 4) & 0x00ff00ff00ff00ff;
-            eight = (eight | eight >> 8) & 0x0000ffff0000ffff;
-            codes[upper] |= (uint32_t)(eight | eight >> 16) * (uint64_t)1 << 32 * i;
+    return finite;
+}
+
+int kt_keep_mxfp4(const kt_kernels *kernels, const ktq_source *source, int64_t n, int64_t k, uint8_t *codes,
+                  uint8_t *exponents, int64_t *bad_row) {
+    int64_t block_bytes = source->kind == KTQ_GGML_MXFP4 ? (int64_t)sizeof(kt_ggml_mxfp4) : ROW_BYTES;
+    int64_t blocks = k / KT_GROUP_COLUMNS, first_block = source->skip * block_bytes / KT_GROUP_COLUMNS;
+    const uint8_t *rows = (const uint8_t *)source->values + first_block;
+    for (int64_t r = 0; r < n; r++, rows += source->row_stride) {
+        int done = lay_exponents(source, r, rows, block_bytes, blocks, exponents + r % KT_STRIP_ROWS);
+        if (done == NO_EXPONENT) return 0;
+        if (!done && *bad_row < 0) *bad_row = r;
+        if (r % KT_HALF_ROWS == 0)
+            kernels->lay_mxfp4(source->kind, rows, source->row_stride, blocks,
+                               codes + r % KT_STRIP_ROWS / KT_HALF_ROWS * KT_MXFP4_HALF_BYTES);
+        if (r % KT_STRIP_ROWS == KT_STRIP_ROWS - 1) {
+            codes += KT_STRIP_ROWS * k / 2;
+            exponents += k;
         }
     }
-    return block->e;
-}
-
-int kt_keep_mxfp4(const ktq_source *source, int64_t n, int64_t k, uint8_t *codes, uint8_t *exponents,
-                  int64_t *bad_row) {
-    int64_t worst = n;
-    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
-        for (int64_t b = 0; b < k / KT_GROUP_COLUMNS; b++)
-            for (int64_t r = first; r < first + KT_STRIP_ROWS; r++) {
-                uint64_t columns[2], words;
-                int e = load_block(source, r, b, columns);
-                if (e == NO_EXPONENT) return 0;
-                if (!are_finite(columns, e) && r < worst) worst = r;
-                *exponents++ = (uint8_t)e;
-                for (int half = 0; half < 2; half++) {
-                    words = in_words(columns[half]);
-                    memcpy(codes + 128 * half + 4 * (r % KT_HALF_ROWS), &words, 4);
-                    words >>= 32;
-                    memcpy(codes + 128 * half + 64 + 4 * (r % KT_HALF_ROWS), &words, 4);
-                }
-                if (r % KT_HALF_ROWS == KT_HALF_ROWS - 1) codes += KT_MXFP4_HALF_BYTES;
-            }
-    *bad_row = worst < n ? worst : -1;
     return 1;
 }

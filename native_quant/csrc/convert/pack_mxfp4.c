@@ -45,8 +45,10 @@ int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scr
     if (error) return error;
 
     kt_fp_state state = kt_enter();
-    if (!kt_has_mxfp4(source) || !kt_keep_mxfp4(source, n, k, codes, exponents, bad_row))
-        *bad_row = quantize(kt_current(), source, n, k, scratch, codes, exponents);
+    const kt_kernels *kernels = kt_current();
+    *bad_row = -1;
+    if (!kt_has_mxfp4(source) || !kt_keep_mxfp4(kernels, source, n, k, codes, exponents, bad_row))
+        *bad_row = quantize(kernels, source, n, k, scratch, codes, exponents);
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;
 }

@@ -20,9 +20,10 @@ void kt_lay_strip(const kt_kernels *kernels, int item_bytes, const uint8_t *rows
                   uint8_t *strip);
 
 /* keep_mxfp4.c: whether a source has codes of E2M1 with a scale for each 32 columns. Then kt_keep_mxfp4 puts codes and
-   exponents into strips; *bad_row: the first row that holds an infinity or a NaN, or -1. It returns 0, with some of it
-   written, if a scale is no power of two, else 1. */
+   exponents into strips; *bad_row, if it is -1, becomes the first row that holds an infinity or a NaN. It returns 0, with
+   some of it written, if a scale is no power of two, else 1. */
 int kt_has_mxfp4(const ktq_source *source);
-int kt_keep_mxfp4(const ktq_source *source, int64_t n, int64_t k, uint8_t *codes, uint8_t *exponents, int64_t *bad_row);
+int kt_keep_mxfp4(const kt_kernels *kernels, const ktq_source *source, int64_t n, int64_t k, uint8_t *codes,
+                  uint8_t *exponents, int64_t *bad_row);
 
 #endif
