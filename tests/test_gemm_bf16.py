@@ -172,6 +172,20 @@ def test_infinity_and_nan_stay_in_their_token(isa: str, name: str) -> None:
         assert not np.isfinite(out[5]).any() or bad != 0x7FC0
 
 
+def test_codes_that_are_no_number_give_none(isa: str) -> None:
+    """None is written; a file that was damaged afterwards does not give plausible numbers."""
+    codes = np.full((128, 128), 0x38, np.uint8)
+    codes[9, 70], codes[20, 3] = 0x7F, 0xFF
+    out = multiply("FP8", floats.activations(2, 128), floats.fp8(codes, np.ones((1, 1), np.float32)))
+    assert set(np.flatnonzero(~np.isfinite(out).all(axis=0))) == {9, 20}
+    scales = np.full((64, 2), 127, np.uint8)
+    scales[5, 1] = 255
+    weight = floats.mxfp4(np.full((64, 64), 2, np.uint8), np.minimum(scales, 254))
+    ordered = np.where(weight.scales == 254, np.uint8(255), weight.scales)
+    out = gemm_bf16("MXFP4", floats.activations(2, 64), weight.codes, ordered, 64)
+    assert set(np.flatnonzero(~np.isfinite(out).all(axis=0))) == {5}
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
     weight = floats.random("BF16", 32, 64)
     with pytest.raises(ValueError, match="codes"):

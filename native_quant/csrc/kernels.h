@@ -16,6 +16,8 @@ enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };
 /* arch/: a bit per instruction set (1 << KT_ISA_scalar ...) that this CPU and this kernel allow. Call once: it may have
    to ask the kernel for permission. */
 unsigned kt_cpu_isas(void);
+/* arch/: those among them that are slower than what they contain: to be used only where they are asked for. */
+unsigned kt_cpu_slow_isas(void);
 
 enum {
     KT_GROUP_COLUMNS = 32,  /* a group of columns is a multiple of it */
@@ -239,6 +241,9 @@ typedef void kt_panel_fn(const kt_kernels *kernels, const kt_bf16_strip *strip, 
    such a scale. */
 typedef int kt_panel_mxfp4_fn(const uint8_t *codes, const uint8_t *scales, int64_t columns, uint16_t *panel,
                               float *scale);
+
+/* Codes of FP8 E4M3 (FORMAT.md) to a panel. */
+typedef void kt_panel_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *panel);
 
 /* Sums of products of m rows of BF16 activations with the 32 rows of each strip, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `strips` and their order.

@@ -34,10 +34,11 @@ static void panel_mxfp4(const kt_kernels *kernels, const kt_bf16_strip *strip, i
 
 static void panel_fp8(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
                       uint16_t *panel, float *scale) {
-    kernels->decode(KTQ_FP8_E4M3, strip->codes + first * KT_STRIP_ROWS, 0, 1, columns * KT_STRIP_ROWS, 1, panel, 0);
-    for (int64_t i = 0; i < columns; i++) {
-        int64_t column = first + i / KT_SUM_COLUMNS * KT_SUM_COLUMNS;
-        memcpy(&scale[i], strip->scales + column / 128 * sizeof *scale, sizeof *scale);
+    kernels->panel_fp8(strip->codes + first * KT_STRIP_ROWS, columns, panel);
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS) {
+        float s;
+        memcpy(&s, strip->scales + (first + j) / 128 * sizeof s, sizeof s);
+        for (int64_t r = 0; r < KT_STRIP_ROWS; r++) scale[j + r] = s;
     }
 }
 

@@ -8,44 +8,59 @@
 
 enum { BLOCK = 6 }; /* tokens */
 
-INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *panel, int64_t columns, const float *scale,
-                                 int64_t scale_step, const float *a, float *c, const uint8_t *ahead, int64_t step) {
-    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, scale += scale_step, a += KT_SUM_COLUMNS)
-        for (int h = 0; h < 2; h++) {
-            __m256 sum[BLOCK][2];
+/* `wide` times KT_SUM_COLUMNS columns of 16 rows, whose sums do not wait for each other. */
+INLINE KT_TARGET_AVX2 void columns_of(int wide, int tokens, const uint8_t *half, const float *scale, int64_t scale_step,
+                                      const float *a, float *c, const uint8_t *ahead, int64_t step) {
+    const __m256i second_columns = _mm256_set1_epi32((int)0xffff0000);
+    __m256 sum[4][BLOCK][2];
+#pragma GCC unroll 4
+    for (int w = 0; w < wide; w++)
 #pragma GCC unroll 6
-            for (int t = 0; t < tokens; t++) sum[t][0] = sum[t][1] = _mm256_setzero_ps();
+        for (int t = 0; t < tokens; t++) sum[w][t][0] = sum[w][t][1] = _mm256_setzero_ps();
+    for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, half += 64, a += 2)
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++, ahead += step / 2) {
+            const uint8_t *place = half + w * KT_TILE_BYTES;
+            _mm_prefetch((const char *)ahead, _MM_HINT_T0);
 #pragma GCC unroll 2
-            for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, panel += 64, ahead += step / 2) {
-                __m256i weights[2];
-                _mm_prefetch((const char *)ahead, _MM_HINT_T0);
+            for (int second = 1; second >= 0; second--) {
+                __m256 weights[2];
                 for (int v = 0; v < 2; v++) {
-                    weights[v] = _mm256_loadu_si256((const __m256i *)(panel + v * 32));
-                    weights[v] = _mm256_and_si256(weights[v], _mm256_set1_epi32((int)0xffff0000));
+                    __m256i pairs = _mm256_loadu_si256((const __m256i *)(place + v * 32));
+                    pairs = second ? _mm256_and_si256(pairs, second_columns) : _mm256_slli_epi32(pairs, 16);
+                    weights[v] = _mm256_castsi256_ps(pairs);
                 }
 #pragma GCC unroll 6
                 for (int t = 0; t < tokens; t++) {
-                    __m256 second = _mm256_broadcast_ss(a + t * KT_PANEL_COLUMNS + 2 * pair + 1);
-                    for (int v = 0; v < 2; v++)
-                        sum[t][v] = _mm256_fmadd_ps(_mm256_castsi256_ps(weights[v]), second, sum[t][v]);
-                }
-                for (int v = 0; v < 2; v++)
-                    weights[v] = _mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)(panel + v * 32)), 16);
-#pragma GCC unroll 6
-                for (int t = 0; t < tokens; t++) {
-                    __m256 first = _mm256_broadcast_ss(a + t * KT_PANEL_COLUMNS + 2 * pair);
-                    for (int v = 0; v < 2; v++)
-                        sum[t][v] = _mm256_fmadd_ps(_mm256_castsi256_ps(weights[v]), first, sum[t][v]);
+                    __m256 x = _mm256_broadcast_ss(a + t * KT_PANEL_COLUMNS + w * KT_SUM_COLUMNS + second);
+                    for (int v = 0; v < 2; v++) sum[w][t][v] = _mm256_fmadd_ps(weights[v], x, sum[w][t][v]);
                 }
             }
-#pragma GCC unroll 6
-            for (int t = 0; t < tokens; t++)
-                for (int v = 0; v < 2; v++) {
-                    int row = h * KT_HALF_ROWS + v * 8;
-                    float *to = c + t * KT_STRIP_ROWS + row;
-                    _mm256_store_ps(to, _mm256_fmadd_ps(_mm256_loadu_ps(scale + row), sum[t][v], _mm256_load_ps(to)));
-                }
         }
+#pragma GCC unroll 6
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < 2; v++) {
+            __m256 total = _mm256_load_ps(c + t * KT_STRIP_ROWS + v * 8);
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++)
+                total = _mm256_fmadd_ps(_mm256_loadu_ps(scale + w * scale_step + v * 8), sum[w][t][v], total);
+            _mm256_store_ps(c + t * KT_STRIP_ROWS + v * 8, total);
+        }
+}
+
+INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *panel, int64_t columns, const float *scale,
+                                 int64_t scale_step, const float *a, float *c, const uint8_t *ahead, int64_t step) {
+    const int wide = tokens == 1 ? 4 : tokens <= 3 ? 2 : 1; /* enough sums to hide how long an addition takes */
+    for (int64_t j = 0, at_once; j < columns; j += at_once) {
+        at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
+        for (int h = 0; h < 2; h++, ahead += step * at_once / 4) {
+            const uint8_t *half = panel + j * 64 + h * KT_HALF_BYTES;
+            const float *scales = scale + j / KT_SUM_COLUMNS * scale_step + h * KT_HALF_ROWS;
+            float *to = c + h * KT_HALF_ROWS;
+            if (at_once > KT_SUM_COLUMNS) columns_of(wide, tokens, half, scales, scale_step, a + j, to, ahead, step);
+            else columns_of(1, tokens, half, scales, scale_step, a + j, to, ahead, step);
+        }
+    }
 }
 
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)

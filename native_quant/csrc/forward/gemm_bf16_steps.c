@@ -7,6 +7,7 @@ enum {
     PANEL_BYTES = KT_PANEL_COLUMNS * KT_STRIP_ROWS * 2,
     SCALES = KT_PANEL_COLUMNS / KT_SUM_COLUMNS * KT_STRIP_ROWS,
     AHEAD = 4096, /* bytes, in a strip that is read once */
+    FEW_COLUMNS = 128, /* of a panel of such a strip */
 };
 
 /* What lies in the scratch memory: a panel, its scales, activations. */
@@ -52,12 +53,10 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
 static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with) {
     for (int64_t pair = 0; pair < job->strips; pair += 2)
         for (int64_t first = 0, columns; first < job->k; first += columns) {
-            columns = least(job->k - first, KT_PANEL_COLUMNS);
+            columns = least(job->k - first, FEW_COLUMNS);
             copy(job, steps, first, columns, 0, job->m, with->a);
             for (int64_t s = pair; s < least(pair + 2, job->strips); s++) {
-                /* What is decoded comes as a whole: then it is the next panel that will be missed. */
-                const uint8_t *ahead = job->panel ? codes_of(job, s, first + columns) : codes_of(job, s, first) + AHEAD;
-                multiply(job, steps, with, s, first, columns, 0, job->m, ahead,
+                multiply(job, steps, with, s, first, columns, 0, job->m, codes_of(job, s, first) + AHEAD,
                          columns * KT_STRIP_ROWS * job->bits / 8);
             }
         }

@@ -4,3 +4,7 @@
 unsigned kt_cpu_isas(void) {
     return 1u << KT_ISA_scalar;
 }
+
+unsigned kt_cpu_slow_isas(void) {
+    return 0;
+}
