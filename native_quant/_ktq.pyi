@@ -44,6 +44,10 @@ class Lib:
     KTQ_FORMAT_MXFP4: int
     KTQ_FORMAT_FP8: int
     KTQ_FORMAT_BF16: int
+    KTQ_FORMAT_FP8_PERCHANNEL: int
+    KTQ_FORMAT_MXFP8: int
+    KTQ_FORMAT_NVFP4: int
+    KTQ_NVFP4_HEADER: int
 
     def ktq_block_rows(self, bits: int) -> int: ...
     def ktq_tile_columns(self, bits: int) -> int: ...
@@ -63,6 +67,7 @@ class Lib:
         exponents: ffi.CData,
         bad_row: ffi.CData,
     ) -> int: ...
+    def ktq_lay_fp8(self, n: int, k: int, rows: Any, row_stride: int, codes: Any, bad_row: Any) -> int: ...
     def ktq_pack_fp8(
         self,
         n: int,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-from ktconvert.native_quant.kernels import _check_array, _non_finite, _scratch
+from ktconvert.native_quant.kernels import NonFinite, _check_array, _non_finite, _scratch
 from ktconvert.native_quant.matrix import Matrix, readable, source_of
 
 STRIP_ROWS = 32
@@ -90,4 +90,23 @@ def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[n
     if error == lib.KTQ_ENONFINITE:
         raise _non_finite(bad_row[0], matrix)
     del keep
+    raise_error(error)
+
+
+def lay_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None:
+    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of strips.
+
+    n and k: multiples of 32. codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
+    """
+    n, k = values.shape
+    check_size(STRIP_ROWS, n, k)
+    if values.dtype != np.uint8 or values.strides[1] != 1 or values.strides[0] < k:
+        raise ValueError(f"codes must be uint8 with contiguous rows, not {values.dtype} with strides {values.strides}")
+    _check_array("codes", codes, np.dtype(np.uint8), (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    read_environment()
+    bad_row = ffi.new("int64_t *")
+    rows = ffi.cast("uint8_t *", values.__array_interface__["data"][0])
+    error = lib.ktq_lay_fp8(n, k, rows, values.strides[0], ffi.from_buffer("uint8_t[]", codes), bad_row)
+    if error == lib.KTQ_ENONFINITE:
+        raise NonFinite(bad_row[0], int(np.argmax(values[bad_row[0]] & 0x7F == 0x7F)))
     raise_error(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
-from rig import native
+from rig import floats, microscaling, native
 from rig.native import Native, distance
 from rig.safetensors import Tensor, Tensors
 
-NAMES = ("BF16_default", "BF16_mixtral")
+NEAR_FLOAT64 = 2.8e-3  # as in test_forward_bf16.py
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=native.NAMES)
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Native, Path]:
     layer = native.read(request.param)
     return layer, layer.write(tmp_path_factory.mktemp("checkpoint"))
@@ -61,6 +65,133 @@ def test_memory_is_that_of_the_weights(golden: tuple[Native, Path]) -> None:
     layer, path = golden
     stored = sum(len(tensor.data) for tensor in layer.tensors.values())
     assert stored <= Experts.load(path, 0).nbytes <= 1.01 * stored
+
+
+# --- activations ---------------------------------------------------------------------------------------------------
+
+
+def in_float64(layer: Native, path: Path, limit: float, alpha: float) -> Any:
+    """The layer's output by kt-kernel's formulas, from weights that BF16 holds exactly."""
+    model = recognise(open_checkpoint(path))
+    out = np.zeros(layer.hidden.shape)
+    for token, x in enumerate(floats.from_bits(layer.hidden)):
+        for expert, weight in zip(layer.ids[token], layer.weights[token], strict=True):
+            gate, up, down = (floats.from_bits(decode(model.linear(0, int(expert), p))) for p in PROJECTIONS)
+            g, u = gate @ x, up @ x
+            if limit:
+                g, u = np.clip(g, -limit if alpha else -np.inf, limit), np.clip(u, -limit, limit)
+            h = g / (1 + np.exp(-alpha * g)) * (u + 1) if alpha else g / (1 + np.exp(-g)) * u
+            out[token] += float(weight) * (down @ h)
+    return out
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(
+    ("name", "limit", "alpha"),
+    [
+        ("FP8_default", 0.25, 0.0),
+        ("MXFP4_v4", 0.25, 0.0),
+        *(("MXFP8_m3", limit, alpha) for limit, alpha in ((0.25, 0.0), (0.25, 1.702), (0.0, 1.702))),
+    ],
+)
+def test_other_activations(name: str, limit: float, alpha: float, pool: Pool, tmp_path: Path) -> None:
+    layer = native.read(name)
+    # Powers of two, so that the scales of FP8 leave weights that BF16 holds.
+    tensors = {
+        name: tensor._replace(data=(np.exp2(np.round(np.log2(tensor.bits)))).astype(np.float32).tobytes())
+        if tensor.dtype == "F32"
+        else tensor
+        for name, tensor in layer.tensors.items()
+    }
+    path = layer.write(tmp_path, tensors)
+    hidden = floats.to_bits(floats.from_bits(layer.hidden) * 8)
+    layer = replace(layer, hidden=hidden)
+    experts = Experts.load(path, 0, parts=2, pool=pool, swiglu_limit=limit, swiglu_alpha=alpha)
+    truth = in_float64(layer, path, limit, alpha)
+    assert distance(forward(experts, layer), truth) < NEAR_FLOAT64
+    assert distance(forward(Experts.load(path, 0, pool=pool), layer), truth) > 10 * NEAR_FLOAT64
+
+
+@pytest.mark.parametrize(
+    ("name", "swiglu", "message"),
+    [
+        ("BF16_default", {"swiglu_limit": 7.0}, "swiglu_limit=7.0 must be 0 for method='BF16': only FP8, MXFP4, MXFP8"),
+        ("FP8_default", {"swiglu_alpha": 1.7}, "swiglu_alpha=1.7 must be 0 for method='FP8': only MXFP8"),
+        ("MXFP8_m3", {"swiglu_limit": -1.0}, "swiglu_limit must be a number from 0 on, not -1.0"),
+        ("MXFP8_m3", {"swiglu_alpha": float("nan")}, "swiglu_alpha must be a number from 0 on, not nan"),
+    ],
+)
+def test_activations_that_a_method_does_not_have(
+    name: str, swiglu: dict[str, float], message: str, tmp_path: Path
+) -> None:
+    layer = native.read(name)
+    path = layer.write(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        Experts.load(path, 0, **swiglu)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(path), 512, method=layer.method, **swiglu)  # type: ignore[arg-type]
+
+
+# --- NVFP4, and scales at the ends of their range --------------------------------------------------------------------
+
+
+def from_numbers(linears: dict[tuple[int, str], Any], experts: int) -> Native:
+    """A layer with these weights in float64, by expert and projection; an input; its output."""
+    columns = linears[0, "gate"].shape[1]
+    rng = np.random.default_rng(3)
+    ids = np.stack([rng.permutation(experts)[:2] for _ in range(7)]).astype(np.int64)
+    weights, hidden = rng.random((7, 2)).astype(np.float32), floats.activations(7, columns)
+    truth = np.zeros((7, columns))
+    for token, x in enumerate(floats.from_bits(hidden)):
+        for expert, weight in zip(ids[token], weights[token], strict=True):
+            gate, up, down = (linears[int(expert), p] for p in PROJECTIONS)
+            g = gate @ x
+            truth[token] += float(weight) * (down @ (g / (1 + np.exp(-g)) * (up @ x)))
+    return Native("", {}, hidden, ids, weights, truth, np.empty(0, np.uint16))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("divides", [False, True])
+def test_nvfp4_is_close_to_float64(divides: bool, parts: int, pool: Pool, tmp_path: Path) -> None:
+    """With modelopt's scale of the whole weight, and with compressed-tensors'."""
+    rng = np.random.default_rng(5)
+    tensors, linears = {}, {}
+    for expert in range(2):
+        for projection, (n, k) in (("gate", (128, 384)), ("up", (128, 384)), ("down", (384, 128))):
+            codes, numbers = microscaling.fp4(rng, n, k)
+            steps = rng.integers(1, 127, (n, k // 16)).astype(np.uint8)
+            whole = np.float32(4e-5 * (1 + rng.random()))
+            stored = np.array(1 / whole if divides else whole, np.float32)
+            linears[expert, projection] = numbers * np.repeat(microscaling.E4M3[steps], 16, axis=1) * float(whole)
+            base = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
+            tensors[f"{base}_packed" if divides else base] = Tensor("U8", codes.shape, codes.tobytes())
+            tensors[f"{base}_scale"] = Tensor("F8_E4M3", steps.shape, steps.tobytes())
+            tensors[f"{base}_{'global_scale' if divides else 'scale_2'}"] = Tensor("F32", (), stored.tobytes())
+    layer = from_numbers(linears, 2)
+    experts = Experts.load(layer.write(tmp_path, tensors), 0, method="NVFP4", parts=parts, pool=pool)
+    assert experts.parts == parts and distance(forward(experts, layer), layer.truth) < NEAR_FLOAT64
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("method", ["MXFP4", "MXFP8"])
+def test_the_smallest_e8m0_scales_and_large_ones(method: str, pool: Pool, tmp_path: Path) -> None:
+    """up_proj has 2^-127, which is subnormal, beside 2^-126 to 2^-124; hidden and down_proj make up for them."""
+    layer = native.read({"MXFP4": "MXFP4_v4", "MXFP8": "MXFP8_m3"}[method])
+    rng = np.random.default_rng(7)
+    exponents = {"w1": (88, 90), "w3": (0, 4), "w2": (210, 214)}
+
+    def changed(name: str, tensor: Tensor) -> Tensor:
+        projection = next(p for p in exponents if f".{p}." in name)
+        if "scale" not in name:
+            return tensor
+        return tensor._replace(data=rng.integers(*exponents[projection], tensor.shape).astype(np.uint8).tobytes())
+
+    tensors = {name: changed(name, tensor) for name, tensor in layer.tensors.items()}
+    path = layer.write(tmp_path, tensors)
+    experts = Experts.load(path, 0, method=method, parts=2, pool=pool)
+    layer = replace(layer, hidden=floats.to_bits(floats.from_bits(layer.hidden) * 2.0**35))
+    assert distance(forward(experts, layer), in_float64(layer, path, 0.0, 0.0)) < NEAR_FLOAT64
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -119,6 +250,7 @@ def test_experts_in_another_order(tmp_path: Path) -> None:
     ("options", "kind", "message"),
     [
         ({"method": "AMXINT4"}, UnsupportedError, "layer 0 are BF16, which method BF16 computes, not AMXINT4; give"),
+        ({"method": "FP8"}, UnsupportedError, "layer 0 are BF16, which method BF16 computes, not FP8; give"),
         ({"layer": 3}, UnsupportedError, "holds no experts in layer 3, but in 0; give one of these"),
         ({"parts": 3}, UnsupportedError, r"3 NUMA parts: .*256/3, is not a multiple of 32. Legal .*: 1, 2, 4, 8\."),
         ({"num_experts": 4}, UnsupportedError, "num_experts 2 by its tensors, not 4"),
@@ -164,6 +296,26 @@ def shorter(tensors: Tensors, ending: str) -> Tensors:
             lambda t: with_first(t, "1.up_proj.weight", b"\x80\x7f"),
             "1.up_proj.weight': row 0 of NUMA part 0 of expert 1 holds a number that is not finite; download",
         ),
+        (
+            "MXFP8_m3",
+            lambda t: with_first(t, "1.w3.weight", b"\x00\xff"),
+            "1.w3.weight': row 0 of NUMA part 0 of expert 1 holds a number that is not finite; download",
+        ),
+        *(
+            (
+                name,
+                lambda t, ending=ending, data=data: with_first(t, ending, data),
+                r"scale \[0, 0\] is nan; download it",
+            )
+            for name, ending, data in (
+                ("FP8_default", "1.up_proj.weight_scale_inv", b"\x00\x00\xc0\x7f"),
+                ("FP8_PERCHANNEL_default", "1.up_proj.weight_scale", b"\x00\x00\xc0\x7f"),
+                ("MXFP4_v4", "1.w3.scale", b"\xff"),
+                ("MXFP8_m3", "1.w3.weight_scale_inv", b"\xff"),
+            )
+        ),
+        ("MXFP8_m3", lambda t: without(t, "1.w3.weight_scale_inv"), "weight_scale_inv.* missing"),
+        ("FP8_default", lambda t: shorter(t, "1.up_proj.weight_scale_inv"), "of shape .1, 2. does not fit"),
     ],
 )
 def test_damaged_tensors_are_refused(
@@ -179,8 +331,14 @@ def test_damaged_tensors_are_refused(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "qwen3_moe", "hidden_act": "gelu"}, "layer 0 compute gelu.gate. . up, this runtime silu"),
-        ({"model_type": "qwen3_moe", "swiglu_limit": 7.0}, "clamp gate and up to 7.0, this runtime"),
+        (
+            {"model_type": "qwen3_moe", "hidden_act": "gelu"},
+            "layer 0 compute gelu.gate. . up; method BF16 computes silu",
+        ),
+        (
+            {"model_type": "qwen3_moe", "swiglu_limit": 7.0},
+            "clamp gate and up to 7.0; method BF16 .*; keep them on the GPU",
+        ),
         ({"model_type": "llama4"}, "multiply routing weights with their input"),
     ],
 )

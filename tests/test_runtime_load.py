@@ -185,8 +185,8 @@ def test_a_loose_layer_with_a_file_too_short(outputs: Outputs, tmp_path: Path) -
         Experts.load(tmp_path / "out", 0)
 
 
-def test_what_is_no_output(tmp_path: Path, example: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent", example):
+def test_what_holds_no_weights(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UnsupportedError, match=str(path)):
             Experts.load(path, 0)
 

@@ -434,7 +434,7 @@ def test_unknown_modes_and_methods_are_refused_with_the_known_ones() -> None:
         make(method="AMXINT4", mode="sft")
 
 
-LATER = "RAWINT4 FP8_PERCHANNEL GPTQ_INT4 SYCL_GPTQ_INT4 NVFP4 MXFP8 LLAMAFILE MOE_INT4 MOE_INT8"
+LATER = "RAWINT4 GPTQ_INT4 SYCL_GPTQ_INT4 LLAMAFILE MOE_INT4 MOE_INT8"
 NODES = re.escape(f"some of {list(machine.numa_nodes())}, not ")
 TRAINING = (
     "AMXBF16_SFT AMXFP8_SFT MXFP4_SFT INT8_SFT AMXINT8_SFT AMXINT4_SFT AMXINT4_1_SFT RAWINT4_SFT AMXINT4_KGroup_SFT "

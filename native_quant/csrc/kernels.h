@@ -245,6 +245,9 @@ typedef int kt_panel_mxfp4_fn(const uint8_t *codes, const uint8_t *scales, int64
 /* Codes of FP8 E4M3 (FORMAT.md) to a panel. */
 typedef void kt_panel_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *panel);
 
+/* Multiplies a panel with scales in BF16, [columns / 16][32 rows], where the products are BF16, too. */
+typedef void kt_scale_panel_fn(const uint16_t *scales, int64_t columns, uint16_t *panel);
+
 /* Sums of products of m rows of BF16 activations with the 32 rows of each strip, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `strips` and their order.
    panel: how codes become panels; NULL: they are panels. bits: of a code. c: on a boundary of 64 bytes. scratch:

@@ -129,6 +129,10 @@ int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scr
 int ktq_pack_fp8(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes, float *scales,
                  int64_t *bad_row);
 
+/* Codes of FP8 E4M3 in strips as they are, multiples of 32. rows: n of them, row_stride bytes apart. KTQ_ENONFINITE: a
+   code of row *bad_row is NaN. */
+int ktq_lay_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row);
+
 /* The source as BF16: out[n][k]. A NaN of FP16 or F32 becomes 0x7fc0, one of FP8 0x7fc0 with the code's sign. */
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);
 
@@ -159,8 +163,22 @@ int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool *
 void ktq_pool_close(ktq_pool *pool);
 void ktq_pool_free(ktq_pool *pool);
 
-/* The formats of experts (layouts/FORMAT.md). Their scales: float32 (AMXINT4, AMXINT8, FP8), E8M0 (MXFP4), none. */
-enum { KTQ_FORMAT_AMXINT4, KTQ_FORMAT_AMXINT8, KTQ_FORMAT_MXFP4, KTQ_FORMAT_FP8, KTQ_FORMAT_BF16 };
+/* The formats of experts (layouts/FORMAT.md). Their scales: float32 (AMXINT4, AMXINT8, FP8), E8M0 (MXFP4), none.
+   The last three are in memory only. Codes of FP8_PERCHANNEL and MXFP8 are those of FP8, and of NVFP4 those of MXFP4.
+   Scales: float32 for each row; as MXFP4; and for each strip KTQ_NVFP4_HEADER bytes, of which the first 4 are the
+   float32 scale of the whole weight, and an E4M3 scale for each row and 16 columns: groups of columns one after the
+   other, each with its 32 rows. */
+enum {
+    KTQ_FORMAT_AMXINT4,
+    KTQ_FORMAT_AMXINT8,
+    KTQ_FORMAT_MXFP4,
+    KTQ_FORMAT_FP8,
+    KTQ_FORMAT_BF16,
+    KTQ_FORMAT_FP8_PERCHANNEL,
+    KTQ_FORMAT_MXFP8,
+    KTQ_FORMAT_NVFP4
+};
+enum { KTQ_NVFP4_HEADER = 64 };
 
 /* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. Scales are NULL where the
    format has none. */
@@ -175,6 +193,9 @@ typedef struct {
     int format; /* KTQ_FORMAT_* */
     int64_t experts, parts, hidden, width;
     const ktq_expert *expert;
+    /* Not with int8 activations. limit > 0: gate = min(gate, limit), up between -limit and limit. alpha > 0: gate is
+       limited on both sides, and gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up. */
+    float swiglu_limit, swiglu_alpha;
 } ktq_moe;
 
 /* out[t] = the sum over j of weights[t][j] * expert ids[t][j] (hidden[t]). hidden, out: BF16 [tokens, hidden];
@@ -207,7 +228,7 @@ void ktq_job_free(ktq_job *job);
 /* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]: one kernel alone, for
  * tests. */
 int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c);
-/* The same for MXFP4, FP8 and BF16: a is BF16, c float32. scales: NULL for BF16. */
+/* The same for the other formats: a is BF16, c float32. scales: NULL for BF16. */
 int ktq_gemm_bf16(int format, int64_t m, int64_t n, int64_t k, const uint16_t *a, const void *codes,
                   const void *scales, float *c);
 

@@ -56,6 +56,9 @@ class Job:
 class Experts:
     """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
 
+    swiglu_limit L > 0 (FP8, MXFP4, MXFP8): gate = min(gate, L), up between -L and L before that. swiglu_alpha > 0
+    (MXFP8): gate * sigmoid(alpha * gate) * (up + 1) takes the place of silu(gate) * up, with both between -L and L.
+
     Created by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
     """
 
@@ -66,8 +69,11 @@ class Experts:
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
+        swiglu_limit: float = 0.0,
+        swiglu_alpha: float = 0.0,
     ) -> None:
         kernels.isa()  # a wrong KTCONVERT_ISA is reported here
+        kt_methods.check_swiglu(packed.form.name, swiglu_limit, swiglu_alpha)
         grid = packed.grid
         self.method, self.layer = packed.form.name, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
@@ -84,6 +90,8 @@ class Experts:
                 "hidden": self.hidden,
                 "width": self.intermediate // self.parts,
                 "expert": table,
+                "swiglu_limit": swiglu_limit,
+                "swiglu_alpha": swiglu_alpha,
             },
         )
         self._weights: _Weights | None = _Weights(moe, table, packed)
@@ -104,6 +112,8 @@ class Experts:
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
+        swiglu_limit: float = 0.0,
+        swiglu_alpha: float = 0.0,
     ) -> Experts:
         """One layer of a converted directory: merged or loose, ours or kt-kernel's; or of a checkpoint in safetensors
         whose weights are those of one of kt-kernel's native methods.
@@ -120,14 +130,14 @@ class Experts:
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         sizes = {"experts": num_experts, "hidden": hidden, "intermediate": intermediate}
-        pool, path = pool or default_pool(), Path(path)
+        limit, alpha, pool, path = swiglu_limit, swiglu_alpha, pool or default_pool(), Path(path)
         if from_checkpoint.is_checkpoint(path):
-            packed = from_checkpoint.load(path, layer, pool, method=method, parts=parts, **sizes)
-            return cls(packed, pool=pool, exact=exact, order=order)
-        packed = weights.load(path, layer, memory, pool, method=method, **sizes)
-        if parts is not None and parts != packed.grid.numa:
-            _report_parts(str(path), packed.grid.numa, parts, strict)
-        return cls(packed, pool=pool, exact=exact, order=order)
+            packed = from_checkpoint.load(path, layer, pool, limit, alpha, method=method, parts=parts, **sizes)
+        else:
+            packed = weights.load(path, layer, memory, pool, limit, alpha, method=method, **sizes)
+            if parts is not None and parts != packed.grid.numa:
+                _report_parts(str(path), packed.grid.numa, parts, strict)
+        return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=limit, swiglu_alpha=alpha)
 
     @classmethod
     def from_bf16(
@@ -142,6 +152,8 @@ class Experts:
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
+        swiglu_limit: float = 0.0,
+        swiglu_alpha: float = 0.0,
     ) -> Experts:
         """Experts quantized on the spot: gate and up [E, I, H], down [E, H, I], BF16 bits.
 
@@ -150,7 +162,7 @@ class Experts:
         """
         pool = pool or default_pool()
         packed = weights.pack(gate, up, down, FORMS[method], layer, parts, pool)
-        return cls(packed, pool=pool, exact=exact, order=order)
+        return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha)
 
     def forward(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16 | None = None) -> U16:
         """hidden [T, H] BF16 bits, ids [T, k], weights [T, k] -> out [T, H] BF16 bits.

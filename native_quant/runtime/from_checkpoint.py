@@ -5,58 +5,24 @@ the order of the kernels while a layer is loaded. No number changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
-from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, bf16
+from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.legal import COUNTS
 from ktconvert.layouts.outputs.opening import is_output
-from ktconvert.layouts.outputs.output import Bytes
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
-from ktconvert.native_quant.kernels_strips import BF16_MULTIPLE
-from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
+from ktconvert.native_quant.runtime.kt_methods import LIMITED, WITH_ALPHA
+from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_wanted, in_parallel
-
-
-@dataclass(frozen=True)
-class Native:
-    """One of kt-kernel's methods that compute with the weights of a checkpoint.
-
-    name      of the method
-    multiple  the hidden size and the intermediate size per NUMA part must be multiples of it
-    holds     whether a stored weight is of this method; its shape is [n, k], or [E, n, k], unless it is input-major
-    tensors   (n, k) -> the tensors of a part in memory: codes, and scales if it has any
-    write     a part of a linear, and where its tensors are to be written; raises kernels.NonFinite
-    """
-
-    name: str
-    multiple: int
-    holds: Callable[[Weight, MoeLayer], bool]
-    tensors: Callable[[int, int], tuple[Tensor, ...]]
-    write: Callable[[Matrix, Sequence[Bytes]], None]
-
-    def loose_path(self, part: Part, tensor: Tensor) -> None:
-        """There are no loose files of it."""
-
-
-def _is(encoding: str) -> Callable[[Weight, MoeLayer], bool]:
-    return lambda weight, layer: weight.encoding.name == encoding
-
-
-METHODS = {method.name: method for method in (Native("BF16", BF16_MULTIPLE, _is("BF16"), bf16.tensors, bf16.quantize),)}
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -68,6 +34,8 @@ def load(
     path: Path,
     layer: int,
     pool: Pool,
+    swiglu_limit: float = 0.0,
+    swiglu_alpha: float = 0.0,
     *,
     method: str | None = None,
     experts: int | None = None,
@@ -91,7 +59,7 @@ def load(
     wanted = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
     actual = {"num_experts": count, "hidden_size": h, "moe_intermediate_size": i}
     check_wanted(path, layer, actual, wanted, "tensors")
-    _check_activation(path, model, layer)
+    _check_activation(path, model, layer, native, swiglu_limit, swiglu_alpha)
     grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, parts, len(pool.nodes)))
     sizes = {
         (part, tensor.suffix): tensor.nbytes
@@ -103,12 +71,12 @@ def load(
 
     def one(item: tuple[int, str]) -> None:
         expert, projection = item
-        linear = model.linear(layer, expert, projection)
+        linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
         for part in grid.parts(expert, projection):
             try:
-                native.write(part.of(linear, grid.numa), arrays[part])
+                native.write(Stored(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part])
             except kernels.NonFinite as bad:
-                info = model.weight(layer, expert, projection).values
+                info = stored.values
                 raise InputError(
                     f"{model.source.shards[info.shard].path}: tensor {info.name!r}: row {bad.row} of NUMA part "
                     f"{part.numa} of expert {expert} holds a number that is not finite; download it again"
@@ -153,23 +121,28 @@ def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Na
     )
 
 
-def _check_activation(path: Path, model: MoeModel, layer: int) -> None:
-    """Raises UnsupportedError where the config says that the experts compute something else."""
+def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, limit: float, alpha: float) -> None:
+    """Raises UnsupportedError where config.json says that the experts compute something else than these settings do."""
     stated = cfg.find(model.source.config, ("swiglu_limit", "swiglu_limits"))
     clamp = stated[1] if stated else 0
     if isinstance(clamp, list):
         clamp = clamp[layer] if layer < len(clamp) else 0
-    what = ""
+    what, remedy = "", "keep them on the GPU"
     if model.weights_on != "output":
         what = "multiply routing weights with their input"
+    elif model.activation == "swiglu_oai":
+        if not alpha:
+            what = f"compute {ACTIVATIONS[model.activation]}"
+            remedy = "give swiglu_limit and swiglu_alpha" if native.name in WITH_ALPHA else remedy
     elif model.activation not in ("silu", "swiglu_limit"):
         what = f"compute {ACTIVATIONS.get(model.activation, model.activation)}"
-    elif clamp:
+    elif clamp and not limit:
         what = f"clamp gate and up to {clamp}"
+        remedy = f"give swiglu_limit={clamp}" if native.name in LIMITED else remedy
     if what:
         raise UnsupportedError(
-            f"{path}: the experts of layer {layer} {what}, this runtime silu(gate) * up with routing weights on the "
-            "output; keep them on the GPU."
+            f"{path}: the experts of layer {layer} {what}; method {native.name} computes silu(gate) * up with routing "
+            f"weights on the output, unless told otherwise; {remedy}."
         )
 
 

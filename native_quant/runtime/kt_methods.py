@@ -5,7 +5,7 @@ from __future__ import annotations
 from ktconvert.native_quant._ktq import lib
 
 NOT_YET = (
-    *("RAWINT4", "FP8_PERCHANNEL", "GPTQ_INT4", "SYCL_GPTQ_INT4", "NVFP4", "MXFP8", "LLAMAFILE"),
+    *("RAWINT4", "GPTQ_INT4", "SYCL_GPTQ_INT4", "LLAMAFILE"),
     *("MOE_INT4", "MOE_INT8"),
 )
 _SKIP_LORA = ("AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
@@ -30,7 +30,14 @@ FORMATS: dict[str, int] = {
     "MXFP4": lib.KTQ_FORMAT_MXFP4,
     "FP8": lib.KTQ_FORMAT_FP8,
     "BF16": lib.KTQ_FORMAT_BF16,
+    "FP8_PERCHANNEL": lib.KTQ_FORMAT_FP8_PERCHANNEL,
+    "MXFP8": lib.KTQ_FORMAT_MXFP8,
+    "NVFP4": lib.KTQ_FORMAT_NVFP4,
 }
+LIMITED = ("FP8", "MXFP4", "MXFP8")  # may have a swiglu_limit
+WITH_ALPHA = ("MXFP8",)  # may have a swiglu_alpha
+# Read from checkpoints only: nothing packs BF16 numbers into them.
+CHECKPOINTS_ONLY = ("FP8_PERCHANNEL", "MXFP8", "NVFP4")
 INT8 = ("AMXINT4", "AMXINT8")  # computed with int8 activations (NUMERICS.md, section 5), the others with BF16 (5b)
 
 
@@ -50,13 +57,21 @@ def check(mode: str, method: str, swiglu_limit: float, swiglu_alpha: float) -> N
             f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(FORMATS)}. "
             "Convert with `ktconvert cpu --quant-method int4` or another."
         )
-    if (swiglu_limit != 0.0 or swiglu_alpha != 0.0) and method not in INT8:
-        raise NotImplementedError(
-            f"swiglu_limit={swiglu_limit} and swiglu_alpha={swiglu_alpha} are not implemented yet for "
-            f"method={method!r}: leave them 0, or use kt-kernel."
-        )
-    if swiglu_limit != 0.0 or swiglu_alpha != 0.0:
-        raise ValueError(
-            f"swiglu_limit={swiglu_limit} and swiglu_alpha={swiglu_alpha} must be 0 for method={method!r}: "
-            "its activation is silu(gate) * up and nothing else."
-        )
+    check_swiglu(method, swiglu_limit, swiglu_alpha)
+
+
+def check_swiglu(method: str, limit: float, alpha: float) -> None:
+    """Raise ValueError for settings of the activation that the method does not have."""
+    for name, value, methods in (("swiglu_limit", limit, LIMITED), ("swiglu_alpha", alpha, WITH_ALPHA)):
+        if value != 0.0 and method not in methods:
+            raise ValueError(
+                f"{name}={value} must be 0 for method={method!r}: only {', '.join(methods)} can have it "
+                f"in place of silu(gate) * up."
+            )
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a number from 0 on, not {value}")
+
+
+def activation(limit: float, alpha: float) -> str:
+    """What ACTIVATIONS of the table of architectures calls the activation with these settings."""
+    return "swiglu_oai" if alpha else "swiglu_limit" if limit else "silu"

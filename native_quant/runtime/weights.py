@@ -90,6 +90,8 @@ def load(
     layer: int,
     memory: str,
     pool: Pool,
+    swiglu_limit: float = 0.0,
+    swiglu_alpha: float = 0.0,
     *,
     method: str | None = None,
     experts: int | None = None,
@@ -125,7 +127,7 @@ def load(
     }
     wanted = {"method": method, "num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
     check_wanted(path, layer, actual, wanted, "byte counts")
-    _compare_metadata(output, layer, measured)
+    _compare_metadata(output, layer, measured, kt_methods.activation(swiglu_limit, swiglu_alpha))
     grid = ExpertGrid(layer, h, i, measured.numa)
     check_sizes(measured.form, grid)
     stored = dict(_stored(output, measured.form, grid, count))
@@ -235,7 +237,7 @@ def check_wanted(
             )
 
 
-def _compare_metadata(output: Output, layer: int, measured: Measure) -> None:
+def _compare_metadata(output: Output, layer: int, measured: Measure, activation: str) -> None:
     """Compare the metadata in our own shards with their byte counts."""
     count, hidden, intermediate = measured.shapes[layer]
     actual = {
@@ -245,7 +247,7 @@ def _compare_metadata(output: Output, layer: int, measured: Measure) -> None:
         "hidden_size": str(hidden),
         "moe_intermediate_size": str(intermediate),
         "weights_on": "output",
-        "activation": "silu",
+        "activation": activation,
     }
     for shard, metadata in output.metadata.items():
         if metadata.get("layer") != str(layer):

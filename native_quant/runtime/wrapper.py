@@ -36,7 +36,8 @@ class KTMoEWrapper:
                        reads (docs/RUNTIME.md); with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see deferred.py
-    method             AMXINT4, AMXINT8, MXFP4, FP8 or BF16
+    method             AMXINT4, AMXINT8, MXFP4, FP8, BF16; FP8_PERCHANNEL, MXFP8 and NVFP4 from checkpoints only
+    swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
     chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
     at once.
 
@@ -108,7 +109,7 @@ class KTMoEWrapper:
         self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
         self.chunked_prefill_size, self.method = chunked_prefill_size, method
         self.max_deferred_experts_per_token = int(max_deferred_experts_per_token or 0)
-        self.swiglu_limit = float(swiglu_limit)
+        self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
         self.gpu_experts_mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
         self._pool = _pool(cpuinfer_threads, threadpool_count, numa_nodes)
@@ -143,6 +144,8 @@ class KTMoEWrapper:
                 pool=self._pool,
                 exact=self.exact,
                 order=_order(physical_to_logical_map_cpu),
+                swiglu_limit=self.swiglu_limit,
+                swiglu_alpha=self.swiglu_alpha,
             )
         )
 
@@ -157,8 +160,13 @@ class KTMoEWrapper:
 
         Expert p computes with expert map[p] of the tensors, as after load_weights, and files hold experts in the
         tensors' order. (kt-kernel 0.7.2 fills its buffers by map[p] here, which differs for maps other than the
-        identity.)
+        identity.) NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
         """
+        if self.method in kt_methods.CHECKPOINTS_ONLY:
+            raise NotImplementedError(
+                f"method={self.method!r} is read from checkpoints only: call load_weights, or pack the tensors with "
+                "method='FP8' or another"
+            )
         shapes = {
             "gate_proj": (self.num_experts, self.moe_intermediate_size, self.hidden_size),
             "up_proj": (self.num_experts, self.moe_intermediate_size, self.hidden_size),
@@ -175,6 +183,8 @@ class KTMoEWrapper:
             pool=self._pool,
             exact=self.exact,
             order=_order(physical_to_logical_map_cpu),
+            swiglu_limit=self.swiglu_limit,
+            swiglu_alpha=self.swiglu_alpha,
         )
         if self.cpu_save:
             experts.save(self.weight_path)

@@ -121,3 +121,15 @@ int ktq_pack_fp8(int64_t n, int64_t k, const ktq_source *source, uint16_t *scrat
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;
 }
+
+int ktq_lay_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row) {
+    int error = kt_check_strips(KT_STRIP_ROWS, n, k);
+    if (!error && (!rows || row_stride < k || !codes || !bad_row)) error = KTQ_EINVAL;
+    if (error) return error;
+    for (*bad_row = 0; *bad_row < n; ++*bad_row)
+        if (has_nan(rows + *bad_row * row_stride, k)) return KTQ_ENONFINITE;
+    *bad_row = -1;
+    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
+        kt_lay_strip(kt_current(), 1, rows + first * row_stride, row_stride, k, codes + first * k);
+    return KTQ_OK;
+}

@@ -42,14 +42,49 @@ static void panel_fp8(const kt_kernels *kernels, const kt_bf16_strip *strip, int
     }
 }
 
-static const kt_geometry mxfp4 = {64, 64, 1}, fp8 = {128, 128, 1}, bf16 = {32, 32, 1};
+static void panel_fp8_perchannel(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first,
+                                 int64_t columns, uint16_t *panel, float *scale) {
+    kernels->panel_fp8(strip->codes + first * KT_STRIP_ROWS, columns, panel);
+    for (int64_t i = 0; i < columns; i += KT_STRIP_ROWS)
+        memcpy(scale + i, strip->scales, KT_STRIP_ROWS * sizeof *scale);
+}
+
+static void panel_mxfp8(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
+                        uint16_t *panel, float *scale) {
+    const uint8_t *scales = strip->scales + first;
+    int has_zero = 0;
+    kernels->panel_fp8(strip->codes + first * KT_STRIP_ROWS, columns, panel);
+    for (int64_t i = 0; i < columns; i++) {
+        scale[i] = kt_float((uint32_t)scales[i] << 23);
+        has_zero |= !scales[i];
+    }
+    if (has_zero) halve(scales, columns, panel, scale);
+}
+
+/* A strip's scales begin with that of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
+static void panel_nvfp4(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
+                        uint16_t *panel, float *scale) {
+    const uint8_t *scales = strip->scales + KTQ_NVFP4_HEADER + 2 * first;
+    uint16_t groups[2 * KT_PANEL_COLUMNS];
+    float whole;
+    kernels->panel_mxfp4(strip->codes + first * KT_STRIP_ROWS / 2, scales, columns, panel, scale);
+    kernels->decode(KTQ_FP8_E4M3, scales, 0, 1, 2 * columns, 1, groups, 0);
+    kernels->scale_panel(groups, columns, panel);
+    memcpy(&whole, strip->scales, sizeof whole);
+    for (int64_t i = 0; i < columns; i++) scale[i] = whole;
+}
+
+static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1};
 
 static const kt_format formats[] = {
     [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], .bits = 4, .gemm = gemm_int4},
     [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], .bits = 8, .gemm = gemm_int8},
-    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &mxfp4, 4, 1, 32, sizeof(uint8_t), .panel = panel_mxfp4},
-    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &fp8, 8, 128, 128, sizeof(float), .panel = panel_fp8},
-    [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &bf16, .bits = 16},
+    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .panel = panel_mxfp4},
+    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .panel = panel_fp8},
+    [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, .bits = 16},
+    [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .panel = panel_fp8_perchannel},
+    [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .panel = panel_mxfp8},
+    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, sizeof(uint8_t), KTQ_NVFP4_HEADER, .panel = panel_nvfp4},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 
@@ -66,7 +101,8 @@ kt_bf16_strip kt_bf16_strip_of(const kt_format *format, const void *codes, const
                                int64_t index) {
     int64_t row = index * KT_STRIP_ROWS;
     kt_bf16_strip strip = {(const uint8_t *)codes + row * k * format->bits / 8, scales};
+    int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* whole rows of scales come before it */
-        strip.scales += row / format->scale_rows * (k / format->scale_columns) * format->scale_bytes;
+        strip.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;
     return strip;
 }

@@ -25,6 +25,7 @@ static int check(const ktq_moe *moe, const ktq_call *call) {
     if (call->tokens && (!call->hidden || !call->ids || !call->weights || !call->out)) return KTQ_EINVAL;
     const kt_format *format = kt_format_of(moe->format);
     if (!format) return KTQ_EINVAL;
+    if (format->arithmetic != &kt_bf16_arithmetic && (moe->swiglu_limit || moe->swiglu_alpha)) return KTQ_EINVAL;
     int error = kt_check_size(format, moe->width, moe->hidden);
     return error ? error : kt_check_size(format, moe->hidden, moe->width);
 }

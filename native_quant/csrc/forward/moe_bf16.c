@@ -35,12 +35,25 @@ static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *
                                              .scratch = scratch->gemm});
 }
 
+/* gate and up as the activation takes them (ktq_moe). alpha: silu(alpha * gate) is alpha times what is wanted. */
+static void limit(const ktq_moe *moe, int64_t count, float *gate, float *up) {
+    float most = moe->swiglu_limit, alpha = moe->swiglu_alpha;
+    for (int64_t i = 0; most > 0 && i < count; i++) {
+        gate[i] = gate[i] > most ? most : alpha > 0 && gate[i] < -most ? -most : gate[i];
+        up[i] = up[i] > most ? most : up[i] < -most ? -most : up[i];
+    }
+    for (int64_t i = 0; alpha > 0 && i < count; i++) {
+        gate[i] *= alpha;
+        up[i] = (up[i] + 1) / alpha;
+    }
+}
+
 /* A gate strip, its up strip, the next gate strip ...: two streams from memory. */
 static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     int64_t k = pass->moe->hidden, width = pass->moe->width;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
-    const float *c = scratch->c;
+    float *c = scratch->c;
     kt_bf16_strip strip[KT_MAX_STRIPS];
     for (int64_t i = 0; i < task->count; i++) {
         strip[2 * i] = kt_bf16_strip_of(pass->format, expert->gate, expert->gate_scale, k, task->first + i);
@@ -50,8 +63,9 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
         int64_t row = bucket->first + t, m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
         multiply(pass, m, k, group->bf16.a + row * k, 2 * task->count, strip, scratch);
         for (int64_t i = 0; i < task->count; i++) {
-            const float *gate = c + 2 * i * m * KT_STRIP_ROWS, *up = gate + m * KT_STRIP_ROWS;
+            float *gate = c + 2 * i * m * KT_STRIP_ROWS, *up = gate + m * KT_STRIP_ROWS;
             uint16_t *h = group->bf16.h + (task->part * pass->rows + row) * width + (task->first + i) * KT_STRIP_ROWS;
+            limit(pass->moe, m * KT_STRIP_ROWS, gate, up);
             pass->kernels->swiglu_bf16(m, gate, up, h, width);
         }
     }

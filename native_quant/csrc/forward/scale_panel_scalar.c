@@ -1,0 +1,11 @@
+/* A panel times the scales of groups of 16 columns, exactly. */
+#include "bf16.h"
+#include "kernels.h"
+
+void kt_scale_panel_scalar(const uint16_t *scales, int64_t columns, uint16_t *panel) {
+    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i++) {
+        int64_t half = i / (KT_HALF_BYTES / 2), group = half / 2 * 2 + i / 256 % 2; /* 8 pairs of columns of 16 rows */
+        float scale = kt_from_bf16(scales[group * KT_STRIP_ROWS + half % 2 * KT_HALF_ROWS + i / 2 % KT_HALF_ROWS]);
+        panel[i] = (uint16_t)(kt_bits(kt_from_bf16(panel[i]) * scale) >> 16);
+    }
+}
