@@ -7,7 +7,7 @@ set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${1:-.venv/bin/python}")
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_runtime.py::test_exact_mode_has_kt_kernels_bits \
+[ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_gemm_bf16.py tests/test_runtime.py::test_exact_mode_has_kt_kernels_bits \
     tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits -k "amx or avxvnni"
 out=${OUT:-build/emulated}
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from rig import floats
 from rig.pools import grouped
+from rig.safetensors import edit_header
 
 FORMATS = ("MXFP4", "FP8", "BF16")
 # Relative L2 distance from float64 of the same weights. Rounding h and the output to BF16 gives 2.4e-3; kt-kernel's own
@@ -39,19 +45,19 @@ class Case:
             weight = floats.random(name, part.n, part.k, seed=i, size=0.5 / np.sqrt(part.k))
             arrays[part] = (weight.codes, weight.scales)[: 1 if name == "BF16" else 2]
             numbers[part.projection, part.expert, part.numa] = weight.numbers
-        self.packed = LayerWeights(SimpleNamespace(name=name), grid, experts, arrays)  # type: ignore[arg-type]
+        self.packed = LayerWeights(FORMS[name], grid, experts, arrays)
         rng = np.random.default_rng(tokens)
         self.hidden = floats.activations(tokens, hidden)
         self.ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
         self.weights = rng.random((tokens, topk)).astype(np.float32)
-        self._numbers = numbers
+        self.numbers: Numbers = numbers
 
     def truth(self) -> npt.NDArray[np.float64]:
         out = np.zeros(self.hidden.shape)
         for t, x in enumerate(floats.from_bits(self.hidden)):
             for expert, weight in zip(self.ids[t], self.weights[t], strict=True):
                 for part in range(self.packed.grid.numa):
-                    gate, up, down = (self._numbers[p, int(expert), part] for p in ("gate", "up", "down"))
+                    gate, up, down = (self.numbers[p, int(expert), part] for p in ("gate", "up", "down"))
                     g = gate @ x
                     out[t] += float(weight) * (down @ (g / (1 + np.exp(-g)) * (up @ x)))
         return out
@@ -59,6 +65,14 @@ class Case:
     def run(self, rows: Any = slice(None), **options: Any) -> npt.NDArray[np.uint16]:
         call = (np.ascontiguousarray(x[rows]) for x in (self.hidden, self.ids, self.weights))
         return Experts(self.packed, **options).forward(*call)
+
+
+def test_the_weights_are_what_the_format_says() -> None:
+    for name in FORMATS:
+        case = Case(name, hidden=128, width=256)
+        for part, stored in case.packed.arrays.items():
+            numbers = case.numbers[part.projection, part.expert, part.numa]
+            np.testing.assert_array_equal(FORMS[name].unpack(stored, part.n, part.k), numbers.astype(np.float32))
 
 
 def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:
@@ -145,3 +159,77 @@ def test_large_values_of_one_token_and_exact_mode() -> None:
     for t in range(4):
         assert distance(out[t], case.truth()[t]) < 2 * NEAR_FLOAT64
     np.testing.assert_array_equal(case.run(exact=True), out)
+
+
+# --- outputs of `ktconvert cpu` ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, example: Path, cli: Any) -> Path:
+    """The bundled model in two parts."""
+    out: Path = tmp_path_factory.mktemp(request.param) / request.param
+    cli("cpu", "-i", example, "-o", out, "--quant-method", request.param.lower(), "--threadpool-count", 2, "-q")
+    return out
+
+
+def test_outputs_are_computed(output: Path) -> None:
+    """Mapped or copied, and as an expert packed on the spot; close to what the format's own numbers give."""
+    layer = Experts.load(output, 1, memory="copy")
+    grid = layer.packed.grid
+    assert (layer.method, layer.parts, layer.num_experts) == (output.name, 2, 8)
+    x, weights = floats.activations(8, grid.hidden), np.ones((8, 1), np.float32)
+    ids = np.arange(8, dtype=np.int64)[:, None]
+    out = layer.forward(x, ids, weights)
+    np.testing.assert_array_equal(Experts.load(output, 1, memory="map").forward(x, ids, weights), out)
+    wanted = smoke.reference(layer.packed, smoke.widen(x))
+    assert distance(out, wanted[np.arange(8), np.arange(8)].astype(np.float64)) < NEAR_FLOAT64
+    assert not smoke.smoke(output, 0, 2, Pool(2)).problems
+
+
+def test_experts_packed_on_the_spot(random_experts: Any, tmp_path: Path) -> None:
+    bits = random_experts(2, 256, 128)
+    x, ids, weights = floats.activations(3, 256), np.array([[0, 1]] * 3, np.int64), np.ones((3, 2), np.float32)
+    for name in FORMATS:
+        experts = Experts.from_bf16(bits["gate"], bits["up"], bits["down"], method=name)
+        wanted = smoke.reference(experts.packed, smoke.widen(x)).sum(axis=1).astype(np.float64)
+        assert distance(experts.forward(x, ids, weights), wanted) < NEAR_FLOAT64
+        with pytest.raises(UnsupportedError, match=f"{name} has no loose files"):
+            experts.save(tmp_path / "layers")
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_outputs_are_refused_in_a_sentence(output: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=f"has method {output.name} by its byte counts, not AMXINT8"):
+        Experts.load(output, 0, method="AMXINT8")
+    with pytest.raises(UnsupportedError, match="--threadpool-count 1"):
+        Experts.load(output, 0, parts=1, strict=True)
+
+    def harmed(name: str, harm: Callable[[Path], None]) -> Path:
+        copy = tmp_path / name
+        shutil.copytree(output, copy)
+        (copy / "manifest.json").unlink()
+        harm(min(copy.glob("*.safetensors")))
+        return copy
+
+    cut = harmed("cut", lambda shard: shard.write_bytes(shard.read_bytes()[:-4096]))
+    with pytest.raises(KtconvertError, match=r"layer 0|model-00001"):
+        Experts.load(cut, 0)
+    key = "blk.0.ffn_up_exps.3.numa.1.codes"
+    missing = harmed("missing", lambda shard: edit_header(shard, lambda header: header.update(x=header.pop(key))))
+    with pytest.raises(InputError, match=r"layer 0, expert 3, up_proj, NUMA part 1, codes is missing"):
+        Experts.load(missing, 0)
+
+
+@pytest.mark.parametrize(("name", "bad"), [("MXFP4", b"\xff"), ("FP8", b"\0\0\x80\x7f")])
+def test_scales_that_are_no_numbers(name: str, bad: bytes, tmp_path: Path, example: Path, cli: Any) -> None:
+    cli("cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", name.lower(), "--threadpool-count", 1, "-q")
+    shard = min((tmp_path / "out").glob("*.safetensors"))
+    header = json.loads(shard.read_bytes()[8:][: int.from_bytes(shard.read_bytes()[:8], "little")])
+    start = header["blk.0.ffn_down_exps.5.numa.0.scales"]["data_offsets"][0]
+    with shard.open("r+b") as file:
+        file.seek(8 + int.from_bytes(shard.read_bytes()[:8], "little") + start)
+        file.write(bad)
+    for memory in ("map", "copy"):
+        with pytest.raises(InputError, match=r"expert 5, down_proj, NUMA part 0, scales: one is not finite"):
+            Experts.load(tmp_path / "out", 0, memory=memory)
+    Experts.load(tmp_path / "out", 1)

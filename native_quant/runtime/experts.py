@@ -213,20 +213,22 @@ class Experts:
 
         Raises UnsupportedError for a method without such files.
         """
-        root = Path(folder)
+        packed, form, root = self.packed, self.packed.form, Path(folder)
+        names = {
+            (part, at): form.loose_path(part, tensor)
+            for part in packed.arrays
+            for at, tensor in enumerate(form.tensors(part.n, part.k))
+        }
+        if None in names.values():
+            raise UnsupportedError(f"{form.name} has no loose files; convert with `ktconvert cpu`.")
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
-        packed, form = self.packed, self.packed.form
-        for part, stored in packed.arrays.items():
-            for tensor, data in zip(form.tensors(part.n, part.k), stored, strict=True):
-                name = form.loose_path(part, tensor)
-                if name is None:
-                    raise UnsupportedError(f"{form.name} has no loose files; convert with `ktconvert cpu`.")
-                path = partial / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                publish.write_unsynced(path, data)
+        for (part, at), name in names.items():
+            path = partial / str(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            publish.write_unsynced(path, packed.arrays[part][at])
         publish.sync_tree(partial)
         if final.exists():
             publish.exchange(partial, final, aside=partial.with_suffix(".old"))

@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.native_quant.runtime import kt_methods
+from ktconvert.native_quant.runtime import kt_methods, scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.pool import Pool
 
@@ -138,7 +138,11 @@ def load(
     else:  # one mapping per loose file would exceed the kernel's limit
         warn_of_shortages(str(path), opened.part_bytes, pool.nodes, opened.left)
         views = _copy(output, stored, measured.numa, pool.nodes)
-    return LayerWeights(measured.form, grid, count, arrays_of(measured.form, views))
+    packed = LayerWeights(measured.form, grid, count, arrays_of(measured.form, views))
+    if measured.form.name not in kt_methods.INT8:
+        check = functools.partial(scales.require_numbers, output, measured.form)
+        in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
+    return packed
 
 
 def pack(
