@@ -175,14 +175,14 @@ def _open(root: Path) -> tuple[Output, Measure, Amx]:
     measured = measure(output)
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
     form = measured.form
-    if form is not None and not isinstance(form, Amx):
+    if form is not None and form.whole:
         raise UnsupportedError(f"{root}: {form.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
-    if form is None and measured.method != "unknown":
+    if not isinstance(form, Amx) and measured.method != "unknown":
         raise UnsupportedError(
             f"{root}: {measured.method} weights cannot be rearranged here; convert the model again with "
             "--threadpool-count."
         )
-    if problems or form is None:
+    if problems or not isinstance(form, Amx):
         first = problems[0] if problems else f"its weights fit none of {', '.join(output.methods)}"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(f"{root}: {first}{more}; convert it again.")

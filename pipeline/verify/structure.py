@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, PART
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs.amx import METHODS
+from ktconvert.layouts.outputs.amx import METHODS, Amx
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
 from ktconvert.layouts.outputs.output import Output, files_of
@@ -291,10 +291,13 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
     if measure.form is not None and measure.form.whole:
         again = f"load it as {measure.method}, or convert again with another --quant-type"
         return Check("options", f"{measure.method}, as asked", tuple(problems), remedy=again)
+    asked = f"{measure.method}, {measure.numa} NUMA part{'s' if measure.numa != 1 else ''}"
+    if measure.form is not None and not isinstance(measure.form, Amx):
+        return Check("options", f"{asked}, as asked", tuple(problems), remedy=f"load it as {asked}, or convert again")
     same = measure.form is not None and method in (None, measure.method)
     change = "rewrite it with `ktconvert resplit`" if same else "convert again"
     serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
-    return Check("options", f"{measure.method}, {measure.numa} NUMA parts, as asked", tuple(problems), remedy=serve)
+    return Check("options", f"{asked}, as asked", tuple(problems), remedy=serve)
 
 
 def _usual(measure: Measure) -> tuple[int, int, int]:
