@@ -23,6 +23,9 @@ SHAPES = {
     "MXFP4": ((64, 64), (128, 320), (64, 512), (64, 1088)),
     "FP8": ((128, 128), (256, 384), (128, 1024)),
     "BF16": ((32, 32), (64, 96), (96, 288), (64, 1024)),
+    "FP8_PERCHANNEL": ((64, 96), (96, 352)),
+    "MXFP8": ((64, 96), (96, 352)),
+    "NVFP4": ((64, 64), (128, 320)),
 }
 CASES = [(name, n, k) for name, shapes in SHAPES.items() for n, k in shapes]
 
@@ -55,7 +58,11 @@ def by_definition(activations: Any, weight: Weight, scale: Any) -> Any:
 
 def scale_of(name: str, weight: Weight) -> Any:
     n, k = weight.numbers.shape
-    if name == "MXFP4":
+    if name == "FP8_PERCHANNEL":
+        return np.repeat(weight.scales.view(np.float32).astype(np.float64)[:, None], k // 32, axis=1)
+    if name == "NVFP4":
+        return np.full((n, k // 32), weight.scales.view(np.float32)[0], np.float64)
+    if name in ("MXFP4", "MXFP8"):
         codes = weight.scales.reshape(n // 32, k // 32, 32).transpose(0, 2, 1).reshape(n, k // 32)
         return 2.0 ** (codes.astype(np.float64) - 127)
     if name == "FP8":

@@ -1,4 +1,4 @@
-"""Weights in MXFP4, FP8 and BF16 from codes, by FORMAT.md alone: their bytes, and the numbers that they stand for."""
+"""Weights in the formats of BF16 arithmetic from codes, by FORMAT.md and ktq.h alone: their bytes, and the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ktconvert.quantizers import strips
 
 Bytes = npt.NDArray[np.uint8]
-MULTIPLES = {"MXFP4": 64, "FP8": 128, "BF16": 32}  # of rows and columns
+MULTIPLES = {"MXFP4": 64, "FP8": 128, "BF16": 32, "FP8_PERCHANNEL": 32, "MXFP8": 32, "NVFP4": 64}  # of rows and columns
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1_VALUES = np.concatenate([E2M1, -E2M1])
 
@@ -60,6 +60,28 @@ def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight
     return Weight(as_bytes(strips.lay(codes)), as_bytes(scales), numbers)
 
 
+def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
+    """E4M3 codes [n, k] with a scale for each row."""
+    numbers = e4m3_values()[codes] * scales.astype(np.float64)[:, None]
+    return Weight(as_bytes(strips.lay(codes)), as_bytes(scales), numbers)
+
+
+def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
+    """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
+    numbers = e4m3_values()[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+    return Weight(as_bytes(strips.lay(codes)), mxfp4(codes % 16, scales).scales, numbers)
+
+
+def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
+    """E2M1 codes [n, k] with an E4M3 code for each row and 16 columns, [n, k/16], and a scale for all."""
+    n, k = codes.shape
+    numbers = E2M1_VALUES[codes] * np.repeat(e4m3_values()[scales], 16, axis=1) * whole
+    ordered = scales.reshape(n // 32, 32, k // 16).transpose(0, 2, 1).reshape(n // 32, -1)
+    header = np.tile(np.array([whole], "<f4").view(np.uint8), (n // 32, 16))
+    plain = mxfp4(codes, np.full((n, k // 32), 127, np.uint8))
+    return Weight(plain.codes, as_bytes(np.concatenate([header, ordered], axis=1)), numbers)
+
+
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
     """BF16 bits [n, k]."""
     return Weight(as_bytes(strips.lay(bits)), np.empty(0, np.uint8), from_bits(bits))
@@ -74,14 +96,25 @@ def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weig
     rng = np.random.default_rng([seed, n, k])
     if name == "BF16":
         return bf16(to_bits(rng.standard_normal((n, k)) * size))
+    e4m3 = rng.integers(0, 256, (n, k), np.uint8)
+    e4m3[e4m3 & 0x7F == 0x7F] = 0
+
+    def scales_of(*shape: int) -> npt.NDArray[np.float32]:
+        """Of few bits, so that sums times scales are exact in float64."""
+        return from_bits(to_bits(rng.uniform(0.5, 2, shape) * size / 128)).astype(np.float32)
+
     if name == "FP8":
-        codes = rng.integers(0, 256, (n, k), np.uint8)
-        codes[codes & 0x7F == 0x7F] = 0
-        # Scales of few bits, so that sums times scales are exact in float64.
-        scales = (from_bits(to_bits(rng.uniform(0.5, 2, (n // 128, k // 128)))) * size / 128).astype(np.float32)
-        return fp8(codes, from_bits(to_bits(scales)).astype(np.float32))
-    scales = 127 + np.round(np.log2(size / 3)).astype(int) + rng.integers(-2, 3, (n, k // 32))
-    return mxfp4(rng.integers(0, 16, (n, k), np.uint8), scales.astype(np.uint8))
+        return fp8(e4m3, scales_of(n // 128, k // 128))
+    if name == "FP8_PERCHANNEL":
+        return fp8_perchannel(e4m3, scales_of(n))
+    if name == "NVFP4":
+        steps = rng.integers(0, 127, (n, k // 16), np.uint8)
+        return nvfp4(rng.integers(0, 16, (n, k), np.uint8), steps, float(scales_of(1)[0]))
+    largest = 256 if name == "MXFP8" else 3
+    exponents = 127 + np.round(np.log2(size / largest)).astype(int) + rng.integers(-2, 3, (n, k // 32))
+    if name == "MXFP8":
+        return mxfp8(e4m3, exponents.astype(np.uint8))
+    return mxfp4(rng.integers(0, 16, (n, k), np.uint8), exponents.astype(np.uint8))
 
 
 def activations(m: int, k: int, seed: int = 1) -> npt.NDArray[np.uint16]:
