@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,9 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from rig import floats, microscaling, native
 from rig.native import Native, distance
-from rig.safetensors import Tensor, Tensors
+from rig.safetensors import Tensor, Tensors, read_file, write_file
+
+ROOT = Path(__file__).resolve().parents[1]
 
 NEAR_FLOAT64 = 2.8e-3  # as in test_forward_bf16.py
 
@@ -150,11 +155,8 @@ def from_numbers(linears: dict[tuple[int, str], Any], experts: int) -> Native:
     return Native("", {}, hidden, ids, weights, truth, np.empty(0, np.uint16))
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("divides", [False, True])
-def test_nvfp4_is_close_to_float64(divides: bool, parts: int, pool: Pool, tmp_path: Path) -> None:
-    """With modelopt's scale of the whole weight, and with compressed-tensors'."""
+def nvfp4(path: Path, divides: bool) -> Native:
+    """A checkpoint with modelopt's scale of the whole weight, or with compressed-tensors'."""
     rng = np.random.default_rng(5)
     tensors, linears = {}, {}
     for expert in range(2):
@@ -169,7 +171,16 @@ def test_nvfp4_is_close_to_float64(divides: bool, parts: int, pool: Pool, tmp_pa
             tensors[f"{base}_scale"] = Tensor("F8_E4M3", steps.shape, steps.tobytes())
             tensors[f"{base}_{'global_scale' if divides else 'scale_2'}"] = Tensor("F32", (), stored.tobytes())
     layer = from_numbers(linears, 2)
-    experts = Experts.load(layer.write(tmp_path, tensors), 0, method="NVFP4", parts=parts, pool=pool)
+    layer.write(path, tensors)
+    return layer
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("divides", [False, True])
+def test_nvfp4_is_close_to_float64(divides: bool, parts: int, pool: Pool, tmp_path: Path) -> None:
+    layer = nvfp4(tmp_path, divides)
+    experts = Experts.load(tmp_path, 0, method="NVFP4", parts=parts, pool=pool)
     assert experts.parts == parts and distance(forward(experts, layer), layer.truth) < NEAR_FLOAT64
 
 
@@ -349,3 +360,54 @@ def test_experts_that_compute_something_else_are_refused(config: dict[str, Any],
         tensors = renamed(tensors, lambda name: name.replace("mlp", "feed_forward"))
     with pytest.raises(UnsupportedError, match=message):
         Experts.load(layer.write(tmp_path, tensors, num_hidden_layers=1, **config), 0)
+
+
+def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    layer = native.read("BF16_default")
+    path = layer.write(tmp_path)
+    with pytest.raises(UnsupportedError, match="holds no experts in layer 1"):
+        Experts.load(path, 1)
+    moved = renamed(layer.tensors, lambda name: name.replace("layers.0", "layers.1"))
+    (path / "model.safetensors").write_bytes(
+        layer.write(tmp_path / "b", moved).joinpath("model.safetensors").read_bytes()
+    )
+    expected = forward(Experts.load(tmp_path / "b", 1), layer)
+    np.testing.assert_array_equal(forward(Experts.load(path, 1), layer), expected)
+
+
+# --- beside the real kt-kernel ---------------------------------------------------------------------------------------
+
+
+def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path) -> None:
+    """NVFP4, of which it has no golden file, and the other activations. Where it is found: test_peer.py."""
+    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
+    if not Path(python).exists():
+        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
+    runs, cases = {}, {}
+    for name, method, limit, alpha in (
+        ("nvfp4", "NVFP4", 0.0, 0.0),
+        ("MXFP4_v4", "MXFP4", 0.25, 0.0),
+        ("MXFP8_m3", "MXFP8", 0.25, 0.0),
+        ("MXFP8_m3", "MXFP8", 0.25, 1.702),
+        ("MXFP8_m3", "MXFP8", 0.0, 1.702),
+    ):
+        key, path = f"{name}.{limit}.{alpha}", tmp_path / name
+        layer = nvfp4(path, divides=False) if name == "nvfp4" else native.read(name)
+        if name != "nvfp4":
+            layer.write(path)
+            layer = replace(layer, hidden=floats.to_bits(floats.from_bits(layer.hidden) * 8))
+            layer = replace(layer, truth=in_float64(layer, path, limit, alpha))
+        tensors = {"hidden": ("BF16", layer.hidden), "ids": ("I64", layer.ids), "weights": ("F32", layer.weights)}
+        inputs = write_file(tmp_path / f"{key}.safetensors", tensors)
+        experts = Experts.load(path, 0, method=method, swiglu_limit=limit, swiglu_alpha=alpha)
+        sizes = {"experts": 2, "topk": 2, "hidden": experts.hidden, "width": experts.intermediate}
+        more = {"path": str(path), "method": method, "limit": limit, "alpha": alpha, "inputs": str(inputs)}
+        runs[key], cases[key] = sizes | more, (layer.truth, forward(experts, layer))
+    job, result = tmp_path / "job.json", tmp_path / "result"
+    job.write_text(json.dumps({"runs": runs, "result": str(result)}))
+    program = str(Path(native.__file__).with_name("native_peer.py"))
+    done = subprocess.run([python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    theirs = read_file(result)
+    for key, (truth, ours) in cases.items():
+        assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-6, key

@@ -129,6 +129,8 @@ class Experts:
         order   int64 [E]: expert p computes with the file's expert order[p]
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
+        if memory not in weights.MEMORY:
+            raise ValueError(f"memory is one of {', '.join(weights.MEMORY)}, not '{memory}'")
         sizes = {"experts": num_experts, "hidden": hidden, "intermediate": intermediate}
         limit, alpha, pool, path = swiglu_limit, swiglu_alpha, pool or default_pool(), Path(path)
         if from_checkpoint.is_checkpoint(path):

@@ -22,7 +22,7 @@ from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.kt_methods import LIMITED, WITH_ALPHA
 from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_wanted, in_parallel
+from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, check_wanted, in_parallel
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -49,7 +49,7 @@ def load(
     method .. intermediate, unless None, must agree with the checkpoint. Raises UnsupportedError where they do not, or
     where the experts compute something else; InputError where tensors are missing, damaged or not finite.
     """
-    model = _opened(path.resolve(), path.stat().st_mtime_ns)
+    model = _opened(path)
     if layer not in model.moe_layers:
         raise UnsupportedError(
             f"{path}: holds no experts in layer {layer}, but in {ranges(list(model.layers))}; give one of these."
@@ -61,6 +61,7 @@ def load(
     check_wanted(path, layer, actual, wanted, "tensors")
     _check_activation(path, model, layer, native, swiglu_limit, swiglu_alpha)
     grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, parts, len(pool.nodes)))
+    check_columns(native.name, grid)
     sizes = {
         (part, tensor.suffix): tensor.nbytes
         for part in grid.all_parts(range(count))
@@ -95,9 +96,17 @@ def _is_checkpoint_at(path: Path, mtime_ns: int) -> bool:
     return any(path.glob("*.safetensors")) and not is_output(path)
 
 
+def _opened(path: Path) -> MoeModel:
+    """A checkpoint, read again only if the directory or a file of weights changes."""
+    model = _opened_at(path.resolve(), path.stat().st_mtime_ns)
+    if model.source.changed():
+        _opened_at.cache_clear()
+        model = _opened_at(path.resolve(), path.stat().st_mtime_ns)
+    return model
+
+
 @functools.lru_cache(maxsize=4)
-def _opened(path: Path, mtime_ns: int) -> MoeModel:
-    """A checkpoint, read again only if the directory changes."""
+def _opened_at(path: Path, mtime_ns: int) -> MoeModel:
     return recognise(open_checkpoint(path))
 
 

@@ -103,8 +103,6 @@ def load(
     method .. intermediate, unless None, must agree with the files' sizes. Raises UnsupportedError where they do not or
     where the directory is of another kind, InputError where the layer is damaged or incomplete.
     """
-    if memory not in MEMORY:
-        raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
     opened = _opened(path)
     output, measured = opened.output, opened.measured
     if measured.form is None or measured.method not in kt_methods.FORMATS:
@@ -191,9 +189,14 @@ def pack(
 def check_sizes(form: Form, grid: ExpertGrid) -> None:
     """Raises UnsupportedError where the kernels cannot compute a layer of this size."""
     require_legal(form, grid.hidden, grid.intermediate, grid.numa)
+    check_columns(form.name, grid)
+
+
+def check_columns(method: str, grid: ExpertGrid) -> None:
+    """Raises UnsupportedError for more columns than a sum can have."""
     if max(grid.hidden, grid.intermediate // grid.numa) > MAX_COLUMNS:
         raise UnsupportedError(
-            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {form.name}; "
+            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {method}; "
             "this runtime cannot compute it."
         )
 

@@ -74,4 +74,5 @@ def make(KTMoEWrapper, job, inputs, layer, defer):
     return wrapper
 
 
-main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))
