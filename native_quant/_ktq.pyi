@@ -36,6 +36,8 @@ class Lib:
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int
     KTQ_BF16_MULTIPLE: int
+    KTQ_STRIPS: int
+    KTQ_ROWS: int
     KTQ_MXFP4_MULTIPLE: int
     KTQ_FP8_MULTIPLE: int
     KTQ_NODE_WORDS: int
@@ -55,7 +57,7 @@ class Lib:
         self, bits: int, n: int, k: int, source: Any, scratch: Any, weight: Any, scale: Any, bad_row: Any
     ) -> int: ...
     def ktq_pack_bf16(
-        self, n: int, k: int, source: ffi.CData, scratch: ffi.CData, codes: ffi.CData, bad_row: ffi.CData
+        self, order: int, n: int, k: int, source: ffi.CData, scratch: ffi.CData, codes: ffi.CData, bad_row: ffi.CData
     ) -> int: ...
     def ktq_pack_mxfp4(
         self,
@@ -70,6 +72,7 @@ class Lib:
     def ktq_lay_fp8(self, n: int, k: int, rows: Any, row_stride: int, codes: Any, bad_row: Any) -> int: ...
     def ktq_pack_fp8(
         self,
+        order: int,
         n: int,
         k: int,
         source: ffi.CData,

@@ -4,6 +4,8 @@ kernels.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,20 +27,27 @@ def check_size(multiple: int, n: int, k: int) -> None:
         raise ValueError(f"rows and columns must be multiples of {multiple}, not {n} x {k}")
 
 
-def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
-    """Puts a linear, as BF16, into the order of strips.
+def _order(name: str, codes: npt.NDArray[Any], dtype: np.dtype[Any], n: int, k: int) -> int:
+    """The order of codes by their shape: strips, or rows. Raises ValueError for codes that are neither."""
+    rows = codes.shape == (n, k)
+    _check_array(name, codes, dtype, (n, k) if rows else (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    return lib.KTQ_ROWS if rows else lib.KTQ_STRIPS
 
-    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] is written. NonFinite: a value is infinite or NaN;
-    codes are then partly written.
+
+def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
+    """A linear as BF16, in the order of strips or row after row.
+
+    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (strips) or [n, k] is written. NonFinite: a value is
+    infinite or NaN; codes are then partly written.
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     n, k = matrix.shape
     check_size(BF16_MULTIPLE, n, k)
-    _check_array("codes", codes, np.dtype(np.uint16), (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    order = _order("codes", codes, np.dtype(np.uint16), n, k)
     read_environment()
     bad_row = ffi.new("int64_t *")
-    error = lib.ktq_pack_bf16(n, k, source, _scratch.get(k), ffi.from_buffer("uint16_t[]", codes), bad_row)
+    error = lib.ktq_pack_bf16(order, n, k, source, _scratch.get(k), ffi.from_buffer("uint16_t[]", codes), bad_row)
     if error == lib.KTQ_ENONFINITE:
         raise _non_finite(bad_row[0], matrix)
     del keep
@@ -69,24 +78,24 @@ def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDAr
 
 
 def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
-    """Puts a linear, as FP8 E4M3 with a scale for each block of 128 x 128, into the order of strips.
+    """A linear as FP8 E4M3 with a scale for each block of 128 x 128, in the order of strips or row after row.
 
     A linear that is FP8 in such blocks keeps its codes and scales. n and k: multiples of FP8_MULTIPLE. codes: uint8
-    [n/32, 32*k] and scales: float32 [n/128, k/128] are written. NonFinite: a value is infinite or NaN; codes and scales
-    are then partly written.
+    [n/32, 32*k] (strips) or [n, k], and scales: float32 [n/128, k/128], are written. NonFinite: a value is infinite or
+    NaN; codes and scales are then partly written.
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     n, k = matrix.shape
     check_size(FP8_MULTIPLE, n, k)
-    _check_array("codes", codes, np.dtype(np.uint8), (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    order = _order("codes", codes, np.dtype(np.uint8), n, k)
     blocks = (n // FP8_MULTIPLE, k // FP8_MULTIPLE)
     _check_array("scales", scales, np.dtype(np.float32), blocks, writable=True)
     read_environment()
     bad_row = ffi.new("int64_t *")
     scratch = _scratch.get(FP8_MULTIPLE // STRIP_ROWS * k)
     out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("float[]", scales)
-    error = lib.ktq_pack_fp8(n, k, source, scratch, *out, bad_row)
+    error = lib.ktq_pack_fp8(order, n, k, source, scratch, *out, bad_row)
     if error == lib.KTQ_ENONFINITE:
         raise _non_finite(bad_row[0], matrix)
     del keep

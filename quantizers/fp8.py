@@ -50,9 +50,10 @@ def quantize(bf16: U16) -> tuple[U8, F32]:
 
 
 def values(codes: U8, scales: npt.NDArray[np.float32]) -> F32:
-    """What codes [n, k] stand for: float32, rounded once."""
-    with np.errstate(all="ignore"):
-        return E4M3[codes] * each(scales)
+    """What codes [n, k] stand for, with the scales [n, k/128] of their rows: float32, rounded once."""
+    with np.errstate(all="ignore"):  # of a damaged output
+        numbers: F32 = E4M3[codes] * scales.repeat(BLOCK, axis=1)
+    return numbers
 
 
 def is_kept(matrix: Matrix) -> bool:

@@ -17,6 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.parts import Place
+
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "qwen3-moe-small"
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
@@ -112,3 +116,42 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python
         assert np.any(outs[0])
         assert np.array_equal(outs[0], outs[2])
         assert np.array_equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+@pytest.mark.parametrize("method", ["FP8", "BF16"])
+def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
+    """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
+    out = tmp_path / "out"
+    convert(out, method.lower(), numa, "--layout", "kt")
+    opened, form = open_output(out), FORMS[f"KT_{method}"]
+    generator = torch.Generator().manual_seed(8)
+    hidden = torch.randn(6, HIDDEN, generator=generator).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(6)])
+    weights = torch.rand(6, TOPK, generator=generator)
+    save_file({"hidden": hidden, "ids": ids, "weights": weights}, tmp_path / "inputs.safetensors")
+    run_peer(
+        peer_python,
+        tmp_path,
+        do="forward",
+        layer=1,
+        numa=numa,
+        method=method,
+        folder=str(out),
+        inputs=str(tmp_path / "inputs.safetensors"),
+        result=str(tmp_path / "out.safetensors"),
+    )
+
+    def linear(expert: int, projection: str) -> np.ndarray:
+        shape = (HIDDEN, INTERMEDIATE) if projection == "down" else (INTERMEDIATE, HIDDEN)
+        place = Place(1, expert, projection, False, 0)
+        stored = [opened.read(opened.tensors[place, tensor.suffix]) for tensor in form.tensors(*shape)]
+        return form.unpack(stored, *shape).astype(np.float64)
+
+    wanted = np.zeros((6, HIDDEN))
+    for token, x in enumerate(hidden.double().numpy()):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            gate, up = linear(expert, "gate") @ x, linear(expert, "up") @ x
+            wanted[token] += weight * (linear(expert, "down") @ (gate / (1 + np.exp(-gate)) * up))
+    theirs = load_file(tmp_path / "out.safetensors")["out"].double().numpy()
+    assert np.linalg.norm(theirs - wanted) < 0.01 * np.linalg.norm(wanted)

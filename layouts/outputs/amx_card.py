@@ -65,17 +65,22 @@ def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_e
             ("activation", f"{facts['activation']}"),
             ("source dtypes", ", ".join(facts["dtypes"])),
         ),
-        use=(
-            "```bash",
-            "python -m sglang.launch_server \\",
-            f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",
-            "  --kt-weight-path /path/to/this/folder \\",
-            f"  --kt-method {method} \\",
-            f"  --kt-threadpool-count {numa} \\",
-            "  --kt-cpuinfer PHYSICAL_CORES \\",
-            "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
-            "```",
-            "",
-            "`ktconvert doctor` prints the two machine values.",
-        ),
+        use=launch(base_model, method, str(numa)),
+    )
+
+
+def launch(base_model: str | None, method: str, numa: str) -> tuple[str, ...]:
+    """How SGLang with kt-kernel is started with such a folder."""
+    return (
+        "```bash",
+        "python -m sglang.launch_server \\",
+        f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",
+        "  --kt-weight-path /path/to/this/folder \\",
+        f"  --kt-method {method} \\",
+        f"  --kt-threadpool-count {numa} \\",
+        "  --kt-cpuinfer PHYSICAL_CORES \\",
+        "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
+        "```",
+        "",
+        "`ktconvert doctor` prints the two machine values.",
     )

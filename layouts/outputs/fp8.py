@@ -15,7 +15,6 @@ from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, fp8, strips
 from ktconvert.quantizers.errors import decode_finite
-from ktconvert.quantizers.scales import E4M3
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
@@ -50,23 +49,23 @@ def exact(model: MoeModel) -> bool:
 
 def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
     """Rounded, unless the source is FP8 in such blocks. Raises kernels.NonFinite."""
-    if fp8.is_kept(matrix) and matrix.scales is not None:
-        if (np.abs(matrix.scales) > fp8.LARGE_SCALE).any():
-            decode_finite(matrix)
-        if (matrix.scales <= 0).any():
-            matrix = fp8.with_positive_scales(matrix)
     n, k = matrix.shape
-    kernels_strips.pack_fp8(matrix, _codes(out[0], n, k), _scales(out[1], n, k))
+    kernels_strips.pack_fp8(sound(matrix), _codes(out[0], n, k), _scales(out[1], n, k))
+
+
+def sound(matrix: Matrix) -> Matrix:
+    """The same numbers; of FP8 in such blocks, with positive scales. Raises kernels.NonFinite where one overflows."""
+    if not fp8.is_kept(matrix) or matrix.scales is None:
+        return matrix
+    if (np.abs(matrix.scales) > fp8.LARGE_SCALE).any():
+        decode_finite(matrix)
+    return fp8.with_positive_scales(matrix) if (matrix.scales <= 0).any() else matrix
 
 
 def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
     """Float32 [n, k], rounded once, or some rows of it."""
     held, inside = rows_of(_codes(stored[0], n, k), n, rows)
-    blocks = np.arange(n)[rows] // fp8.BLOCK
-    scales = _scales(stored[1], n, k)[blocks].repeat(fp8.BLOCK, axis=1)
-    with np.errstate(all="ignore"):  # of a damaged output
-        numbers: npt.NDArray[np.float32] = E4M3[strips.unlay(held)[inside]] * scales
-    return numbers
+    return fp8.values(strips.unlay(held)[inside], _scales(stored[1], n, k)[np.arange(n)[rows] // fp8.BLOCK])
 
 
 def defect(stored: Sequence[Bytes]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ktconvert.layouts.outputs import amx_card
 from ktconvert.layouts.outputs.amx_card import BESIDE, NO_FILE, QUANT_METHOD
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Card
@@ -34,7 +35,7 @@ def check_config(output: Output, method: str, numa: int) -> Iterator[str]:
                 yield f"config.json says {name} {about.get(name)}, the tensors have {value}"
 
 
-def card(facts: Mapping[str, Any], base_model: str | None, coded: str, *, non_experts: str) -> Card:
+def card(facts: Mapping[str, Any], base_model: str | None, coded: str, non_experts: str) -> Card:
     """The lines of the model card."""
     method, numa, layers = facts["method"], facts["numa"], facts["layers"]
     what = BESIDE[non_experts]
@@ -47,17 +48,35 @@ def card(facts: Mapping[str, Any], base_model: str | None, coded: str, *, non_ex
             f"part{'s' if numa != 1 else ''}, for the CPU",
             f"runtime of ktconvert. kt-kernel does not load this layout. The folder holds {what}.",
         ),
-        rows=(
-            ("method", f"{method} ({coded})"),
-            ("NUMA parts", f"{numa}"),
-            ("experts per layer", f"{facts['experts']}"),
-            ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
-            ("activation", f"{facts['activation']}"),
-            ("source dtypes", ", ".join(facts["dtypes"])),
-        ),
+        rows=(("method", f"{method} ({coded})"), ("NUMA parts", f"{numa}"), *_of_model(facts)),
         use=(
             "```bash",
             f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder",
             "```",
         ),
+    )
+
+
+def kt_card(method: str, facts: Mapping[str, Any], base_model: str | None, coded: str, non_experts: str) -> Card:
+    """The same for experts as kt-kernel's native method reads them."""
+    layers = facts["layers"]
+    return Card(
+        head=("library_name: kt-kernel",),
+        tags=("kt-kernel", "mixture-of-experts"),
+        title=f"{method} expert weights of {base_model or 'this model'}",
+        about=(
+            f"Routed experts of {len(layers)} layers ({ranges(layers)}) as kt-kernel's method {method} reads them, for",
+            f"any number of NUMA nodes. The folder holds {BESIDE[non_experts]}.",
+        ),
+        rows=(("method", f"{method} ({coded})"), *_of_model(facts)),
+        use=amx_card.launch(base_model, method, "NUMA_NODES"),
+    )
+
+
+def _of_model(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return (
+        ("experts per layer", f"{facts['experts']}"),
+        ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
+        ("activation", f"{facts['activation']}"),
+        ("source dtypes", ", ".join(facts["dtypes"])),
     )

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ktconvert.layouts.outputs import strip_card
 from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Tensor
 from ktconvert.layouts.outputs.merged import KtNames
+from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import Bytes, Output
 from ktconvert.layouts.outputs.parts import Part, Place, why_illegal
 from ktconvert.quantizers import Grid, Matrix, strips
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
 
 SUFFIXES = ("codes", "scales")
+PIECE = 1 << 16  # codes that are looked at at a time
+
+
+def numa_names(facts: Mapping[str, Any]) -> KtNames:
+    """Names that no loader of kt-kernel looks for: it fails instead of computing with what it cannot read."""
+    return KtNames(SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,17 @@ class StripForm:
     magnitude the bits of an item of codes that say whether a number is 0
     coded     what a number is, for the model card
     lay_out   (n, k) -> the tensors of a part, codes first
-    columns   items in a strip of codes -> columns
+    columns   items in a row of the codes' tensor -> columns
     write     Form.quantize
     read      Form.unpack
     defect    the stored tensors of a part -> what is wrong with its numbers, "" if nothing
     exact     Form.exact
     source    a linear, or some rows of it -> the numbers that errors are measured against, float32
     decoded_rows  Form.decoded_rows
+    rows      of a part in a row of the codes' tensor
+    naming    facts of a manifest -> the names of tensors, as Form.names_of
+    describe  facts, base model, coded, what else there is -> the model card
+    command   Form.command
     """
 
     name: str
@@ -55,9 +66,12 @@ class StripForm:
     exact: Callable[[MoeModel], bool]
     source: Callable[[Matrix], npt.NDArray[np.float32]] = source_values
     decoded_rows: int = strips.ROWS
+    rows: int = strips.ROWS
+    naming: Callable[[Mapping[str, Any]], Names] = numa_names
+    describe: Callable[[Mapping[str, Any], str | None, str, str], Card] = strip_card.card
+    command: str = "cpu"
     notes: tuple[str, ...] = ()
 
-    command = "cpu"
     arrangement = "merged"
     whole = False
     backward = False
@@ -94,10 +108,10 @@ class StripForm:
         return self.lay_out(n, k)
 
     def sizes(self, projection: str, suffix: str, shape: tuple[int, ...], nbytes: int) -> dict[str, int]:
-        """The shape of the codes is that of the strips."""
-        if suffix != SUFFIXES[0] or len(shape) != 2:
+        """The shape of the codes is that of the strips, or of the part."""
+        if suffix != self.lay_out(0, 0)[0].suffix or len(shape) != 2:
             return {}
-        n, k = shape[0] * 32, self.columns(shape[1])
+        n, k = shape[0] * self.rows, self.columns(shape[1])
         return {"hidden": n, "width": k} if projection == "down" else {"width": n, "hidden": k}
 
     def params(self, extent: Extent) -> Params:
@@ -112,13 +126,13 @@ class StripForm:
 
     # --- names ---
 
-    def names(self, model: MoeModel) -> KtNames:
-        """Names that no loader of kt-kernel looks for: it fails instead of computing with what it cannot read."""
-        return KtNames(SUFFIXES)
+    def names(self, model: MoeModel) -> Names:
+        """They do not depend on the model."""
+        return self.naming({"method": self.name})
 
-    def names_of(self, facts: Mapping[str, Any]) -> KtNames:
-        """The same."""
-        return KtNames(SUFFIXES)
+    def names_of(self, facts: Mapping[str, Any]) -> Names:
+        """As naming has it."""
+        return self.naming(facts)
 
     def loose_path(self, part: Part, tensor: Tensor) -> None:
         """There are no loose files of it."""
@@ -155,11 +169,12 @@ class StripForm:
 
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
         """All codes are those of 0 or -0."""
-        return not (stored[0].view(self.magnitude.dtype) & self.magnitude).any()
+        codes = stored[0].view(self.magnitude.dtype)
+        return not any((codes[i : i + PIECE] & self.magnitude).any() for i in range(0, codes.size, PIECE))
 
     def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
         """Every number is finite."""
-        tensors = [output.tensors[place, suffix] for suffix in SUFFIXES if (place, suffix) in output.tensors]
+        tensors = [output.tensors[place, tensor.suffix] for tensor in self.lay_out(0, 0)]
         defect = self.defect([output.read(stored) for stored in tensors])
         if defect:
             yield f"{tensors[0].name} in {tensors[0].file}: {defect}"
@@ -180,7 +195,7 @@ class StripForm:
 
     def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         """Its lines in the model card."""
-        return strip_card.card(facts, base_model, self.coded, non_experts=non_experts)
+        return self.describe(facts, base_model, self.coded, non_experts)
 
 
 def stored_as(encoding: str) -> Callable[[MoeModel], bool]:

@@ -82,8 +82,9 @@ enum { KT_MXFP4_HALF_BYTES = KT_HALF_ROWS * KT_GROUP_COLUMNS / 2 };
    byte, or KTQ_GGML_MXFP4): two halves apart in `codes`. rows, row_stride (bytes): any alignment. */
 typedef void kt_lay_mxfp4_fn(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes);
 
-/* BF16 values, all finite, divided by the scale, as E4M3 (NUMERICS.md, section 9). count: a multiple of 32. */
-typedef void kt_e4m3_fn(const uint16_t *values, int64_t count, float scale, uint8_t *codes);
+/* BF16 values, all finite, divided by the scale, as E4M3 (NUMERICS.md, section 9). values: any alignment; count: a
+   multiple of 32. */
+typedef void kt_e4m3_fn(const uint8_t *values, int64_t count, float scale, uint8_t *codes);
 
 /* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). least, most: the range of codes. rounded: what a
    code stands for is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles

@@ -111,9 +111,12 @@ int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, cons
 /* What n and k of a weight in strips of 32 rows (FORMAT.md, Strips) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };
 
-/* The source as BF16, in strips. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k BF16.
+/* The order of codes: that of strips, or row after row. */
+enum { KTQ_STRIPS, KTQ_ROWS };
+
+/* The source as BF16. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k BF16.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes are then partly written. */
-int ktq_pack_bf16(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
+int ktq_pack_bf16(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
                   int64_t *bad_row);
 
 /* The source as MXFP4 (NUMERICS.md, section 9), in strips; a source that has E2M1 codes and an E8M0 scale for each 32
@@ -122,12 +125,12 @@ int ktq_pack_bf16(int64_t n, int64_t k, const ktq_source *source, uint16_t *scra
 int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                    uint8_t *exponents, int64_t *bad_row);
 
-/* The source as FP8 E4M3, in strips, with a scale for each block of 128 x 128. A source of FP8 in blocks of that size is
+/* The source as FP8 E4M3, with a scale for each block of 128 x 128. A source of FP8 in blocks of that size is
    kept as it is, codes and scales; it must begin at the beginning of a block. scratch: 128*k uint16, best on a boundary
    of 64 bytes; codes: n*k bytes; scales: n/128 * k/128 floats. KTQ_ENONFINITE: *bad_row is the first row that holds an
    infinity or a NaN; codes and scales are then partly written. */
-int ktq_pack_fp8(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes, float *scales,
-                 int64_t *bad_row);
+int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
+                 float *scales, int64_t *bad_row);
 
 /* Codes of FP8 E4M3 in strips as they are, multiples of 32. rows: n of them, row_stride bytes apart. KTQ_ENONFINITE: a
    code of row *bad_row is NaN. */

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import forms_of
+from ktconvert.layouts.outputs import LAYOUTS, forms_of
 from ktconvert.pipeline.cli import options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
@@ -67,6 +68,13 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     show_default=True,
     help="NUMA parts to split every expert into.",
 )
+@click.option(
+    "--layout",
+    type=click.Choice(tuple(LAYOUTS), case_sensitive=False),
+    default="numa",
+    show_default=True,
+    help="numa: for the runtimes, in NUMA parts. kt: fp8 and bf16 as kt-kernel's methods FP8 and BF16 read them.",
+)
 @click.option("--gpu", is_flag=True, help="Accepted and ignored: no GPU is needed.")
 @click.option("--no-merge-safetensor", is_flag=True, help="Keep loose per-layer folders of .kt files.")
 @click.option(
@@ -120,6 +128,12 @@ def cpu(**params: Any) -> None:
         raise UsageError(f"--non-experts {params['non_experts']} needs safetensors; leave out --no-merge-safetensor.")
     if params["no_merge_safetensor"] and params["max_shard_size"]:
         raise UsageError("--max-shard-size cuts safetensors; leave it out with --no-merge-safetensor.")
+    native = params["layout"] == "kt"
+    if native and params["non_experts"] != "skip":
+        raise UsageError(f"--non-experts {params['non_experts']}: --layout kt holds experts alone; leave it out.")
+    given = click.get_current_context().get_parameter_source("threadpool_count")
+    if native and given is not ParameterSource.DEFAULT:
+        reporter.note("--threadpool-count changes nothing with --layout kt: kt-kernel splits these experts itself")
     options.check_kernels()
     request = Request(
         command="cpu",
@@ -127,7 +141,7 @@ def cpu(**params: Any) -> None:
         output=params["output"].expanduser().absolute(),
         settings={
             "quant_method": method,
-            "threadpool_count": params["threadpool_count"],
+            "threadpool_count": 1 if native else params["threadpool_count"],
             "layers": params["layers"],
             "kept_layers": None,
             "no_merge_safetensor": params["no_merge_safetensor"],
@@ -136,6 +150,7 @@ def cpu(**params: Any) -> None:
             "max_shard_size": params["max_shard_size"],
             "arch_file": options.text_of("--arch-file", params["arch_file"]),
             **({} if params["config"] is None else {"config": options.stored_input(params["config"])}),
+            **({"layout": "kt"} if native else {}),
             **({} if params["scale"] == ABSMAX.name else {"scale": params["scale"]}),  # the default came first
         },
         tuning={
@@ -148,6 +163,6 @@ def cpu(**params: Any) -> None:
         },
     )
     plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))
-    for note in numa_notes(plan):
+    for note in () if native else numa_notes(plan):
         reporter.note(note)
     options.carry_out(plan, reporter, params)

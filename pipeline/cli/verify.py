@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.verify.output import Report
 
 # What --quant-method takes, options and names -> the name of what is stored.
-METHODS = {word.lower(): form.name for form in FORMS.values() for word in (form.option, form.name)}
+METHODS = {word.lower(): form.name for form in reversed(FORMS.values()) for word in (form.option, form.name)}
 
 EPILOG = """\b
 Examples:

@@ -40,6 +40,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "no_merge_safetensor": bool,
         "save_backward_weights": bool,
         "non_experts": ("skip", *CALLED),
+        "layout?": ("kt",),
         "scale?": tuple(QUANTIZERS),
         "config?": str,
         **COMMON,

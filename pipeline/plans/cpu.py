@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints import encodings
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import Form, card, forms_of, legal, loose
+from ktconvert.layouts.outputs import LAYOUTS, Form, card, forms_of, legal, loose
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.existing import begun_with
@@ -51,7 +51,11 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         require_whole(source, f"--non-experts {settings['non_experts']}")
     model = recognise(source, rows_for(settings.get("arch_file")))
     _require_stated_dtype(request.tuning.get("input_type"), model)
-    forms = forms_of("cpu")
+    forms = forms_of(LAYOUTS[settings.get("layout", "numa")])
+    if settings["quant_method"] not in forms:
+        only = forms_of("cpu")[settings["quant_method"]].name
+        able = " and ".join(forms)
+        raise UsageError(f"--layout kt is for {able}; {only} is for NUMA parts: leave out --layout.")
     form = forms[settings["quant_method"]].configured(settings)
     parts = int(settings["threadpool_count"])
     settings |= _choose_layers(request, settings, model, form, parts)
@@ -208,7 +212,7 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
         notes.append(f"layers {settings['kept_layers']} lay in the output already and are kept as they are")
     kept = form.exact(model)
     if kept:
-        notes.append(f"the experts are {form.name} already: every number stays what it is")
+        notes.append(f"the experts are {form.option.upper()} already: every number stays what it is")
     for title in () if kept else encodings.quantized(model.dtypes):
         notes.append(
             f"{title} to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"

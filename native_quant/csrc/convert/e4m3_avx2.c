@@ -15,7 +15,7 @@ KT_TARGET_AVX2 static inline __m256i magnitudes(__m256i x, __m256 scale) {
 }
 
 /* 16 values: two codes in the lower half of each word. */
-KT_TARGET_AVX2 static inline __m256i pairs(const uint16_t *values, __m256 scale) {
+KT_TARGET_AVX2 static inline __m256i pairs(const uint8_t *values, __m256 scale) {
     __m256i x = _mm256_loadu_si256((const __m256i *)values);
     __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi16(KT_BF16_MAGNITUDE));
     __m256i even = magnitudes(_mm256_slli_epi32(magnitude, 16), scale);
@@ -27,10 +27,10 @@ KT_TARGET_AVX2 static inline __m256i pairs(const uint16_t *values, __m256 scale)
     return _mm256_or_si256(both, _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(0x8000)));
 }
 
-KT_TARGET_AVX2 void kt_e4m3_avx2(const uint16_t *values, int64_t count, float scale, uint8_t *codes) {
+KT_TARGET_AVX2 void kt_e4m3_avx2(const uint8_t *values, int64_t count, float scale, uint8_t *codes) {
     const __m256 s = _mm256_set1_ps(scale);
     for (int64_t i = 0; i < count; i += 32) {
-        __m256i packed = _mm256_packus_epi32(pairs(values + i, s), pairs(values + i + 16, s));
+        __m256i packed = _mm256_packus_epi32(pairs(values + 2 * i, s), pairs(values + 2 * i + 32, s));
         /* vpackusdw works within 128-bit lanes */
         _mm256_storeu_si256((__m256i *)(codes + i), _mm256_permute4x64_epi64(packed, 0xd8));
     }

@@ -15,7 +15,7 @@ KT_TARGET_AVX512 static inline __m512i magnitudes(__m512i x, __m512 scale) {
 }
 
 /* 32 values: two codes in the lower half of each word. */
-KT_TARGET_AVX512 static inline __m512i pairs(const uint16_t *values, __m512 scale) {
+KT_TARGET_AVX512 static inline __m512i pairs(const uint8_t *values, __m512 scale) {
     __m512i x = _mm512_loadu_si512(values);
     __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(KT_BF16_MAGNITUDE));
     __m512i even = magnitudes(_mm512_slli_epi32(magnitude, 16), scale);
@@ -27,8 +27,8 @@ KT_TARGET_AVX512 static inline __m512i pairs(const uint16_t *values, __m512 scal
     return _mm512_or_si512(both, _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(0x8000)));
 }
 
-KT_TARGET_AVX512 void kt_e4m3_avx512(const uint16_t *values, int64_t count, float scale, uint8_t *codes) {
+KT_TARGET_AVX512 void kt_e4m3_avx512(const uint8_t *values, int64_t count, float scale, uint8_t *codes) {
     const __m512 s = _mm512_set1_ps(scale);
     for (int64_t i = 0; i < count; i += 32)
-        _mm256_storeu_si256((__m256i *)(codes + i), _mm512_cvtepi32_epi16(pairs(values + i, s)));
+        _mm256_storeu_si256((__m256i *)(codes + i), _mm512_cvtepi32_epi16(pairs(values + 2 * i, s)));
 }

@@ -1,14 +1,15 @@
-/* BF16 as it is, in strips. */
+/* BF16 as it is. */
 #include <stddef.h>
 
 #include "bf16.h"
 #include "kernels.h"
 #include "strips.h"
 
-int ktq_pack_bf16(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
+int ktq_pack_bf16(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
                   int64_t *bad_row) {
     int error = kt_check_strips(KTQ_BF16_MULTIPLE, n, k);
     if (!error) error = source && scratch && codes && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
+    if (!error && order != KTQ_STRIPS && order != KTQ_ROWS) error = KTQ_EINVAL;
     if (error) return error;
 
     const kt_kernels *kernels = kt_current();
@@ -19,7 +20,7 @@ int ktq_pack_bf16(int64_t n, int64_t k, const ktq_source *source, uint16_t *scra
         const uint8_t *rows = kt_bf16_rows(kernels, source, first, KT_STRIP_ROWS, k, scratch, &row_stride);
         for (int r = 0; r < KT_STRIP_ROWS && *bad_row < 0; r++)
             if (kt_amax_of(kernels, rows + r * row_stride, k) >= KT_BF16_INFINITY) *bad_row = first + r;
-        if (*bad_row < 0) kt_lay_strip(kernels, 2, rows, row_stride, k, (uint8_t *)(codes + first * k));
+        if (*bad_row < 0) kt_put_rows(kernels, order, 2, rows, row_stride, k, (uint8_t *)(codes + first * k));
     }
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;

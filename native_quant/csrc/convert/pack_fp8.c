@@ -1,4 +1,4 @@
-/* FP8 E4M3 in strips, with a scale for each block of 128 x 128 (NUMERICS.md, section 9): rounded, or kept as it is
+/* FP8 E4M3 with a scale for each block of 128 x 128 (NUMERICS.md, section 9): rounded, or kept as it is
  * where the source has just such blocks. Knows the order of rows, but no instruction set. */
 #include <stddef.h>
 
@@ -36,8 +36,8 @@ static int has_nan(const uint8_t *codes, int64_t k) {
 }
 
 /* Codes and scales of such a source. Returns the first row that holds a NaN, or -1. scratch: 32 * k bytes. */
-static int64_t keep(const kt_kernels *kernels, int64_t n, int64_t k, const ktq_source *source, uint8_t *scratch,
-                    uint8_t *codes, float *scales) {
+static int64_t keep(const kt_kernels *kernels, int order, int64_t n, int64_t k, const ktq_source *source,
+                    uint8_t *scratch, uint8_t *codes, float *scales) {
     int64_t blocks = k / KT_FP8_BLOCK;
     const float *stored = source->scales + source->first_row / KT_FP8_BLOCK * source->scales_per_row +
                           source->first_column / KT_FP8_BLOCK;
@@ -53,7 +53,7 @@ static int64_t keep(const kt_kernels *kernels, int64_t n, int64_t k, const ktq_s
         }
         for (int r = 0; r < KT_STRIP_ROWS; r++)
             if (has_nan(rows + r * row_stride, k)) return first + r;
-        kt_lay_strip(kernels, 1, rows, row_stride, k, codes + first * k);
+        kt_put_rows(kernels, order, 1, rows, row_stride, k, codes + first * k);
     }
     return -1;
 }
@@ -85,8 +85,8 @@ static int64_t measure(const kt_kernels *kernels, const uint8_t *rows, int64_t r
 }
 
 /* Codes and scales of BF16, 128 rows at a time. Returns the first row that holds a value that is not finite, or -1. */
-static int64_t round_all(const kt_kernels *kernels, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch,
-                         uint8_t *codes, float *scales) {
+static int64_t round_all(const kt_kernels *kernels, int order, int64_t n, int64_t k, const ktq_source *source,
+                         uint16_t *scratch, uint8_t *codes, float *scales) {
     for (int64_t first = 0; first < n; first += KT_FP8_BLOCK, scales += k / KT_FP8_BLOCK) {
         const uint8_t *rows = NULL;
         int64_t row_stride;
@@ -97,27 +97,35 @@ static int64_t round_all(const kt_kernels *kernels, int64_t n, int64_t k, const 
         }
         int64_t bad = measure(kernels, rows, row_stride, k, scales);
         if (bad >= 0) return first + bad;
+        if (order == KTQ_ROWS) {
+            for (int64_t r = 0; r < KT_FP8_BLOCK; r++)
+                for (int64_t c = 0; c < k; c += KT_FP8_BLOCK)
+                    kernels->e4m3(rows + r * row_stride + 2 * c, KT_FP8_BLOCK, scales[c / KT_FP8_BLOCK],
+                                  codes + (first + r) * k + c);
+            continue;
+        }
         for (int64_t r = 0; r < KT_FP8_BLOCK; r += KT_STRIP_ROWS)
             for (int64_t c = 0; c < k; c += KT_FP8_BLOCK) {
                 _Alignas(64) uint16_t values[KT_STRIP_ROWS * KT_FP8_BLOCK];
                 kt_lay_strip(kernels, 2, rows + r * row_stride + 2 * c, row_stride, KT_FP8_BLOCK, (uint8_t *)values);
-                kernels->e4m3(values, KT_STRIP_ROWS * KT_FP8_BLOCK, scales[c / KT_FP8_BLOCK],
+                kernels->e4m3((const uint8_t *)values, KT_STRIP_ROWS * KT_FP8_BLOCK, scales[c / KT_FP8_BLOCK],
                               codes + (first + r) * k + c * KT_STRIP_ROWS);
             }
     }
     return -1;
 }
 
-int ktq_pack_fp8(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes, float *scales,
-                 int64_t *bad_row) {
+int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
+                 float *scales, int64_t *bad_row) {
     int error = kt_check_strips(KTQ_FP8_MULTIPLE, n, k);
     if (!error) error = source && scratch && codes && scales && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
+    if (!error && order != KTQ_STRIPS && order != KTQ_ROWS) error = KTQ_EINVAL;
     if (error) return error;
 
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
-    *bad_row = is_kept(source) ? keep(kernels, n, k, source, (uint8_t *)scratch, codes, scales)
-                               : round_all(kernels, n, k, source, scratch, codes, scales);
+    *bad_row = is_kept(source) ? keep(kernels, order, n, k, source, (uint8_t *)scratch, codes, scales)
+                               : round_all(kernels, order, n, k, source, scratch, codes, scales);
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;
 }

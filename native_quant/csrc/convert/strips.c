@@ -1,5 +1,6 @@
 /* Weights in strips of 32 rows (FORMAT.md, Strips): the order that kernels of floating-point numbers multiply. */
 #include <stddef.h>
+#include <string.h>
 
 #include "bf16.h"
 #include "kernels.h"
@@ -24,4 +25,14 @@ void kt_lay_strip(const kt_kernels *kernels, int item_bytes, const uint8_t *rows
                                KT_BLOCK_PAIRS, KT_HALF_ROWS, strip, half_row);
             strip += KT_BLOCK_PAIRS * half_row;
         }
+}
+
+void kt_put_rows(const kt_kernels *kernels, int order, int item_bytes, const uint8_t *rows, int64_t row_stride,
+                 int64_t k, uint8_t *out) {
+    if (order == KTQ_STRIPS) {
+        kt_lay_strip(kernels, item_bytes, rows, row_stride, k, out);
+        return;
+    }
+    for (int64_t r = 0; r < KT_STRIP_ROWS; r++)
+        memcpy(out + r * k * item_bytes, rows + r * row_stride, (size_t)(k * item_bytes));
 }

@@ -11,6 +11,11 @@ enum { KT_BLOCK_PAIRS = 16 }; /* of columns of a block, which is 32 rows by 32 c
 /* KTQ_OK if n and k are multiples of `multiple`, else KTQ_ESHAPE. */
 int kt_check_strips(int64_t multiple, int64_t n, int64_t k);
 
+/* 32 rows of k items (of 1 or 2 bytes) in an order, KTQ_STRIPS or KTQ_ROWS. For strips, k is a multiple of 32. rows,
+   row_stride (bytes): any alignment. */
+void kt_put_rows(const kt_kernels *kernels, int order, int item_bytes, const uint8_t *rows, int64_t row_stride,
+                 int64_t k, uint8_t *out);
+
 /* kt_amax_fn for any k. */
 uint16_t kt_amax_of(const kt_kernels *kernels, const uint8_t *row, int64_t k);
 

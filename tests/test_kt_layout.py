@@ -1,0 +1,131 @@
+"""`cpu --layout kt`: whole linears under the names that kt-kernel's native methods look for, and the real kt-kernel
+computes with them where it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.outputs import FORMS, PROJECTIONS
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.quantizers import fp8, reference
+from rig import conversion, killpoint
+from rig.safetensors import bits_of, read_file
+
+METHODS = ("fp8", "bf16")
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """All tensors of a directory, as bits."""
+    return {name: bits for shard in folder.glob("*.safetensors") for name, bits in bits_of(read_file(shard)).items()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("kt") / "source", layers=2, hidden=256, width=128)
+
+
+def converted(cli: Any, source: Path, out: Path, method: str, *more: str) -> Any:
+    return cli("cpu", "-i", source, "-o", out, "--quant-method", method, "--layout", "kt", *more)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_linears_are_whole_and_in_order(method: str, source: Path, tmp_path: Path, cli: Any) -> None:
+    out = tmp_path / "out"
+    done = converted(cli, source, out, method, "--threadpool-count", "2")
+    assert "note: --threadpool-count changes nothing with --layout kt" in done.stderr and "NUMA part" not in done.stderr
+    tensors, model = tensors_of(out), recognise(open_checkpoint(source))
+    for layer in model.layers:
+        for expert in range(model.shape(layer)[0]):
+            for projection in PROJECTIONS:
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+                bits, stored = reference.decode(model.linear(layer, expert, projection)), tensors.pop(name)
+                if method == "bf16":
+                    assert (stored == bits).all()
+                    continue
+                codes, scales = fp8.quantize(bits)
+                assert (stored == codes).all() and (tensors.pop(f"{name}_scale_inv") == scales).all()
+    assert not tensors
+    report = json.loads(cli("verify", out, "--against", source, "--full", "--json").stdout)
+    assert report["method"] == f"KT_{method.upper()}"
+    assert f"--kt-method {method.upper()} " in (out / "README.md").read_text()
+    cli("verify", out, "--quant-method", f"kt_{method}", "--numa", 1)
+    assert "KT_" in cli("inspect", out).stdout
+    opened = measure(open_output(out))
+    assert opened.shapes == {0: (2, 256, 128), 1: (2, 256, 128)} and opened.form == FORMS[f"KT_{method.upper()}"]
+
+
+def test_without_its_manifest_it_is_a_checkpoint(source: Path, tmp_path: Path, cli: Any) -> None:
+    """Nothing else tells it from one."""
+    converted(cli, source, tmp_path / "out", "bf16")
+    assert is_output(tmp_path / "out") and not is_output(source)
+    (tmp_path / "out" / "manifest.json").unlink()
+    assert not is_output(tmp_path / "out")
+
+
+def test_fp8_in_blocks_keeps_its_tensors(tmp_path: Path, cli: Any, source: Path) -> None:
+    """What was written once is the source of the next conversion."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    converted(cli, source, first, "fp8")
+    (first / "manifest.json").unlink()
+    config = json.loads((first / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    del config["transformers_weights"]
+    (first / "config.json").write_text(json.dumps(config))
+    done = converted(cli, first, second, "fp8")
+    assert "the experts are FP8 already: every number stays what it is" in done.stderr
+    before, after = tensors_of(first), tensors_of(second)
+    assert before.keys() == after.keys()
+    assert all((after[name] == before[name]).all() for name in before)
+
+
+def test_refusals(source: Path, tmp_path: Path, cli: Any) -> None:
+    for code, text, *options in (
+        (2, "--layout kt is for fp8 and bf16; AMXINT4 is for NUMA parts", "--quant-method", "int4"),
+        (2, "--layout kt holds experts alone", "--quant-method", "fp8", "--non-experts", "keep"),
+        (2, "has no loose files", "--quant-method", "fp8", "--no-merge-safetensor"),
+        (2, "has no matrices for fine-tuning", "--quant-method", "bf16", "--save-backward-weights"),
+    ):
+        done = cli("cpu", "-i", source, "-o", tmp_path / "x", "--layout", "kt", *options, code=code)
+        assert text in done.stderr
+    narrow = conversion.checkpoint(tmp_path / "narrow", layers=1, hidden=256, width=64)
+    done = cli("cpu", "-i", narrow, "-o", tmp_path / "x", "--layout", "kt", "--quant-method", "fp8", code=3)
+    assert "is not a multiple of 128" in done.stderr
+    converted(cli, source, tmp_path / "out", "fp8")
+    with pytest.raises(UnsupportedError, match="KT_FP8"):
+        Experts.load(tmp_path / "out", 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_planned_killed_resumed_and_damaged(method: str, source: Path, tmp_path: Path, cli: Any) -> None:
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+    options = ("--quant-method", method, "--layout", "kt")
+    planned = cli("cpu", "-i", source, "-o", tmp_path / "x", *options, "--dry-run", "--json").stdout.splitlines()
+    assert len(json.loads(planned[-1])["units"]) == 2
+
+    def run(out: str, n: int) -> int:
+        command = [*conversion.KTCONVERT, "cpu", "-i", source, "-o", tmp_path / out, *options]
+        return killpoint.run(command, tmp_path / out, n, shim, log).returncode
+
+    assert run("whole", 0) == 0
+    calls = killpoint.count(log)
+    assert run("killed", calls // 2) == killpoint.KILLED
+    cli("resume", tmp_path / "killed")
+    assert conversion.tree(tmp_path / "killed") == conversion.tree(tmp_path / "whole")
+    shard = next((tmp_path / "whole").glob("model-00001*"))
+    data = bytearray(shard.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header : header + 2] = b"\xff\x7f"  # NaN in either format
+    shard.write_bytes(data)
+    assert "not a number" in cli("verify", tmp_path / "whole", code=6).stdout
+    shard.unlink()
+    cli("verify", tmp_path / "whole", code=6)
