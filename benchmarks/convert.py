@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Conversion against copying: `cp -r`, `ktconvert cpu` to int4 and int8, and kt-kernel where it is installed.
+"""Conversion against copying: `cp -r`, `ktconvert cpu` to int4, int8 and mxfp4, and kt-kernel where it is installed.
 
 python benchmarks/convert.py                       all of it; 15 GB of disk, some minutes
 python benchmarks/convert.py --size small          one small layer, to try the script; its figures mean nothing
@@ -28,10 +28,12 @@ from timing import Run
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 METHODS = ("int4", "int8")
+TIMED = ("cp", *METHODS, "mxfp4")
 NUMA = 2
 SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
 # Those that are compared with BF16, as models.py calls them, or ggml.
 INPUTS = {"FP8": "F8_E4M3", "MXFP4": "MXFP4", "INT4": "INT4", "Q4_K": "Q4_K"}
+KEPT = {"MXFP4": "mxfp4", "FP8": "fp8"}  # an input, and the method that keeps its codes and scales
 
 # Targets: figure -> (limit, unit). Wall and CPU are ratios to cp in the same rounds.
 TARGETS = {
@@ -39,6 +41,8 @@ TARGETS = {
     "int4 CPU": (0.8, "x cp"),
     "int8 wall": (0.9, "x cp"),
     "int8 CPU": (1.0, "x cp"),
+    "mxfp4 wall": (0.9, "x cp"),
+    **{f"{method} {name} kept": (1.0, "x cp of it") for name, method in KEPT.items()},
     "int4 cold wall": (1.0, "x cp"),
     "int8 cold wall": (1.0, "x cp"),
     "anonymous": (300, "MiB"),
@@ -67,7 +71,7 @@ class Bench:
         return self.folder / "out"
 
     def command(self, what: str, source: Path) -> list[str]:
-        """The command line of cp, int4, int8, peer-int4 or peer-int8."""
+        """The command line of cp, a method of ours, peer-int4 or peer-int8."""
         if what == "cp":
             return ["cp", "-r", "--reflink=never", str(source), str(self.out)]
         if what.startswith("peer-"):
@@ -99,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="models are created and kept here; default: a temporary directory")
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of cp, int4 and int8 in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of cp and of each method in turn")
     parser.add_argument("--input-rounds", type=int, default=3, help="rounds of each other input and BF16 in turn")
     parser.add_argument("--inputs", nargs="*", choices=INPUTS, default=list(INPUTS))
     parser.add_argument("--cold", type=int, default=3, metavar="ROUNDS", help="rounds that start with a cold cache")
@@ -150,11 +154,11 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     print(f"{bench.bf16.name}: {source_bytes / 1e9:.2f} GB; sha256 {hash_rate / 1e9:.2f} GB/s on one core\n")
 
     peers, checks, memory, sizes = check(bench, options.peer_rounds)
-    rounds: dict[str, list[Run]] = {what: [] for what in ("cp", *METHODS)}
+    rounds: dict[str, list[Run]] = {what: [] for what in TIMED}
     for _ in range(options.rounds):
         for what, runs in rounds.items():
             runs.append(bench.timed(what, bench.bf16))
-    cold: dict[str, list[Run]] = {what: [] for what in ("cp", *METHODS)}
+    cold: dict[str, list[Run]] = {what: [] for what in TIMED}
     for _ in range(options.cold):
         for what, runs in cold.items():
             runs.append(bench.timed(what, bench.bf16, cold=True))
@@ -170,6 +174,12 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
                 beside[case].append(bench.timed(method, bench.bf16))
                 sizes[f"{case}, BF16"] = bench.out_bytes()
 
+    kept: dict[str, list[Run]] = {}
+    for name in (name for name in bench.inputs if name in KEPT):
+        for what in options.input_rounds * ("cp", KEPT[name]):
+            kept.setdefault(f"{what} {name}", []).append(bench.timed(what, bench.inputs[name]))
+            sizes[f"{what} {name}"] = bench.out_bytes() if what != "cp" else 0
+
     shown = {**rounds, **{f"peer-{m}": runs for m, runs in peers.items()}}
     print(HEADING)
     show(shown, sizes, hash_rate)
@@ -180,11 +190,18 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         print("\nother inputs, and BF16 in turn with each")
         turns = {f"{case}{of}": runs[case] for case in inputs for of, runs in (("", inputs), (", BF16", beside))}
         show(turns, sizes, hash_rate, "")
+    if kept:
+        print("\ninputs that an output keeps, and cp of each")
+        show(kept, sizes, hash_rate, "")
     reached = reach(rounds, cold, inputs, beside, memory, sizes)
+    for name in (name for name in bench.inputs if name in KEPT):
+        ours, copies = kept[f"{KEPT[name]} {name}"], kept[f"cp {name}"]
+        reached[f"{KEPT[name]} {name} kept"] = timing.median(ours, "wall") / timing.median(copies, "wall")
     print("\ntargets")
     for name, value in reached.items():
         limit, unit = TARGETS[name]
         print(f"  {name:17} {value:7.2f} {unit:24} (at most {limit}: {'met' if value <= limit else 'MISSED'})")
+    groups = {"warm": shown, "cold": cold, "inputs": inputs, "bf16_beside_inputs": beside, "kept": kept}
     return {
         "machine": machine,
         "sha256_bytes_per_second": hash_rate,
@@ -194,7 +211,7 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "anonymous_bytes": memory,
         "runs": {
             kind: {what: [timing.plain(r) for r in runs] for what, runs in group.items()}
-            for kind, group in (("warm", shown), ("cold", cold), ("inputs", inputs), ("bf16_beside_inputs", beside))
+            for kind, group in groups.items()
         },
         "targets": {name: {"value": value, "at_most": TARGETS[name][0]} for name, value in reached.items()},
     }
@@ -307,7 +324,7 @@ def reach(
 ) -> dict[str, float]:
     """The measured figures that have a target, in the target's unit."""
     values: dict[str, float] = {}
-    for method in METHODS:
+    for method in TIMED[1:]:
         if warm["cp"]:
             values[f"{method} wall"] = timing.median(warm[method], "wall") / timing.median(warm["cp"], "wall")
             values[f"{method} CPU"] = timing.median(warm[method], "cpu") / timing.median(warm["cp"], "cpu")
@@ -316,7 +333,7 @@ def reach(
     for case, runs in inputs.items():
         per_byte = timing.median(runs, "wall") / sizes[case]
         values[f"{case} wall"] = per_byte / (timing.median(beside[case], "wall") / sizes[f"{case}, BF16"])
-    ours = [r for group in (warm, cold) for method in METHODS for r in group[method]]
+    ours = [r for group in (warm, cold) for method in TIMED[1:] for r in group[method]]
     ours += [r for runs in inputs.values() for r in runs]
     values["anonymous"] = max(memory.values()) / MIB
     if ours:

@@ -56,7 +56,7 @@ def quantize(bf16: U16) -> tuple[U8, U8]:
 def dequantize(codes: U8, exponents: U8) -> F32:
     """float32 [n, k], exact."""
     n, groups = exponents.shape
-    values: F32 = E2M1[codes].reshape(n, groups, GROUP) * e8m0(exponents)[:, :, None]
+    values: F32 = E2M1.take(codes).reshape(n, groups, GROUP) * e8m0(exponents)[:, :, None]
     return values.reshape(n, groups * GROUP)
 
 
@@ -77,9 +77,14 @@ def unlay_codes(laid: U8) -> U8:
     """The inverse of lay_codes: codes [n, k]."""
     count, items = laid.shape
     k = items // (strips.ROWS // 2)
-    words = np.ascontiguousarray(laid).view("<u2").reshape(count, k // GROUP, 2, 4, strips.HALF, 2)
-    split = words.transpose(0, 2, 4, 1, 3, 5)[..., None, :] >> np.array([0, 4, 8, 12], np.uint16)[:, None] & 15
-    return split.astype(np.uint8).reshape(count * strips.ROWS, k)
+    pairs = np.ascontiguousarray(laid).view("<u4").reshape(count, k // GROUP, 2, 4, strips.HALF)
+    words = np.ascontiguousarray(pairs.transpose(0, 2, 4, 1, 3)).view(np.uint8).reshape(-1, 2, 2)  # parity, byte
+    codes = np.empty((len(words), 2, 2, 2), np.uint8)  # of 8 columns: byte, nibble, parity
+    for parity in range(2):
+        for byte in range(2):
+            np.bitwise_and(words[:, parity, byte], 15, out=codes[:, byte, 0, parity])
+            np.right_shift(words[:, parity, byte], 4, out=codes[:, byte, 1, parity])
+    return codes.reshape(count * strips.ROWS, k)
 
 
 def lay_exponents(exponents: U8) -> U8:
