@@ -332,3 +332,47 @@ def test_killed_and_resumed_and_damaged(tmp_path: Path, cli: Any) -> None:
         damaged[at : at + len(data) or None] = data
         shard.write_bytes(damaged)
         assert text in cli("verify", tmp_path / "whole", code=6).stdout
+
+
+# --- codes alone, for scales of other blocks ---------------------------------------------------------------------------
+
+
+@given(
+    n=st.sampled_from((32, 96, 160)),
+    k=st.sampled_from((32, 64, 352)),
+    start=st.integers(0, 3),
+    isa=ISAS,
+    rest=st.booleans(),
+)
+def test_codes_alone_are_put_into_strips(n: int, k: int, start: int, isa: str, rest: bool) -> None:
+    """Also columns of a wider matrix, from any address on."""
+    rng = np.random.default_rng(n + k + start)
+    wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
+    values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
+    kernels.set_isa(isa)
+    try:
+        kernels_strips.lay_fp8(values, codes)
+    finally:
+        kernels.set_isa(None)
+    np.testing.assert_array_equal(codes, strips.lay(values))
+
+
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_a_nan_among_codes_alone_is_refused(nan: int) -> None:
+    values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)
+    values[33, 95] = nan
+    with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
+        kernels_strips.lay_fp8(values, codes)
+
+
+def test_codes_alone_that_do_not_fit_are_refused() -> None:
+    values, codes = np.zeros((32, 64), np.uint8), np.empty((1, 32 * 64), np.uint8)
+    for wrong, message in (
+        (values[:, ::2], "contiguous"),
+        (values.view(np.int8), "uint8"),
+        (values[:31], "multiples of 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels_strips.lay_fp8(wrong, codes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="codes"):
+        kernels_strips.lay_fp8(values, codes[:, :-1])

@@ -362,6 +362,32 @@ def test_experts_that_compute_something_else_are_refused(config: dict[str, Any],
         Experts.load(layer.write(tmp_path, tensors, num_hidden_layers=1, **config), 0)
 
 
+def test_scales_that_no_method_has(tmp_path: Path) -> None:
+    path, _ = microscaling.make(microscaling.KINDS["E8M0 of 32x64"], tmp_path / "model")
+    message = "layer 0 are MXFP8 with a scale for each 32 x 64, which no method of this runtime computes"
+    with pytest.raises(UnsupportedError, match=f"{message}; convert"):
+        Experts.load(path, 0)
+    with pytest.raises(UnsupportedError, match=f"{message}, MXFP8 neither; convert"):
+        Experts.load(path, 0, method="MXFP8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("compressed-tensors MXFP4", "MXFP4"), ("blocks", "MXFP4"), ("E8M0 of 128x128", "FP8")]
+)
+def test_other_storage_of_the_same_numbers(kind: str, method: str, tmp_path: Path) -> None:
+    """The same as from a checkpoint of BF16 with these values."""
+    path, values = microscaling.make(microscaling.KINDS[kind], tmp_path / "a")
+    base = "model.layers.0.mlp.experts"
+    plain = {f"{base}.{e}.{p}_proj.weight": ("BF16", bits) for (e, p), bits in values.items()}
+    (tmp_path / "b").mkdir()
+    write_file(tmp_path / "b" / "model.safetensors", plain)
+    experts, exact = Experts.load(path, 0), Experts.load(tmp_path / "b", 0)
+    assert (experts.method, exact.method) == (method, "BF16")
+    hidden = floats.activations(5, experts.hidden)
+    call = hidden, np.tile(np.arange(2), (5, 1)), np.full((5, 2), 0.5, np.float32)
+    assert distance(experts.forward(*call), floats.from_bits(exact.forward(*call))) < NEAR_FLOAT64
+
+
 def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
     layer = native.read("BF16_default")
     path = layer.write(tmp_path)
@@ -411,3 +437,16 @@ def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path) -> None:
     theirs = read_file(result)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-6, key
+
+
+def test_a_converted_checkpoint_gives_the_same_bits(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """Codes and scales are kept; the limit must be given for either."""
+    layer = native.read("MXFP4_v4")
+    sizes = {"n_routed_experts": 2, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
+    path = layer.write(tmp_path / "in", model_type="deepseek_v4", num_hidden_layers=1, swiglu_limit=0.25, **sizes)
+    cli("cpu", "-i", path, "-o", tmp_path / "out", "--quant-method", "mxfp4", "--threadpool-count", "2")
+    ours, converted = (Experts.load(p, 0, parts=2, swiglu_limit=0.25) for p in (path, tmp_path / "out"))
+    np.testing.assert_array_equal(forward(ours, layer), forward(converted, layer))
+    for place, message in ((path, "give swiglu_limit=0.25"), (tmp_path / "out", "swiglu_limit, .* silu; give swiglu_")):
+        with pytest.raises(UnsupportedError, match=message):
+            Experts.load(place, 0)

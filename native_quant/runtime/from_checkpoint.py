@@ -9,7 +9,9 @@ from pathlib import Path
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
+from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import PROJECTIONS
@@ -18,6 +20,7 @@ from ktconvert.layouts.outputs.legal import COUNTS
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
+from ktconvert.native_quant.matrix import FP8_E4M3
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.kt_methods import LIMITED, WITH_ALPHA
 from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
@@ -117,17 +120,24 @@ def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Na
     fitting = [native for native in METHODS.values() if all(native.holds(weight, moe) for weight in weights)]
     if fitting and asked in (None, fitting[0].name):
         return fitting[0]
-    stored = " and ".join(dict.fromkeys(weight.encoding.title for weight in weights))
+    stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in weights))
     if fitting:
         raise UnsupportedError(
             f"{path}: the experts of layer {layer} are {stored}, which method {fitting[0].name} computes, not {asked}; "
             f"give method {fitting[0].name}, or convert with `ktconvert cpu`."
         )
     raise UnsupportedError(
-        f"{path}: the experts of layer {layer} are {stored} as this runtime cannot compute them"
-        f"{f' with method {asked}' if asked else ''} (it computes {', '.join(METHODS)}); "
-        "convert the model with `ktconvert cpu`."
+        f"{path}: the experts of layer {layer} are {stored}, which no method of this runtime computes"
+        f"{f', {asked} neither' if asked else ''}; convert the model with `ktconvert cpu`."
     )
+
+
+def _described(weight: Weight, layer: MoeLayer) -> str:
+    block = weight.fit(layer.input_major)
+    of_blocks = weight.encoding.kind == FP8_E4M3
+    scaled = f" with a scale for each {block[0]} x {block[1]}" if of_blocks else ""
+    turned = ", stored by columns" if layer.input_major else ""
+    return f"{weight.encoding.title}{scaled}{turned}"
 
 
 def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, limit: float, alpha: float) -> None:

@@ -261,9 +261,11 @@ def _compare_metadata(output: Output, layer: int, measured: Measure, activation:
             continue
         for name, value in actual.items():
             if name in metadata and metadata[name] != value:
+                given = name == "activation" and measured.method in kt_methods.LIMITED
+                remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them" if given else AGAIN
                 raise UnsupportedError(
                     f"{output.root / shard}: its header says {name} {metadata[name]}, "
-                    f"its bytes and this runtime say {value}; {AGAIN}."
+                    f"its bytes and this runtime say {value}; {remedy}."
                 )
 
 
