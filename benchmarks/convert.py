@@ -158,6 +158,8 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds):
         for what, runs in rounds.items():
             runs.append(bench.timed(what, bench.bf16))
+            if what not in ("cp", *METHODS):
+                sizes[what] = bench.out_bytes()
     cold: dict[str, list[Run]] = {what: [] for what in TIMED}
     for _ in range(options.cold):
         for what, runs in cold.items():
