@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.experts import recognise
@@ -18,7 +19,7 @@ from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import fp8, reference
-from rig import conversion, killpoint
+from rig import conversion, floats, killpoint
 from rig.safetensors import bits_of, read_file
 
 METHODS = ("fp8", "bf16")
@@ -100,9 +101,25 @@ def test_refusals(source: Path, tmp_path: Path, cli: Any) -> None:
     narrow = conversion.checkpoint(tmp_path / "narrow", layers=1, hidden=256, width=64)
     done = cli("cpu", "-i", narrow, "-o", tmp_path / "x", "--layout", "kt", "--quant-method", "fp8", code=3)
     assert "is not a multiple of 128" in done.stderr
-    converted(cli, source, tmp_path / "out", "fp8")
-    with pytest.raises(UnsupportedError, match="KT_FP8"):
-        Experts.load(tmp_path / "out", 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_runtime_computes_with_it(method: str, source: Path, tmp_path: Path, cli: Any) -> None:
+    """The same bits as with these experts packed on the spot."""
+    converted(cli, source, tmp_path / "out", method)
+    model = recognise(open_checkpoint(source))
+    stacks = (
+        np.stack([reference.decode(model.linear(1, e, p)) for e in range(model.shape(1)[0])]) for p in PROJECTIONS
+    )
+    expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(tmp_path / "out", 1, parts=1)
+    assert ours.method == method.upper()
+    call = floats.activations(3, 256), np.tile(np.arange(2), (3, 1)), np.full((3, 2), 0.5, np.float32)
+    np.testing.assert_array_equal(ours.forward(*call), expected.forward(*call))
+    about = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    about["model"]["activation"] = "swiglu_limit"
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(about))
+    with pytest.raises(UnsupportedError, match="manifest says activation swiglu_limit, these settings say silu; give"):
+        Experts.load(tmp_path / "out", 1, parts=1)
 
 
 @pytest.mark.parametrize("method", METHODS)

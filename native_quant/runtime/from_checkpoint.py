@@ -5,7 +5,9 @@ the order of the kernels while a layer is loaded. No number changes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
@@ -13,8 +15,9 @@ from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.outputs import FORMS, LAYOUTS, PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.legal import COUNTS
 from ktconvert.layouts.outputs.opening import is_output
@@ -22,14 +25,16 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
-from ktconvert.native_quant.runtime.kt_methods import LIMITED, WITH_ALPHA
+from ktconvert.native_quant.runtime.kt_methods import LIMITED, WITH_ALPHA, activation
 from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, check_wanted, in_parallel
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether weights in safetensors lie in a directory that is no output of ours or of kt-kernel."""
+    """Whether weights in safetensors lie in a directory that is no output for NUMA parts: a checkpoint as it was
+    released, or what `ktconvert cpu --layout kt` made of one.
+    """
     return path.is_dir() and _is_checkpoint_at(path.resolve(), path.stat().st_mtime_ns)
 
 
@@ -96,7 +101,17 @@ def load(
 
 @functools.lru_cache(maxsize=64)
 def _is_checkpoint_at(path: Path, mtime_ns: int) -> bool:
-    return any(path.glob("*.safetensors")) and not is_output(path)
+    return any(path.glob("*.safetensors")) and (not is_output(path) or _kt_layout(path) is not None)
+
+
+def _kt_layout(path: Path) -> Mapping[str, Any] | None:
+    """The facts of the manifest of an output of `ktconvert cpu --layout kt`; None for any other directory."""
+    try:
+        about = manifest.read(path)
+    except VerificationError:
+        return None  # not our manifest.json, or damaged
+    form = FORMS.get(str(about["model"].get("method"))) if about else None
+    return about["model"] if about and form and form.command == LAYOUTS["kt"] else None
 
 
 def _opened(path: Path) -> MoeModel:
@@ -147,6 +162,12 @@ def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, l
     if isinstance(clamp, list):
         clamp = clamp[layer] if layer < len(clamp) else 0
     what, remedy = "", "keep them on the GPU"
+    facts, given = _kt_layout(path) or {}, activation(limit, alpha)
+    if facts.get("activation", given) != given:
+        raise UnsupportedError(
+            f"{path}: its manifest says activation {facts['activation']}, these settings say {given}; "
+            "give swiglu_limit and swiglu_alpha as config.json of the model has them."
+        )
     if model.weights_on != "output":
         what = "multiply routing weights with their input"
     elif model.activation == "swiglu_oai":
