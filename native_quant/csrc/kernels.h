@@ -228,6 +228,8 @@ typedef struct {
 enum {
     KT_SUM_COLUMNS = 32,    /* whose products are added up before they are scaled */
     KT_PANEL_COLUMNS = 256, /* at most */
+    /* Bytes: while codes become a panel, half as many are fetched, from so many after the first on. */
+    KT_PANEL_AHEAD = 4096,
 };
 
 typedef struct kt_kernels kt_kernels;

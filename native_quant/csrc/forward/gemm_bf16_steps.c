@@ -6,7 +6,6 @@
 enum {
     PANEL_BYTES = KT_PANEL_COLUMNS * KT_STRIP_ROWS * 2,
     SCALES = KT_PANEL_COLUMNS / KT_SUM_COLUMNS * KT_STRIP_ROWS,
-    AHEAD = 4096, /* bytes, in a strip that is read once */
     FEW_COLUMNS = 128, /* of a panel of such a strip */
 };
 
@@ -56,8 +55,10 @@ static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, sp
             columns = least(job->k - first, FEW_COLUMNS);
             copy(job, steps, first, columns, 0, job->m, with->a);
             for (int64_t s = pair; s < least(pair + 2, job->strips); s++) {
-                multiply(job, steps, with, s, first, columns, 0, job->m, codes_of(job, s, first) + AHEAD,
-                         columns * KT_STRIP_ROWS * job->bits / 8);
+                /* The first half is fetched while the panel is made. */
+                int64_t bytes = columns * KT_STRIP_ROWS * job->bits / 8, left = job->panel ? bytes / 2 : bytes;
+                multiply(job, steps, with, s, first, columns, 0, job->m,
+                         codes_of(job, s, first) + KT_PANEL_AHEAD + bytes - left, left);
             }
         }
 }

@@ -28,6 +28,7 @@ KT_TARGET_AVX2 void kt_panel_fp8_avx2(const uint8_t *codes, int64_t columns, uin
     const __m256i nan = _mm256_set1_epi8(0x7f), least = _mm256_set1_epi8(8);
     int has_nan = 0;
     for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 32) {
+        _mm_prefetch((const char *)codes + KT_PANEL_AHEAD + i / 2, _MM_HINT_T0);
         __m256i magnitude = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(codes + i)), nan);
         __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(codes + i)));
         __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(codes + i + 16)));

@@ -22,6 +22,7 @@ KT_TARGET_AVX512 static inline __m512i any(__m512i code) {
 KT_TARGET_AVX512 void kt_panel_fp8_avx512(const uint8_t *codes, int64_t columns, uint16_t *panel) {
     __mmask64 nans = 0;
     for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 64) {
+        _mm_prefetch((const char *)codes + KT_PANEL_AHEAD + i / 2, _MM_HINT_T0);
         __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(codes + i), _mm512_set1_epi8(0x7f));
         __m512i low = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(codes + i)));
         __m512i high = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(codes + i + 32)));

@@ -12,9 +12,10 @@ KT_TARGET_AVX2 int kt_panel_mxfp4_avx2(const uint8_t *codes, const uint8_t *scal
     const __m256i upper = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xbf, (char)0xbf, (char)0xbf,
                       (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0));
-    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 128, codes += 64)
+    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 128)
         for (int v = 0; v < 2; v++) {
-            __m256i words = _mm256_loadu_si256((const __m256i *)(codes + v * 32));
+            __m256i words = _mm256_loadu_si256((const __m256i *)(codes + i / 2 + v * 32));
+            _mm_prefetch((const char *)codes + KT_PANEL_AHEAD + i / 4, _MM_HINT_T0);
             for (int g = 0; g < 4; g++, words = _mm256_srli_epi16(words, 4)) {
                 __m256i code = _mm256_and_si256(words, _mm256_set1_epi16(15));
                 __m256i above = _mm256_shuffle_epi8(upper, _mm256_slli_epi16(code, 8));

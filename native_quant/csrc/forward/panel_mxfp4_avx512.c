@@ -10,8 +10,9 @@ KT_TARGET_AVX512 int kt_panel_mxfp4_avx512(const uint8_t *codes, const uint8_t *
                                              (short)0xbf00, (short)0xbf80, (short)0xbfc0, (short)0xc000, (short)0xc040,
                                              (short)0xc080, (short)0xc0c0);
     const __m512i table = _mm512_broadcast_i64x4(values);
-    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 128, codes += 64) {
-        __m512i words = _mm512_loadu_si512(codes);
+    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 128) {
+        __m512i words = _mm512_loadu_si512(codes + i / 2);
+        _mm_prefetch((const char *)codes + KT_PANEL_AHEAD + i / 4, _MM_HINT_T0);
         _mm512_storeu_si512(panel + i, _mm512_permutexvar_epi16(words, table));
         _mm512_storeu_si512(panel + i + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
         _mm512_storeu_si512(panel + i + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
