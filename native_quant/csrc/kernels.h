@@ -217,7 +217,7 @@ typedef void kt_combine_fn(int64_t terms, const float *const *rows, const float 
 /* out[c] = rows[0][c] + rows[1][c] + ... as BF16. columns: a multiple of 32. */
 typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t columns, uint16_t *out);
 
-/* --- BF16 arithmetic (NUMERICS.md, section 5b) ------------------------------------------------------------------------
+/* --- BF16 arithmetic (NUMERICS.md, section 5b) -----------------------------------------------------------------------
  */
 
 /* 32 rows of a weight: their codes and scales (formats.h). */

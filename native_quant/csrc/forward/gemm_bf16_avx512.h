@@ -41,8 +41,10 @@ KT_INLINE TARGET void columns_of(int wide, int tokens, const uint8_t *panel, con
         for (int h = 0; h < 2; h++) {
             __m512 total = _mm512_load_ps(c + t * KT_STRIP_ROWS + h * KT_HALF_ROWS);
 #pragma GCC unroll 4
-            for (int w = 0; w < wide; w++)
-                total = _mm512_fmadd_ps(_mm512_loadu_ps(scale + w * scale_step + h * KT_HALF_ROWS), sum[w][t][h], total);
+            for (int w = 0; w < wide; w++) {
+                __m512 scales = _mm512_loadu_ps(scale + w * scale_step + h * KT_HALF_ROWS);
+                total = _mm512_fmadd_ps(scales, sum[w][t][h], total);
+            }
             _mm512_store_ps(c + t * KT_STRIP_ROWS + h * KT_HALF_ROWS, total);
         }
 }

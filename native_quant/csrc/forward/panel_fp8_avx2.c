@@ -10,8 +10,8 @@ KT_TARGET_AVX2 static inline __m256i normal(__m256i code) {
     return _mm256_add_epi16(fields, _mm256_set1_epi16(0x3c00));
 }
 
-/* The same where some are subnormal or 0: m * 2^-9, the upper and the lower byte. Where vpshufb's index is 0, so is what
- * it finds. */
+/* The same where some are subnormal or 0: m * 2^-9, the upper and the lower byte. Where vpshufb's index is 0, so is
+ * what it finds. */
 KT_TARGET_AVX2 static inline __m256i any(__m256i code) {
     const __m256i lower = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0));

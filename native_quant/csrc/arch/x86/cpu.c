@@ -65,8 +65,8 @@ unsigned kt_cpu_isas(void) {
     return isas | 1u << KT_ISA_amx;
 }
 
-/* vdpbf16ps is two fused multiply-adds. On Intel's processors (Emerald Rapids: one in 2.2 cycles, four of them) they are
-   faster without it. */
+/* vdpbf16ps is two fused multiply-adds. Intel's processors are faster without it (Emerald Rapids: one in 2.2 cycles, or
+   four of them). */
 unsigned kt_cpu_slow_isas(void) {
     unsigned a, b, c, d;
     /* "GenuineIntel" */
