@@ -59,6 +59,7 @@ class Lib:
     def ktq_pack_bf16(
         self, order: int, n: int, k: int, source: ffi.CData, scratch: ffi.CData, codes: ffi.CData, bad_row: ffi.CData
     ) -> int: ...
+    def ktq_mxfp4_rows(self, n: int, k: int, codes: Any, exponents: Any, rows: Any, row_exponents: Any) -> int: ...
     def ktq_pack_mxfp4(
         self,
         n: int,

@@ -57,14 +57,15 @@ def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
 def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> None:
     """Puts a linear, as MXFP4, into the order of strips. Equations: NUMERICS.md, section 9.
 
-    A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of MXFP4_MULTIPLE.
+    A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of 32 (those that
+    are multiplied: of MXFP4_MULTIPLE).
     codes: uint8 [n/32, 16*k] and exponents: uint8 [n/32, k] are written. NonFinite: a value is infinite or NaN; what is
     written means nothing then.
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     n, k = matrix.shape
-    check_size(MXFP4_MULTIPLE, n, k)
+    check_size(STRIP_ROWS, n, k)
     _check_array("codes", codes, np.dtype(np.uint8), (n // STRIP_ROWS, STRIP_ROWS * k // 2), writable=True)
     _check_array("exponents", exponents, np.dtype(np.uint8), (n // STRIP_ROWS, k), writable=True)
     read_environment()
@@ -75,6 +76,29 @@ def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDAr
         raise _non_finite(bad_row[0], matrix)
     del keep
     raise_error(error)
+
+
+def mxfp4_rows(
+    codes: npt.NDArray[np.uint8],
+    exponents: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.uint8],
+    row_exponents: npt.NDArray[np.uint8],
+) -> None:
+    """Puts MXFP4 in strips, as pack_mxfp4 writes it, into the order of rows.
+
+    rows: uint8 [n, k/2], the even column in the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
+    """
+    n, k = rows.shape[0], 2 * rows.shape[1]
+    check_size(STRIP_ROWS, n, k)
+    arrays = (
+        (codes, (n // STRIP_ROWS, STRIP_ROWS * k // 2)),
+        (exponents, (n // STRIP_ROWS, k)),
+        (rows, (n, k // 2)),
+        (row_exponents, (n, k // STRIP_ROWS)),
+    )
+    for array, shape in arrays:
+        _check_array("each array", array, np.dtype(np.uint8), shape, writable=array is rows or array is row_exponents)
+    raise_error(lib.ktq_mxfp4_rows(n, k, *(ffi.from_buffer("uint8_t[]", array) for array, _ in arrays)))
 
 
 def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:

@@ -18,11 +18,12 @@ from ktconvert.layouts.outputs import FORMS, PROJECTIONS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.quantizers import fp8, reference
+from ktconvert.quantizers import fp8, mxfp4, reference
 from rig import conversion, floats, killpoint
 from rig.safetensors import bits_of, read_file
 
-METHODS = ("fp8", "bf16")
+V4 = {"gate": "w1", "up": "w3", "down": "w2"}  # the names of DeepSeek-V4
+METHODS = ("mxfp4", "fp8", "bf16")
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
@@ -48,8 +49,16 @@ def test_linears_are_whole_and_in_order(method: str, source: Path, tmp_path: Pat
     for layer in model.layers:
         for expert in range(model.shape(layer)[0]):
             for projection in PROJECTIONS:
+                bits = reference.decode(model.linear(layer, expert, projection))
+                if method == "mxfp4":
+                    codes, exponents = mxfp4.quantize(bits)
+                    name = f"layers.{layer}.ffn.experts.{expert}.{V4[projection]}"
+                    stored = tensors.pop(f"{name}.weight").view(np.uint8)
+                    assert (stored == codes[:, ::2] | codes[:, 1::2] << 4).all()
+                    assert (tensors.pop(f"{name}.scale") == exponents).all()
+                    continue
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
-                bits, stored = reference.decode(model.linear(layer, expert, projection)), tensors.pop(name)
+                stored = tensors.pop(name)
                 if method == "bf16":
                     assert (stored == bits).all()
                     continue
@@ -91,7 +100,7 @@ def test_fp8_in_blocks_keeps_its_tensors(tmp_path: Path, cli: Any, source: Path)
 
 def test_refusals(source: Path, tmp_path: Path, cli: Any) -> None:
     for code, text, *options in (
-        (2, "--layout kt is for fp8 and bf16; AMXINT4 is for NUMA parts", "--quant-method", "int4"),
+        (2, "--layout kt is for mxfp4, fp8 and bf16; AMXINT4 is for NUMA parts", "--quant-method", "int4"),
         (2, "--layout kt holds experts alone", "--quant-method", "fp8", "--non-experts", "keep"),
         (2, "has no loose files", "--quant-method", "fp8", "--no-merge-safetensor"),
         (2, "has no matrices for fine-tuning", "--quant-method", "bf16", "--save-backward-weights"),
@@ -141,7 +150,10 @@ def test_planned_killed_resumed_and_damaged(method: str, source: Path, tmp_path:
     shard = next((tmp_path / "whole").glob("model-00001*"))
     data = bytearray(shard.read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")
-    data[header : header + 2] = b"\xff\x7f"  # NaN in either format
+    if method == "mxfp4":
+        data[-1] = 255  # a scale that is not a number
+    else:
+        data[header : header + 2] = b"\xff\x7f"  # NaN in either format
     shard.write_bytes(data)
     assert "not a number" in cli("verify", tmp_path / "whole", code=6).stdout
     shard.unlink()

@@ -119,7 +119,7 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-@pytest.mark.parametrize("method", ["FP8", "BF16"])
+@pytest.mark.parametrize("method", ["MXFP4", "FP8", "BF16"])
 def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
     """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
     out = tmp_path / "out"

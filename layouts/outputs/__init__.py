@@ -9,14 +9,14 @@ from ktconvert.layouts.outputs.bf16 import BF16
 from ktconvert.layouts.outputs.compressed import W4A16, W8A16
 from ktconvert.layouts.outputs.form import Form
 from ktconvert.layouts.outputs.fp8 import FP8
-from ktconvert.layouts.outputs.kt_layout import COMMAND, KT_BF16, KT_FP8
+from ktconvert.layouts.outputs.kt_layout import COMMAND, KT_BF16, KT_FP8, KT_MXFP4
 from ktconvert.layouts.outputs.mxfp4 import MXFP4
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 
 __all__ = ["FORMS", "LAYOUTS", "PROJECTIONS", "Form", "forms_of"]
 
 FORMS: dict[str, Form] = {
-    form.name: form for form in (AMXINT4, AMXINT8, MXFP4, FP8, BF16, KT_FP8, KT_BF16, W4A16, W8A16)
+    form.name: form for form in (AMXINT4, AMXINT8, MXFP4, FP8, BF16, KT_MXFP4, KT_FP8, KT_BF16, W4A16, W8A16)
 }
 
 LAYOUTS = {"numa": "cpu", "kt": COMMAND}  # --layout -> forms_of

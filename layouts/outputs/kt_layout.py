@@ -19,15 +19,19 @@ from ktconvert.layouts.outputs.bf16 import BF16
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.fp8 import FP8, sound
 from ktconvert.layouts.outputs.linear_names import LinearNames
+from ktconvert.layouts.outputs.mxfp4 import MXFP4
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.layouts.outputs.strip_form import StripForm
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import fp8
+from ktconvert.quantizers import fp8, mxfp4
+from ktconvert.quantizers.packed import fields
 from ktconvert.quantizers.reference import bf16_to_f32
 
 COMMAND = "cpu --layout kt"
+WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
+DEEPSEEK_V4 = tuple((p, f"layers.{{layer}}.ffn.experts.{{expert}}.{WORDS[p]}") for p in PROJECTIONS)
 DEEPSEEK = tuple((p, f"model.layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj") for p in PROJECTIONS)
 
 
@@ -106,5 +110,38 @@ def read_fp8(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) 
     return fp8.values(stored[0].reshape(n, k)[rows], scales[np.arange(n)[rows] // fp8.BLOCK])
 
 
+def mxfp4_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
+    """The linear as DeepSeek-V4 has it."""
+    groups = k // mxfp4.GROUP
+    return Tensor("weight", "I8", (n, k // 2), n * k // 2), Tensor("scale", "F8_E8M0", (n, groups), n * groups)
+
+
+def write_mxfp4(matrix: Matrix, out: Sequence[Bytes]) -> None:
+    """As MXFP4 in strips. Raises kernels.NonFinite."""
+    n, k = matrix.shape
+    in_strips = [np.empty(tensor.shape, np.uint8) for tensor in MXFP4.tensors(n, k)]
+    kernels_strips.pack_mxfp4(matrix, in_strips[0], in_strips[1])
+    kernels_strips.mxfp4_rows(in_strips[0], in_strips[1], out[0].reshape(n, k // 2), out[1].reshape(n, -1))
+
+
+def read_mxfp4(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
+    """Float32 [n, k], exact, or some rows of it."""
+    return mxfp4.dequantize(fields(4, stored[0].reshape(n, k // 2)[rows]), stored[1].reshape(n, -1)[rows])
+
+
+def mxfp4_defect(stored: Sequence[Bytes]) -> str:
+    """Every scale is a number, and so are its products with the codes."""
+    codes, scales = stored[0].reshape(-1, mxfp4.GROUP // 2), stored[1]
+    for block in np.flatnonzero(scales > mxfp4.MOST):
+        if not np.isfinite(mxfp4.dequantize(fields(4, codes[block : block + 1]), scales[block].reshape(1, 1))).all():
+            return f"its scale {block}, {scales[block]}, is not a number or makes a number infinite"
+    return ""
+
+
+KT_MXFP4 = replace(
+    kt_form(MXFP4, DEEPSEEK_V4, mxfp4_tensors, lambda items: 2 * items, write_mxfp4, read_mxfp4),
+    multiple=mxfp4.GROUP,
+    defect=mxfp4_defect,
+)
 KT_FP8 = kt_form(FP8, DEEPSEEK, fp8_tensors, int, write_fp8, read_fp8)
 KT_BF16 = kt_form(BF16, DEEPSEEK, bf16_tensors, int, write_bf16, read_bf16)

@@ -124,6 +124,9 @@ int ktq_pack_bf16(int order, int64_t n, int64_t k, const ktq_source *source, uin
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; what is written means nothing then. */
 int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                    uint8_t *exponents, int64_t *bad_row);
+/* MXFP4 in strips to rows [n][k/2], the even column in the lower half of a byte, and exponents [n][k/32]. */
+int ktq_mxfp4_rows(int64_t n, int64_t k, const uint8_t *codes, const uint8_t *exponents, uint8_t *rows,
+                   uint8_t *row_exponents);
 
 /* The source as FP8 E4M3, with a scale for each block of 128 x 128. A source of FP8 in blocks of that size is
    kept as it is, codes and scales; it must begin at the beginning of a block. scratch: 128*k uint16, best on a boundary

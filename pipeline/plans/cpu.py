@@ -54,7 +54,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     forms = forms_of(LAYOUTS[settings.get("layout", "numa")])
     if settings["quant_method"] not in forms:
         only = forms_of("cpu")[settings["quant_method"]].name
-        able = " and ".join(forms)
+        *first, last = forms
+        able = f"{', '.join(first)} and {last}"
         raise UsageError(f"--layout kt is for {able}; {only} is for NUMA parts: leave out --layout.")
     form = forms[settings["quant_method"]].configured(settings)
     parts = int(settings["threadpool_count"])

@@ -33,6 +33,7 @@ NUMPY = {
     "BF16": np.uint16,
     "F16": np.uint16,
     "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8,
 }
 
 

@@ -1,5 +1,6 @@
 /* MXFP4 in strips: quantized from BF16, or as it is where the source has the same numbers. */
 #include <stddef.h>
+#include <string.h>
 
 #include "bf16.h"
 #include "kernels.h"
@@ -40,7 +41,7 @@ static int64_t quantize(const kt_kernels *kernels, const ktq_source *source, int
 
 int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                    uint8_t *exponents, int64_t *bad_row) {
-    int error = kt_check_strips(KTQ_MXFP4_MULTIPLE, n, k);
+    int error = kt_check_strips(KT_GROUP_COLUMNS, n, k);
     if (!error) error = source && scratch && codes && exponents && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;
 
@@ -51,4 +52,32 @@ int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scr
         *bad_row = quantize(kernels, source, n, k, scratch, codes, exponents);
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;
+}
+
+/* The codes of a row's 8 columns: from a word of the even columns and one of the odd ones to the order of the columns.
+ */
+static uint32_t in_order(uint32_t words) {
+    words = (words & 0xff0000ff) | (words & 0x00ff0000) >> 8 | (words & 0x0000ff00) << 8;
+    return (words & 0xf00ff00f) | (words & 0x0f000f00) >> 4 | (words & 0x00f000f0) << 4;
+}
+
+int ktq_mxfp4_rows(int64_t n, int64_t k, const uint8_t *codes, const uint8_t *exponents, uint8_t *rows,
+                   uint8_t *row_exponents) {
+    int error = kt_check_strips(KT_GROUP_COLUMNS, n, k);
+    if (!error && (!codes || !exponents || !rows || !row_exponents)) error = KTQ_EINVAL;
+    if (error) return error;
+    int64_t blocks = k / KT_GROUP_COLUMNS;
+    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
+        for (int64_t b = 0; b < blocks; b++, exponents += KT_STRIP_ROWS, codes += 2 * KT_MXFP4_HALF_BYTES)
+            for (int64_t r = first; r < first + KT_STRIP_ROWS; r++) {
+                const uint8_t *half = codes + (r - first) / KT_HALF_ROWS * KT_MXFP4_HALF_BYTES;
+                row_exponents[r * blocks + b] = exponents[r - first];
+                for (int64_t v = 0; v < KT_GROUP_COLUMNS / 8; v++) {
+                    uint32_t words;
+                    memcpy(&words, half + v * 64 + r % KT_HALF_ROWS * 4, sizeof words);
+                    words = in_order(words);
+                    memcpy(rows + (r * k + b * KT_GROUP_COLUMNS) / 2 + v * 4, &words, sizeof words);
+                }
+            }
+    return KTQ_OK;
 }
