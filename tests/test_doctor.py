@@ -234,5 +234,5 @@ def test_doctor_plan_and_inspect_count_the_same_nodes(
     done = subprocess.run([*under, *script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     threads, pools, counts, note = json.loads(done.stdout)
-    assert (min(threads, 2), pools, counts) == (*expected, [pools] * 3)
+    assert (min(threads, 2), pools, set(counts)) == (*expected, {pools})
     assert here in note

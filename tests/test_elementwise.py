@@ -12,6 +12,7 @@ import pytest
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.runtime.kt_methods import FORMATS
 from ktconvert.quantizers import reference
 
 # Each instruction set above scalar, which it is compared with.
@@ -63,10 +64,8 @@ class Layer:
                 self.keep += [codes, scale]
                 setattr(expert, name, ffi.cast("void *", codes.ctypes.data))
                 setattr(expert, name + "_scale", ffi.cast("float *", scale.ctypes.data))
-        self.moe = ffi.new(
-            "ktq_moe *",
-            {"bits": bits, "experts": EXPERTS, "parts": parts, "hidden": hidden, "width": width, "expert": self.table},
-        )
+        sizes = {"experts": EXPERTS, "parts": parts, "hidden": hidden, "width": width}
+        self.moe = ffi.new("ktq_moe *", {"format": FORMATS[f"AMXINT{bits}"], **sizes, "expert": self.table})
 
     def forward(self, pool: Any, x: Any, ids: Any, weights: Any, exact: int) -> Any:
         """BF16 bits [tokens, hidden]."""
