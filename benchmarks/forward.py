@@ -36,17 +36,9 @@ from mixtures import Batch, Shape
 from turns import LONG, Worker
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.runtime.install import VARIANTS
 
 HERE = Path(__file__).resolve().parent
-# kt-kernel's names of the variants that may use the same instructions.
-PEER_VARIANTS = {
-    "amx": "amx",
-    "avx512bf16": "avx512_bf16",
-    "avx512vnni": "avx512_vnni",
-    "avx512": "avx512_base",
-    "avxvnni": "avx2",
-    "avx2": "avx2",
-}
 PEER = "kt"
 MOST_CALLS = 400
 ENDLESS = 4.0  # seconds; a call that lasts longer is timed once, when its output is compared
@@ -142,7 +134,7 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
     if python == "none" or not Path(python).exists():
         print("kt-kernel is not installed: measuring ours alone")
         return [ours]
-    peer = Side(PEER, python, {"KT_KERNEL_CPU_VARIANT": PEER_VARIANTS.get(options.isa, "")}, None)
+    peer = Side(PEER, python, {"KT_KERNEL_CPU_VARIANT": VARIANTS.get(options.isa, "")}, None)
     try:
         with _workers([ours, peer], scratch, 1) as workers:
             for worker in workers:

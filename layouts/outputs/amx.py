@@ -180,11 +180,7 @@ class Amx:
 
     def check_config(self, output: Output, numa: int) -> Iterator[str]:
         """Method and NUMA parts are those of the tensors."""
-        about = output.config.get("quantization_config")
-        if isinstance(about, dict) and about.get("quant_method") == amx_card.QUANT_METHOD:
-            for name, value in (("method", self.name), ("num_numa_nodes", numa)):
-                if about.get(name) != value:
-                    yield f"config.json says {name} {about.get(name)}, the tensors have {value}"
+        return amx_card.check_config(output, self.name, numa)
 
     def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         """Its lines in the model card."""

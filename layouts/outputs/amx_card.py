@@ -4,11 +4,12 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Card
+from ktconvert.layouts.outputs.output import Output
 
 QUANT_METHOD = "kt_amx"
 # transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load
@@ -23,22 +24,34 @@ BESIDE = {
 }
 
 
-def config_entries(facts: Mapping[str, Any], tool_version: str) -> dict[str, Any]:
-    """What config.json says of these experts; transformers loads them where QUANT_METHOD is registered and NO_FILE
-    taken out.
+# What quantization_config says of AMXINT4 and AMXINT8 beyond what it says of all formats.
+PER_ROW = {"strategy": "channel", "symmetric": True}
+
+
+def config_entries(facts: Mapping[str, Any], tool_version: str, more: Mapping[str, Any] = PER_ROW) -> dict[str, Any]:
+    """What config.json says of these experts, and `more` of their numbers; transformers loads them where QUANT_METHOD
+    is registered and NO_FILE taken out.
     """
     quantization = {
         "quant_method": QUANT_METHOD,
         "method": facts["method"],
         "layout_version": facts["layout_version"],
         "bits": facts["bits"],
-        "strategy": "channel",
-        "symmetric": True,
+        **more,
         "num_numa_nodes": facts["numa"],
         "targets": ["routed experts"],
         "quantizer": f"ktconvert:{tool_version}",
     }
     return {"transformers_weights": NO_FILE, "quantization_config": quantization}
+
+
+def check_config(output: Output, method: str, numa: int) -> Iterator[str]:
+    """The method and the NUMA parts that config.json names are those of the tensors."""
+    about = output.config.get("quantization_config")
+    if isinstance(about, dict) and about.get("quant_method") == QUANT_METHOD:
+        for name, value in (("method", method), ("num_numa_nodes", numa)):
+            if about.get(name) != value:
+                yield f"config.json says {name} {about.get(name)}, the tensors have {value}"
 
 
 def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:

@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.bf16 import BF16
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.fp8 import FP8, sound
 from ktconvert.layouts.outputs.linear_names import LinearNames
-from ktconvert.layouts.outputs.mxfp4 import MXFP4
+from ktconvert.layouts.outputs.mxfp4 import MXFP4, bad_scale
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.layouts.outputs.strip_form import StripForm
@@ -131,11 +131,8 @@ def read_mxfp4(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)
 
 def mxfp4_defect(stored: Sequence[Bytes]) -> str:
     """Every scale is a number, and so are its products with the codes."""
-    codes, scales = stored[0].reshape(-1, mxfp4.GROUP // 2), stored[1]
-    for block in np.flatnonzero(scales > mxfp4.MOST):
-        if not np.isfinite(mxfp4.dequantize(fields(4, codes[block : block + 1]), scales[block].reshape(1, 1))).all():
-            return f"its scale {block}, {scales[block]}, is not a number or makes a number infinite"
-    return ""
+    groups = stored[0].reshape(-1, mxfp4.GROUP // 2)
+    return bad_scale(stored[1], lambda scale: fields(4, groups[scale : scale + 1]))
 
 
 KT_MXFP4 = replace(

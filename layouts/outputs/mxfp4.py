@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,15 +51,21 @@ def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) ->
 
 def defect(stored: Sequence[Bytes]) -> str:
     """Every scale is a number, and so are its products with the codes."""
-    codes, scales = stored[0].reshape(-1, BLOCK), stored[1].reshape(-1, strips.ROWS)
-    for block in np.flatnonzero((scales > mxfp4.MOST).any(axis=1)):
-        held = scales[block]
-        values = mxfp4.dequantize(mxfp4.unlay_codes(codes[block : block + 1]), held[:, None])
-        wrong = ~np.isfinite(values).all(axis=1)
-        if wrong.any():
-            row = int(np.argmax(wrong))
-            what = "is not a number" if held[row] == NOT_A_NUMBER else "makes a number infinite"
-            return f"its scale {block * strips.ROWS + row}, {held[row]}, {what}"
+    blocks = stored[0].reshape(-1, BLOCK)
+
+    def codes(scale: int) -> Bytes:
+        block, row = divmod(scale, strips.ROWS)
+        return mxfp4.unlay_codes(blocks[block : block + 1])[row : row + 1]
+
+    return bad_scale(stored[1], codes)
+
+
+def bad_scale(scales: Bytes, codes: Callable[[int], Bytes]) -> str:
+    """The first scale that is not a number or makes one infinite, for people; "": none. codes: of a scale, [1, 32]."""
+    for index in map(int, np.flatnonzero(scales > mxfp4.MOST)):
+        if not np.isfinite(mxfp4.dequantize(codes(index), scales[index].reshape(1, 1))).all():
+            what = "is not a number" if scales[index] == NOT_A_NUMBER else "makes a number infinite"
+            return f"its scale {index}, {scales[index]}, {what}"
     return ""
 
 

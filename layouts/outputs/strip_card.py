@@ -1,38 +1,14 @@
-"""config.json and the model card of experts in strips, from facts alone."""
+"""The model card of experts in strips, from facts alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ktconvert.layouts.outputs import amx_card
-from ktconvert.layouts.outputs.amx_card import BESIDE, NO_FILE, QUANT_METHOD
+from ktconvert.layouts.outputs.amx_card import BESIDE
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Card
-from ktconvert.layouts.outputs.output import Output
-
-
-def config_entries(facts: Mapping[str, Any], tool_version: str) -> dict[str, Any]:
-    """What config.json says of these experts; transformers loads them where ktconvert is imported."""
-    quantization = {
-        "quant_method": QUANT_METHOD,
-        "method": facts["method"],
-        "layout_version": facts["layout_version"],
-        "bits": facts["bits"],
-        "num_numa_nodes": facts["numa"],
-        "targets": ["routed experts"],
-        "quantizer": f"ktconvert:{tool_version}",
-    }
-    return {"transformers_weights": NO_FILE, "quantization_config": quantization}
-
-
-def check_config(output: Output, method: str, numa: int) -> Iterator[str]:
-    """The method and the NUMA parts that config.json names are those of the tensors."""
-    about = output.config.get("quantization_config")
-    if isinstance(about, dict) and about.get("quant_method") == QUANT_METHOD:
-        for name, value in (("method", method), ("num_numa_nodes", numa)):
-            if about.get(name) != value:
-                yield f"config.json says {name} {about.get(name)}, the tensors have {value}"
 
 
 def card(facts: Mapping[str, Any], base_model: str | None, coded: str, non_experts: str) -> Card:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.outputs import strip_card
+from ktconvert.layouts.outputs import amx_card, strip_card
 from ktconvert.layouts.outputs.form import Card, Extent, Form, Params, Rows, Tensor
 from ktconvert.layouts.outputs.merged import KtNames
 from ktconvert.layouts.outputs.names import Names
@@ -34,7 +34,6 @@ def numa_names(facts: Mapping[str, Any]) -> KtNames:
 class StripForm:
     """One of the formats of floating-point numbers: what its numbers are, and how the tensors of a part hold them.
 
-    bits      of a number as it is stored
     multiple  the hidden size and the intermediate size per NUMA part must be multiples of it
     magnitude the bits of an item of codes that say whether a number is 0
     coded     what a number is, for the model card
@@ -187,11 +186,11 @@ class StripForm:
 
     def config_entries(self, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
         """Ours: no loader of whole models reads it."""
-        return strip_card.config_entries(facts, tool_version)
+        return amx_card.config_entries(facts, tool_version, {})
 
     def check_config(self, output: Output, numa: int) -> Iterator[str]:
         """Method and NUMA parts are those of the tensors."""
-        yield from strip_card.check_config(output, self.name, numa)
+        return amx_card.check_config(output, self.name, numa)
 
     def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
         """Its lines in the model card."""

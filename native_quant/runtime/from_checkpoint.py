@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs import FORMS, LAYOUTS, PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.legal import COUNTS
 from ktconvert.layouts.outputs.opening import is_output
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid, why_illegal
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
@@ -189,12 +189,8 @@ def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, l
 def _parts(path: Path, native: Native, hidden: int, intermediate: int, asked: int | None, nodes: int) -> int:
     """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into those asked for."""
 
-    def reason(parts: int) -> str:
-        if hidden % native.multiple:
-            return f"the hidden size {hidden} is not a multiple of {native.multiple}"
-        if parts < 1 or intermediate % (parts * native.multiple):
-            return f"the intermediate size per part, {intermediate}/{parts}, is not a multiple of {native.multiple}"
-        return ""
+    def reason(parts: int) -> str | None:
+        return why_illegal(native.multiple, hidden, intermediate, parts)
 
     parts = asked if asked is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):

@@ -73,7 +73,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     type=click.Choice(tuple(LAYOUTS), case_sensitive=False),
     default="numa",
     show_default=True,
-    help="numa: for the runtimes, in NUMA parts. kt: fp8 and bf16 as kt-kernel's methods FP8 and BF16 read them.",
+    help="numa: for the runtimes, in NUMA parts. kt: mxfp4, fp8 and bf16 as kt-kernel's methods read them.",
 )
 @click.option("--gpu", is_flag=True, help="Accepted and ignored: no GPU is needed.")
 @click.option("--no-merge-safetensor", is_flag=True, help="Keep loose per-layer folders of .kt files.")
@@ -107,7 +107,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @options.max_memory
 @options.reporting
 def cpu(**params: Any) -> None:
-    """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights.
+    """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights, or to MXFP4, FP8 or BF16.
 
     Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ, AWQ, and GGUF are read; no
     GPU is used. Memory is bounded by a few experts, whatever the model's size.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Choice:
         """Whether some experts are to come from the model although others do not."""
         return self.gpu_experts_mask is not None or self.num_gpu_experts is not None
 
-    @property
+    @cached_property
     def is_converted(self) -> bool:
         """Whether the model is an output of `ktconvert cpu` with all else beside the experts."""
         root = Path(self.model)
