@@ -59,7 +59,7 @@ class Magnitudes:
             self.sum += inputs.double().abs().sum(0)
 
     def __init__(self, routed: bool) -> None:
-        self.evidence = Evidence(self.Sum, routed)
+        self.evidence = Evidence(self.Sum, "routed" if routed else "all")
         self.of: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
 
     def take(self, group: ExpertGroup) -> None:

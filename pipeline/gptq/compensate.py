@@ -57,7 +57,7 @@ class Compensate:
     @property
     def evidence(self) -> Evidence:
         """The Hessians of all linears."""
-        return Evidence(gptq.Hessian.empty, self.routed)
+        return Evidence(gptq.Hessian.empty, "routed" if self.routed else "all")
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
         """Quantize and write the experts of a group; returns their dequantized weights.

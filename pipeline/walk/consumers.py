@@ -30,14 +30,24 @@ class Accumulator(Protocol):
 class Evidence:
     """What a consumer needs to know of the inputs of each linear. Consumers that need the same share it.
 
-    empty   (k, device) -> an accumulator that has seen nothing
-    routed  whether an expert sees the tokens that are routed to it, and each has accumulators of its own; else every
-            expert sees every
-            token, and gate and up of all experts of a layer share one accumulator
+    empty  (k, device) -> an accumulator that has seen nothing
+    sees   which tokens an expert sees. "all": every token; gate and up of all experts of a layer share one accumulator.
+           "routed": those routed to it; each has accumulators of its own. "mixed": gate and up as with "all", down as
+           with "routed".
     """
 
     empty: Callable[[int, Any], Accumulator]
-    routed: bool = False
+    sees: str = "all"
+
+    @property
+    def shared(self) -> bool:
+        """Whether gate and up of all experts share one accumulator, of all tokens."""
+        return self.sees != "routed"
+
+    @property
+    def routed(self) -> bool:
+        """Whether down sees only the tokens that are routed to its expert."""
+        return self.sees != "all"
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _record(
     """Run a loaded layer as far as its experts, for all sequences."""
     import torch
 
-    shared = {kind: kind.empty(entering.width, lm.device) for kind in evidence if not kind.routed}
+    shared = {kind: kind.empty(entering.width, lm.device) for kind in evidence if kind.shared}
     inputs = _Inputs(rows, [], [], shared)
     for start, stop in walk.spans():
         x, ids, weights = lm.routed_inputs(walk.layer, bf16.to_tensor(entering.read(start, stop), lm.device))
@@ -174,7 +174,7 @@ def _accumulators(
     walk: LayerWalk, lm: LayeredModel, inputs: _Inputs, experts: Collection[int], kind: Evidence
 ) -> Gathered:
     _, hidden, width = walk.model.shape(walk.layer)
-    gate_up = {e: kind.empty(hidden, lm.device) if kind.routed else inputs.shared[kind] for e in experts}
+    gate_up = {e: inputs.shared[kind] if kind.shared else kind.empty(hidden, lm.device) for e in experts}
     return gate_up, {e: kind.empty(width, lm.device) for e in experts}
 
 
@@ -193,12 +193,12 @@ def _gather(
         for (start, stop), ids in zip(walk.spans(), inputs.ids, strict=True):
             x = bf16.to_tensor(inputs.rows.read(start, stop), lm.device)
             for routed in sorted({kind.routed for kind in gathered}):
-                of_kind = [both for kind, both in gathered.items() if kind.routed == routed]
+                of_kind = [(kind.shared, *both) for kind, both in gathered.items() if kind.routed == routed]
                 for e, own in weights.items():
                     seen = x[torch.where(ids == e)[0].to(lm.device)] if routed else x
                     between = inner(_linear(seen, own.gate), _linear(seen, own.up))
-                    for gate_up, down in of_kind:
-                        if routed:
+                    for shared, gate_up, down in of_kind:
+                        if not shared:
                             gate_up[e].add(seen)
                         down[e].add(between)
 
