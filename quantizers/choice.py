@@ -8,26 +8,37 @@ from typing import Any
 
 import numpy.typing as npt
 
+from ktconvert.quantizers import ROW_GRIDS
 from ktconvert.quantizers.grid import Grid
-from ktconvert.quantizers.reference import I8, U16
+from ktconvert.quantizers.reference import F32, I8, U16
 
-# BF16 bits [n, k], all finite, and the grid -> codes int8 [n, k] within its range, and scales [n, k / group] (float32,
-# or BF16 bits).
-Choose = Callable[[U16, Grid], tuple[I8, npt.NDArray[Any]]]
+# BF16 bits [n, k], all finite, the grid, and how important each column is (float32 [k], finite, none negative; None:
+# all alike) -> codes int8 [n, k] within its range, and scales [n, k / group] (float32, or BF16 bits). Rows do not
+# depend on each other.
+Choose = Callable[[U16, Grid, F32 | None], tuple[I8, npt.NDArray[Any]]]
 
 
 @dataclass(frozen=True)
 class Choice:
     """One way to choose codes.
 
-    version  raised whenever codes or scales change; part of every unit's fingerprint, except for the default
-    choose   the function; None: the form's own kernel, which scales by the largest value, rounds and packs in one pass
+    version     raised whenever codes or scales change; part of every unit's fingerprint, except for the default
+    choose      the function; None: the form's own kernel, which scales by the largest value, rounds and packs in one
+                pass
+    grids       the names of the grids that it chooses codes of; None: all of them
+    importance  whether it asks how important each column is
     """
 
     name: str
     version: int
     choose: Choose | None
+    grids: tuple[str, ...] | None = tuple(ROW_GRIDS)
+    importance: bool = False
+
+    def serves(self, grid: Grid) -> bool:
+        """Whether it chooses codes of this grid."""
+        return self.grids is None or grid.name in self.grids
 
 
-ABSMAX = Choice("absmax", 1, None)
+ABSMAX = Choice("absmax", 1, None, grids=None)
 QUANTIZERS = {choice.name: choice for choice in (ABSMAX,)}

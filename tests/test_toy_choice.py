@@ -28,7 +28,7 @@ from rig.safetensors import read_file
 LARGEST = 100 / 127  # of the codes
 
 
-def truncated(bf16: Any, grid: Grid) -> tuple[Any, Any]:
+def truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
     """Toward zero, and some codes are never used."""
     values = reference.bf16_to_f32(bf16)
     step = np.abs(values).max(axis=1, keepdims=True) / np.float32(LARGEST * grid.high)
@@ -82,6 +82,15 @@ def test_it_is_verified(source: Path, output: Path) -> None:
     assert report["ok"] and report["errors"]
     done = conversion.ktconvert("verify", output, "--against", source)  # without the row
     conversion.refused(done, 3, "toy")
+
+
+def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path) -> None:
+    for layout in ((), ("--layout", "kt")):
+        done = ktconvert(
+            "cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--scale", "toy", *layout, code=2
+        )
+        assert "--scale toy is for --quant-method int4 and int8; " in done.stderr and "leave out --scale" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path) -> None:

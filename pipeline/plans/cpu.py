@@ -58,6 +58,13 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         able = f"{', '.join(first)} and {last}"
         raise UsageError(f"--layout kt is for {able}; {only} is for NUMA parts: leave out --layout.")
     form = forms[settings["quant_method"]].configured(settings)
+    choice = QUANTIZERS[settings.get("scale", ABSMAX.name)]
+    if not choice.serves(form.grid):
+        able = " and ".join(name for name, other in forms_of("cpu").items() if choice.serves(other.grid))
+        raise UsageError(
+            f"--scale {choice.name} is for --quant-method {able}; {form.name} has one way to choose codes: leave out "
+            "--scale."
+        )
     parts = int(settings["threadpool_count"])
     settings |= _choose_layers(request, settings, model, form, parts)
     layers = parse_layers(settings["layers"], model.layers)
@@ -79,7 +86,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         model,
         form,
         layers,
-        choice=QUANTIZERS[settings.get("scale", ABSMAX.name)],
+        choice=choice,
         numa=parts,
         backward=settings["save_backward_weights"],
         loose_files=not merge,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.files.shards import group_by_limit
@@ -25,6 +26,9 @@ from ktconvert.quantizers.choice import ABSMAX, Choice
 from ktconvert.quantizers.errors import decode_finite
 
 VERSION = 1
+# Rows of a part whose codes are chosen and packed at a time, while they lie in cache: whole blocks of rows of every
+# form that packs chosen codes, so that their bytes lie together.
+ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,25 @@ class ExpertsWork:
         return sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
 
 
-def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes]) -> None:
-    """Choose codes for a part and pack them into `out`. Raises kernels.NonFinite for NaN and Inf."""
+def quantize(
+    form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], importance: npt.NDArray[np.float32] | None = None
+) -> None:
+    """Choose codes for a part and pack them into `out`. importance: of its columns, float32 [k].
+
+    Raises kernels.NonFinite for NaN and Inf.
+    """
     if choice.choose is None:
         form.quantize(matrix, out)
-    else:
-        form.pack(*choice.choose(decode_finite(matrix), form.grid), out)
+        return
+    n = matrix.shape[0]
+    for first in range(0, n, ROWS):
+        stop = min(first + ROWS, n)
+        try:
+            bf16 = decode_finite(matrix.rows(first, stop))
+        except kernels.NonFinite as error:
+            raise kernels.NonFinite(first + error.row, error.column) from None
+        codes, scales = choice.choose(bf16, form.grid, importance)
+        form.pack(codes, scales, [each[each.size * first // n : each.size * stop // n] for each in out])
 
 
 # --- the stage ------------------------------------------------------------------------------------
@@ -157,7 +174,7 @@ def layer_metadata(layer: int, shape: tuple[int, int, int], metadata: Mapping[st
 
 def _chosen(choice: Choice) -> tuple[tuple[str, object], ...]:
     """The default came first and is not named."""
-    return () if choice == ABSMAX else (("scale", choice.name), ("scale_version", choice.version))
+    return () if choice == ABSMAX else (("quantizer", choice.name), ("quantizer_version", choice.version))
 
 
 def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
@@ -175,6 +192,8 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         waiting = max(waiting, rest * (work.stop - work.start))
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
-        scratch = max(scratch, 2 * work.form.decoded_rows * widest + reading)
+        # BF16, its check and codes of some rows.
+        chosen = 0 if work.choice.choose is None else 6 * ROWS * widest
+        scratch = max(scratch, 2 * work.form.decoded_rows * widest + reading + chosen)
         measured = max(measured, work.form.error_bytes(widest))
     return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)
