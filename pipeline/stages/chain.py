@@ -1,0 +1,140 @@
+"""A model as a chain of units: the samples, then one layer with experts after the other, each of which hands the hidden
+states of all sequences to the next. What a layer's unit writes, and which consumers it has, is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.errors import ResourceError
+from ktconvert.layouts.files.rows import RowFile
+from ktconvert.pipeline.engine.units import Link, Unit
+from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.walk.calibration import Calibration
+from ktconvert.pipeline.walk.consumers import Consumer
+from ktconvert.pipeline.walk.layer import LayerWalk, walk_dense_layer, walk_layer
+from ktconvert.pipeline.walk.layered import LayeredModel
+from ktconvert.pipeline.walk.samples import SamplesWork, read_samples
+
+SAMPLES = "samples"
+CPU_FULL = "DefaultCPUAllocator"  # what torch's RuntimeError for a failed allocation on the CPU names
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer with experts in the chain.
+
+    before    the layers without experts between it and the one before
+    inputs    what it and those before it read, as a unit names it
+    bytes_in  of these
+    leaves    bytes of what it hands to the next layer; 0 for the last one
+    """
+
+    layer: int
+    before: tuple[int, ...]
+    inputs: tuple[tuple[Any, ...], ...]
+    bytes_in: int
+    leaves: int
+
+    @property
+    def key(self) -> str:
+        """The key of its unit."""
+        return f"layer-{self.layer:03d}"
+
+
+def boundary_bytes(model: MoeModel, calibration: Calibration) -> int:
+    """Bytes of the hidden states of all samples, at most: BF16."""
+    return 2 * calibration.samples * calibration.max_length * model.shape(model.layers[0])[1]
+
+
+def samples_unit(
+    stage: str, version: int, params: tuple[tuple[str, Any], ...], leaves: int, work: SamplesWork
+) -> Unit[Any]:
+    """The unit that everything else in the chain follows. params: all settings of the chain that can change a byte."""
+    calibration = work.calibration
+    return Unit(
+        stage=stage,
+        key=SAMPLES,
+        versions=(version,),
+        params=params,
+        inputs=(),
+        final="",
+        bytes_in=0,
+        bytes_out=8 * (calibration.samples * calibration.max_length + calibration.samples),
+        kept=False,
+        leaves=leaves,
+        work=work,
+    )
+
+
+def steps(model: MoeModel, rest: Mapping[str, Carried], boundary: int) -> Iterator[Step]:
+    """The layers with experts, in order. rest: the checkpoint's tensors outside the routed experts, by name."""
+    shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
+    first = 0
+    for layer in model.layers:
+        before = tuple(range(first, layer))
+        first = layer + 1
+        beside = (carried for n in (*before, layer) for carried in beside_experts(model, rest, n))
+        tensors = [*model.layer_tensors(layer), *(info for carried in beside for info in carried.reads)]
+        yield Step(
+            layer,
+            before,
+            tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
+            sum(t.nbytes for t in tensors),
+            boundary if layer != model.layers[-1] else 0,
+        )
+
+
+def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> list[Carried]:
+    """The tensors of a decoder layer outside its routed experts."""
+    expert = model.weight_name(model.layers[0], 0, "gate")
+    before, _, _ = f".{expert}".partition(f".{model.layers[0]}.")
+    prefix = f"{before}.{layer}.".removeprefix(".")
+    return [carried for name, carried in rest.items() if name.startswith(prefix)]
+
+
+def walk(
+    model: MoeModel,
+    layer: int,
+    before: Sequence[int],
+    lm: LayeredModel,
+    group: int,
+    consumers: Sequence[Consumer],
+    link: Link,
+) -> None:
+    """Take all sequences through a layer with experts, and through those before it that have none.
+
+    group: experts that are in memory at a time. Raises as walk_layer does.
+    """
+    lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
+    assert link.before is not None
+    entering = RowFile(link.before, sum(lengths), lm.hidden, new=False)
+    for dense in before:
+        with entering:
+            left = walk_dense_layer(
+                LayerWalk(model, dense, lengths, group), lm, entering, link.scratch / f"after-{dense:03d}"
+            )
+        if entering.path != link.before:
+            entering.path.unlink()
+        entering = left
+    with entering:
+        walk_layer(LayerWalk(model, layer, lengths, group), lm, consumers, entering, link.scratch, link.leaves)
+
+
+@contextmanager
+def memory_explained(key: str, remedies: str) -> Iterator[None]:
+    """Turn torch's ways to say that memory ran out into a ResourceError that names the unit."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and CPU_FULL not in str(error):
+            raise
+        raise ResourceError(
+            f"{key}: not enough memory. {remedies} Then resume, or start again with --overwrite."
+        ) from error
