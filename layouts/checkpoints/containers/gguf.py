@@ -9,6 +9,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,22 @@ NESTED = 4  # arrays in arrays; none is known
 LENGTH = struct.Struct("<Q")
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a file's header says.
+
+    entries   its tensors, in file order
+    metadata  its key-value pairs; None for values that are not kept
+    sha256    of the header
+    """
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, Any]
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
 def read_header(path: Path) -> Header:
     """Reads and checks one file's header, without reading weights.
 
@@ -41,6 +58,13 @@ def read_header(path: Path) -> Header:
     Raises InputError when the file is missing, cut short, big-endian or a Git LFS pointer, or when its header breaks
     the format; UnsupportedError for version 1.
     """
+    of = read_contents(path)
+    split = {key: str(value) for key, value in of.metadata.items() if key.startswith("split.")}
+    return Header(of.entries, split, of.size, of.mtime_ns, of.sha256, config_of(of.metadata))
+
+
+def read_contents(path: Path) -> Contents:
+    """The same for any GGUF file, a model or not, with its key-value pairs. Raises as read_header does."""
     with opened(path, ".gguf") as (fd, status):
         cursor = _Cursor(fd, status.st_size, path)
         tensors, pairs = _counts(cursor)
@@ -54,8 +78,7 @@ def read_header(path: Path) -> Header:
         digest = hashlib.sha256()
         for start in range(0, end, CHUNK):
             digest.update(read_at(fd, start, min(CHUNK, end - start), path))
-    split = {key: str(value) for key, value in metadata.items() if key.startswith("split.")}
-    return Header(entries, split, status.st_size, status.st_mtime_ns, digest.hexdigest(), config_of(metadata))
+    return Contents(entries, metadata, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
 class _Cursor:

@@ -1,0 +1,273 @@
+"""Importance matrices of llama.cpp: for each column of an expert's input, the sum of its squares over the tokens.
+
+Two forms are read. GGUF: tensors `NAME.in_sum2`, float32 [experts, columns], and `NAME.counts`, float32 [experts], the
+tokens of each expert. The old binary form (.dat; little-endian): int32 number of records, and for each: int32 length of
+its name, the name, int32 calls, int32 number of values, float32 values: mean square times calls, of all experts
+together. After them, in newer files, int32 chunks, int32 length of the data's name, the name. llama.cpp writes a mean
+square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model, and block N of it
+is decoder layer N.
+Source: tools/imatrix/imatrix.cpp of llama.cpp (save_imatrix, save_imatrix_legacy).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.containers import gguf
+from ktconvert.layouts.checkpoints.containers.container import Entry
+from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
+from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.files.publish import sha256_file
+from ktconvert.layouts.outputs.card import ranges
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+Shapes = Mapping[int, tuple[int, int, int]]  # layer -> (E, H, I): experts, hidden size, expert width
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+# A weight of all experts of a layer, or in older models of one.
+WEIGHT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)(?:_exps|\.(\d{1,6}))\.weight")
+PARTS = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}  # a projection: names that have it
+GIVE = "give the statistics of this model, from llama-imatrix"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One weight's sums in a file.
+
+    start   the first byte of its float32 values
+    values  how many there are, of all experts
+    shape   [experts, columns] where the file says it, else None
+    counts  where the number of tokens of each expert lies; None: `calls` says it for all of them
+    """
+
+    name: str
+    start: int
+    values: int
+    shape: tuple[int, int] | None
+    counts: Entry | None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of one projection of a layer.
+
+    starts   int64 [experts]: where the float32 [columns] of each lie in the file
+    counts   int64 [experts]: what they are to be divided by for means, tokens or (in a .dat) calls; 0: there are none
+    """
+
+    columns: int
+    starts: I64
+    counts: I64
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """The importance matrix of a model's experts, in a file that stays where it is; safe to use from many threads.
+
+    sha256  of the file
+    size, mtime_ns  of the file: a change while it is used is an InputError
+    sums    (layer, projection) -> where they lie
+    """
+
+    path: Path
+    sha256: str
+    size: int
+    mtime_ns: int
+    sums: Mapping[tuple[int, str], Sums]
+
+    def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
+        """The mean square of each input of a linear, float32 [columns]; None where no token reached the expert.
+
+        Raises InputError if the file changed since it was opened.
+        """
+        sums = self.sums[layer, projection]
+        count = np.float32(sums.counts[expert])
+        return self._values(int(sums.starts[expert]), sums.columns) / count if count else None
+
+    def read(self, layer: int, projection: str) -> F32:
+        """The sums of all experts, float32 [experts, columns]. Raises InputError if the file changed."""
+        sums = self.sums[layer, projection]
+        return np.stack([self._values(int(start), sums.columns) for start in sums.starts])
+
+    def unreached(self, layer: int) -> tuple[int, ...]:
+        """The experts of a layer for which a projection has no counts."""
+        counts = [self.sums[layer, projection].counts for projection in PARTS]
+        return tuple(int(n) for n in np.flatnonzero(np.min(counts, axis=0) == 0))
+
+    def _values(self, start: int, count: int) -> F32:
+        with opened(self.path, ".gguf") as (fd, status):
+            data = read_at(fd, start, 4 * count, self.path)
+            if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns) or len(data) != 4 * count:
+                raise InputError(f"{self.path}: changed while it was being read; put the old file back and resume.")
+        return np.frombuffer(data, "<f4").astype(np.float32)
+
+
+def open_imatrix(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
+    """The statistics of these layers, every value checked.
+
+    model   how messages call the model
+    shapes  of all its layers with experts; others: layers that may be in the file, too
+    Raises InputError for a file that is damaged, has values that are no sums of squares, or is of another model.
+    """
+    with opened(path, ".gguf") as (fd, status):
+        if read_at(fd, 0, 4, path) == gguf.MAGIC:
+            records = _gguf_records(path)
+        else:
+            records = {record.name: record for record in _binary_records(fd, status.st_size, path)}
+        found = {(int(m[1]), m[2], -1 if m[3] is None else int(m[3])): record
+                 for name, record in records.items() if (m := WEIGHT.fullmatch(name))}  # fmt: skip
+        if not found:
+            raise InputError(
+                f"{path}: holds no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS}); {GIVE}"
+            )
+        _same_layers(path, model, {layer for layer, _, _ in found}, shapes, others)
+        sums = {}
+        for layer, (experts, hidden, width) in shapes.items():
+            for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
+                own = _records_of(found, layer, projection, experts, f"{path}: has no sums of", model)
+                sums[layer, projection] = _sums(fd, path, own, experts, columns, f"layer {layer} of {model}")
+    return Imatrix(path, sha256_file(path), status.st_size, status.st_mtime_ns, sums)
+
+
+def _same_layers(path: Path, model: str, found: set[int], shapes: Shapes, others: Collection[int]) -> None:
+    if shapes.keys() - found or found - shapes.keys() - set(others):
+        raise InputError(
+            f"{path}: has experts in layers {ranges(sorted(found))}, and {model} in layers {ranges(sorted(shapes))}; "
+            f"{GIVE}"
+        )
+
+
+def _records_of(
+    found: Mapping[tuple[int, str, int], Record], layer: int, projection: str, experts: int, what: str, model: str
+) -> list[Record]:
+    """One record with all experts, or one for each."""
+    for part in PARTS[projection]:
+        if (whole := found.get((layer, part, -1))) is not None:
+            return [whole]
+        each = [found.get((layer, part, expert)) for expert in range(experts)]
+        if any(each) and (layer, part, experts) not in found:
+            missing = next((n for n, record in enumerate(each) if record is None), None)
+            if missing is not None:
+                raise InputError(f"{what} expert {missing} of layer {layer}, {projection}, which {model} has; {GIVE}")
+            return [record for record in each if record is not None]
+    raise InputError(f"{what} layer {layer}, {projection}, for its {experts} experts, as {model} has them; {GIVE}")
+
+
+def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int, whose: str) -> Sums:
+    """One projection's sums, of [experts, columns]; each value is looked at."""
+    starts, counts = np.empty(experts, np.int64), np.empty(experts, np.int64)
+    each = experts // len(records)
+    for number, record in enumerate(records):
+        _require_size(path, record, each, columns, whose)
+        values = np.frombuffer(_read(fd, record.start, 4 * record.values, path), "<f4").reshape(each, columns)
+        wrong = ~(np.isfinite(values) & (values >= 0))
+        if wrong.any():
+            expert, column = (int(n) for n in np.argwhere(wrong)[0])
+            raise InputError(
+                f"{path}: {record.name} has {values[expert, column]} as a sum of squares (expert {expert + number}, "
+                f"column {column}); {REMEDY}"
+            )
+        own = slice(number * each, (number + 1) * each)
+        starts[own] = record.start + 4 * columns * np.arange(each)
+        if record.counts is None:
+            filler = (values == np.float32(record.calls)).all(axis=1)
+            counts[own] = np.where(filler, 0, record.calls)
+        else:
+            counts[own] = _whole(_read(fd, record.counts.start, record.counts.nbytes, path), record.counts, path)
+    return Sums(columns, starts, counts)
+
+
+def _require_size(path: Path, record: Record, experts: int, columns: int, whose: str) -> None:
+    if record.shape not in (None, (experts, columns)) or record.values != experts * columns:
+        has = f"{record.values} values" if record.shape is None else "{} experts of {} columns".format(*record.shape)
+        raise InputError(
+            f"{path}: {record.name} has {has}, and {whose} has {experts} experts of {columns} columns; {GIVE}"
+        )
+
+
+def _whole(data: bytes, entry: Entry, path: Path) -> I64:
+    """Numbers of tokens, float32 in the file."""
+    counts = np.frombuffer(data, "<f4")
+    if not ((counts >= 0) & (counts < 2.0**63) & (counts == np.floor(counts))).all():
+        raise InputError(f"{path}: tensor {entry.name!r} holds {counts.tolist()[:4]}, no numbers of tokens; {REMEDY}")
+    return counts.astype(np.int64)
+
+
+def _read(fd: int, start: int, count: int, path: Path) -> bytes:
+    data = read_at(fd, start, count, path)
+    if len(data) != count:
+        raise InputError(f"{path}: became shorter while it was being read; {REMEDY}")
+    return data
+
+
+# --- the two forms --------------------------------------------------------------------------------
+
+
+def _gguf_records(path: Path) -> dict[str, Record]:
+    """The weights of experts that have sums and counts."""
+    entries = {entry.name: entry for entry in gguf.read_contents(path).entries}
+    records = {}
+    for name in entries:
+        base, dot, last = name.rpartition(".")
+        ending = dot + last
+        if ending not in (SUMS, COUNTS) or WEIGHT.fullmatch(base) is None:
+            continue
+        sums, counts = entries.get(base + SUMS), entries.get(base + COUNTS)
+        if sums is None or counts is None:
+            raise InputError(f"{path}: {base} has {ending[1:]} but not both {SUMS[1:]} and {COUNTS[1:]}; {REMEDY}")
+        if wrong := next((e for e in (sums, counts) if e.dtype != "F32"), None):
+            raise InputError(f"{path}: tensor {wrong.name!r} is {wrong.dtype}, not F32; {REMEDY}")
+        values, columns = sums.nbytes // 4, sums.shape[-1] if sums.shape else 1
+        if not values or values // columns * 4 != counts.nbytes:
+            raise InputError(
+                f"{path}: tensor {sums.name!r} of shape {list(sums.shape)} and {counts.name!r} of shape "
+                f"{list(counts.shape)} do not belong together; {REMEDY}"
+            )
+        records[base] = Record(base, sums.start, values, (values // columns, columns), counts)
+    return records
+
+
+def _binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
+    """The records of the old form. InputError unless they end where the file ends."""
+    at = 0
+
+    def number(what: str, least: int, most: int) -> int:
+        nonlocal at
+        data = read_at(fd, at, 4, path)
+        at += 4
+        if len(data) < 4:
+            raise InputError(f"{path}: neither GGUF nor an imatrix .dat: ends before {what}, at byte {size}; {REMEDY}")
+        value = int(struct.unpack("<i", data)[0])
+        if not least <= value <= most:
+            raise InputError(
+                f"{path}: neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {at - 4}); {REMEDY}"
+            )
+        return value
+
+    seen: set[str] = set()
+    for record in range(number("the number of records", 1, size // 12)):
+        length = number(f"the length of the name of record {record}", 1, min(gguf.MAX_NAME, size - at))
+        name = read_at(fd, at, length, path).decode("utf-8", "replace")
+        at += length
+        calls = number(f"the number of calls of {name!r}", 0, (1 << 31) - 1)
+        values = number(f"the number of values of {name!r}", 1, max(0, size - at - 4) // 4)
+        if name in seen:
+            raise InputError(f"{path}: {name!r} appears twice; {REMEDY}")
+        seen.add(name)
+        yield Record(name, at, values, None, None, calls)
+        at += 4 * values
+    if at < size:
+        number("the number of chunks", 0, (1 << 31) - 1)
+        length = number("the length of the name of the data", 0, max(0, size - at - 4))
+        at += length
+    if at != size:
+        raise InputError(f"{path}: {size - at} bytes follow its last record; {REMEDY}")
