@@ -220,8 +220,41 @@ def test_damaged_outputs_are_refused_in_a_sentence(output: Path, tmp_path: Path)
         Experts.load(missing, 0)
 
 
-@pytest.mark.parametrize(("name", "bad"), [("MXFP4", b"\xff"), ("FP8", b"\0\0\x80\x7f")])
-def test_scales_that_are_no_numbers(name: str, bad: bytes, tmp_path: Path, example: Path, cli: Any) -> None:
+def test_what_an_output_says_of_itself_must_be_true(output: Path, tmp_path: Path) -> None:
+    """Wrong dtypes and shapes, even of the right number of bytes, and another method or number of parts."""
+    key = "blk.0.ffn_gate_exps.2.numa.1.codes"
+    other = {"BF16": "F16", "F8_E4M3": "U8", "U8": "I8"}
+
+    def retyped(header: dict[str, Any]) -> None:
+        header[key]["dtype"] = other[header[key]["dtype"]]
+
+    def reshaped(header: dict[str, Any]) -> None:
+        rows, columns = header[key]["shape"]
+        header[key]["shape"] = [2 * rows, columns // 2]
+
+    for change in (retyped, reshaped):
+        copy = shutil.copytree(output, tmp_path / change.__name__)
+        edit_header(min(copy.glob("*.safetensors")), change)
+        with pytest.raises(InputError, match=r"expert 2, gate_proj, NUMA part 1, codes is .*, must be "):
+            Experts.load(copy, 0)
+    for name, value in (("method", "AMXINT8"), ("numa", 1)):
+        copy = shutil.copytree(output, tmp_path / name)
+        document = json.loads((output / "manifest.json").read_bytes())
+        document["model"][name] = value
+        (copy / "manifest.json").write_text(json.dumps(document))
+        with pytest.raises(UnsupportedError, match=rf"manifest.json: says {name} {value}, the weights beside it have"):
+            Experts.load(copy, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "what"),
+    [
+        ("MXFP4", b"\xff", "scale 0, 255, is not a number"),
+        ("FP8", b"\0\0\x80\x7f", "scale 0 is inf"),
+        ("FP8", b"\0\0\x80\xbf", "scale 0 is -1.0"),
+    ],
+)
+def test_scales_that_are_no_numbers(name: str, bad: bytes, what: str, tmp_path: Path, example: Path, cli: Any) -> None:
     cli("cpu", "-i", example, "-o", tmp_path / "out", "--quant-method", name.lower(), "--threadpool-count", 1, "-q")
     shard = min((tmp_path / "out").glob("*.safetensors"))
     header = json.loads(shard.read_bytes()[8:][: int.from_bytes(shard.read_bytes()[:8], "little")])
@@ -230,6 +263,6 @@ def test_scales_that_are_no_numbers(name: str, bad: bytes, tmp_path: Path, examp
         file.seek(8 + int.from_bytes(shard.read_bytes()[:8], "little") + start)
         file.write(bad)
     for memory in ("map", "copy"):
-        with pytest.raises(InputError, match=r"expert 5, down_proj, NUMA part 0, scales: one is not finite"):
+        with pytest.raises(InputError, match=f"expert 5, down_proj, NUMA part 0, scales: {what};"):
             Experts.load(tmp_path / "out", 0, memory=memory)
     Experts.load(tmp_path / "out", 1)

@@ -180,7 +180,7 @@ def written(matrix: Matrix) -> npt.NDArray[np.float32]:
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
     form.quantize(matrix, out)
     assert form.error_sums(matrix, out)[3] == 0
-    assert isinstance(form, StripForm) and not form.defect(out)
+    assert isinstance(form, StripForm) and not any(defect(out) for defect in form.defects)
     return form.unpack(out, *matrix.shape)
 
 

@@ -68,11 +68,14 @@ def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) ->
     return fp8.values(strips.unlay(held)[inside], _scales(stored[1], n, k)[np.arange(n)[rows] // fp8.BLOCK])
 
 
-def defect(stored: Sequence[Bytes]) -> str:
-    """No code is NaN, and every scale is finite and positive."""
+def bad_code(stored: Sequence[Bytes]) -> str:
+    """No code is NaN."""
     wrong = (stored[0] & 0x7F) == fp8.NAN
-    if wrong.any():
-        return f"code {int(np.argmax(wrong))} is not a number"
+    return f"code {int(np.argmax(wrong))} is not a number" if wrong.any() else ""
+
+
+def bad_scale(stored: Sequence[Bytes]) -> str:
+    """Every scale is finite and positive."""
     scales = stored[1].view("<f4")
     wrong = ~(np.isfinite(scales) & (scales > 0))
     return f"scale {int(np.argmax(wrong))} is {scales[wrong][0]}" if wrong.any() else ""
@@ -97,7 +100,7 @@ FP8 = StripForm(
     columns=columns,
     write=quantize,
     read=unpack,
-    defect=defect,
+    defects=(bad_code, bad_scale),
     exact=exact,
     source=fp8.source_values,
     decoded_rows=kernels_strips.FP8_MULTIPLE,

@@ -19,10 +19,10 @@ from ktconvert.layouts.outputs.bf16 import BF16
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.fp8 import FP8, sound
 from ktconvert.layouts.outputs.linear_names import LinearNames
-from ktconvert.layouts.outputs.mxfp4 import MXFP4, bad_scale
+from ktconvert.layouts.outputs.mxfp4 import MXFP4, first_bad
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import PROJECTIONS
-from ktconvert.layouts.outputs.strip_form import StripForm
+from ktconvert.layouts.outputs.strip_form import StripForm, no_defect
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import fp8, mxfp4
@@ -129,16 +129,16 @@ def read_mxfp4(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)
     return mxfp4.dequantize(fields(4, stored[0].reshape(n, k // 2)[rows]), stored[1].reshape(n, -1)[rows])
 
 
-def mxfp4_defect(stored: Sequence[Bytes]) -> str:
+def bad_mxfp4_scale(stored: Sequence[Bytes]) -> str:
     """Every scale is a number, and so are its products with the codes."""
     groups = stored[0].reshape(-1, mxfp4.GROUP // 2)
-    return bad_scale(stored[1], lambda scale: fields(4, groups[scale : scale + 1]))
+    return first_bad(stored[1], lambda scale: fields(4, groups[scale : scale + 1]))
 
 
 KT_MXFP4 = replace(
     kt_form(MXFP4, DEEPSEEK_V4, mxfp4_tensors, lambda items: 2 * items, write_mxfp4, read_mxfp4),
     multiple=mxfp4.GROUP,
-    defect=mxfp4_defect,
+    defects=(no_defect, bad_mxfp4_scale),
 )
 KT_FP8 = kt_form(FP8, DEEPSEEK, fp8_tensors, int, write_fp8, read_fp8)
 KT_BF16 = kt_form(BF16, DEEPSEEK, bf16_tensors, int, write_bf16, read_bf16)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.output import Bytes
-from ktconvert.layouts.outputs.strip_form import StripForm, rows_of, stored_as
+from ktconvert.layouts.outputs.strip_form import StripForm, no_defect, rows_of, stored_as
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, strips
@@ -49,7 +49,7 @@ def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) ->
     return mxfp4.dequantize(mxfp4.unlay_codes(codes)[within], mxfp4.unlay_exponents(scales)[within])
 
 
-def defect(stored: Sequence[Bytes]) -> str:
+def bad_scale(stored: Sequence[Bytes]) -> str:
     """Every scale is a number, and so are its products with the codes."""
     blocks = stored[0].reshape(-1, BLOCK)
 
@@ -57,15 +57,15 @@ def defect(stored: Sequence[Bytes]) -> str:
         block, row = divmod(scale, strips.ROWS)
         return mxfp4.unlay_codes(blocks[block : block + 1])[row : row + 1]
 
-    return bad_scale(stored[1], codes)
+    return first_bad(stored[1], codes)
 
 
-def bad_scale(scales: Bytes, codes: Callable[[int], Bytes]) -> str:
+def first_bad(scales: Bytes, codes: Callable[[int], Bytes]) -> str:
     """The first scale that is not a number or makes one infinite, for people; "": none. codes: of a scale, [1, 32]."""
     for index in map(int, np.flatnonzero(scales > mxfp4.MOST)):
         if not np.isfinite(mxfp4.dequantize(codes(index), scales[index].reshape(1, 1))).all():
             what = "is not a number" if scales[index] == NOT_A_NUMBER else "makes a number infinite"
-            return f"its scale {index}, {scales[index]}, {what}"
+            return f"scale {index}, {scales[index]}, {what}"
     return ""
 
 
@@ -90,6 +90,6 @@ MXFP4 = StripForm(
     columns=columns,
     write=quantize,
     read=unpack,
-    defect=defect,
+    defects=(no_defect, bad_scale),
     exact=exact,
 )

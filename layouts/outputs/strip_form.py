@@ -41,7 +41,7 @@ class StripForm:
     columns   items in a row of the codes' tensor -> columns
     write     Form.quantize
     read      Form.unpack
-    defect    the stored tensors of a part -> what is wrong with its numbers, "" if nothing
+    defects   for each tensor: the stored tensors of a part -> what is wrong with its numbers, "" if nothing
     exact     Form.exact
     source    a linear, or some rows of it -> the numbers that errors are measured against, float32
     decoded_rows  Form.decoded_rows
@@ -61,7 +61,7 @@ class StripForm:
     columns: Callable[[int], int]
     write: Callable[[Matrix, Sequence[Bytes]], None]
     read: Callable[[Sequence[Bytes], int, int, Rows], npt.NDArray[np.float32]]
-    defect: Callable[[Sequence[Bytes]], str]
+    defects: tuple[Callable[[Sequence[Bytes]], str], ...]
     exact: Callable[[MoeModel], bool]
     source: Callable[[Matrix], npt.NDArray[np.float32]] = source_values
     decoded_rows: int = strips.ROWS
@@ -174,9 +174,10 @@ class StripForm:
     def check_numbers(self, output: Output, place: Place, notes: list[str]) -> Iterator[str]:
         """Every number is finite."""
         tensors = [output.tensors[place, tensor.suffix] for tensor in self.lay_out(0, 0)]
-        defect = self.defect([output.read(stored) for stored in tensors])
-        if defect:
-            yield f"{tensors[0].name} in {tensors[0].file}: {defect}"
+        stored = [output.read(tensor) for tensor in tensors]
+        for tensor, defect in zip(tensors, self.defects, strict=True):
+            if what := defect(stored):
+                yield f"{tensor.name} in {tensor.file}: {what}"
 
     # --- descriptions ---
 
@@ -200,6 +201,11 @@ class StripForm:
 def stored_as(encoding: str) -> Callable[[MoeModel], bool]:
     """Whether all experts of a model are stored in the encoding with this name."""
     return lambda model: model.dtypes == (encoding,)
+
+
+def no_defect(stored: Sequence[Bytes]) -> str:
+    """Of codes that are numbers whatever their bits."""
+    return ""
 
 
 def rows_of(held: npt.NDArray[Any], n: int, rows: Rows) -> tuple[npt.NDArray[Any], Rows]:

@@ -22,12 +22,14 @@ from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.strip_form import StripForm
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods, scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.stated import require_as_in_manifest
 
 MEMORY = ("auto", "map", "copy")
 ROOMY = 0.8  # share of the available memory that copies may take
@@ -126,6 +128,7 @@ def load(
     wanted = {"method": method, "num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
     check_wanted(path, layer, actual, wanted, "byte counts")
     _compare_metadata(output, layer, measured, kt_methods.activation(swiglu_limit, swiglu_alpha))
+    require_as_in_manifest(output, measured)
     grid = ExpertGrid(layer, h, i, measured.numa)
     check_sizes(measured.form, grid)
     stored = dict(_stored(output, measured.form, grid, count))
@@ -137,7 +140,7 @@ def load(
         warn_of_shortages(str(path), opened.part_bytes, pool.nodes, opened.left)
         views = _copy(output, stored, measured.numa, pool.nodes)
     packed = LayerWeights(measured.form, grid, count, arrays_of(measured.form, views))
-    if measured.form.name not in kt_methods.INT8:
+    if isinstance(measured.form, StripForm):
         check = functools.partial(scales.require_numbers, output, measured.form)
         in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
     return packed
@@ -282,6 +285,10 @@ def _stored(output: Output, form: Form, grid: ExpertGrid, experts: int) -> Itera
             if stored.nbytes != size or stored.file in output.damaged:
                 why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
                 raise InputError(f"{output.root / stored.file}: {described}: {why}; {AGAIN}.")
+            # kt-kernel's scripts give some tensors of AMXINT4 and AMXINT8 another dtype, and read them whatever it is.
+            if isinstance(form, StripForm) and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+                here, wanted = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
+                raise InputError(f"{output.root / stored.file}: {described} is {here}, must be {wanted}; {AGAIN}.")
             yield (part, what), stored
 
 
