@@ -21,6 +21,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.outputs import FORMS, PROJECTIONS, Form
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.stages import carry_over
@@ -177,16 +178,19 @@ class Gptq:
         self.values: dict[tuple[int, int], ExpertWeights] = {}
 
     def of_layer(self, model: MoeModel, layer: int) -> Compensate:
-        def nearest(expert: int, projection: str) -> list[Any]:
+        def nearest(expert: int, projection: str, importance: Any) -> list[Any]:
             linear = model.linear(layer, expert, projection)
+            assert len(importance) == linear.shape[1]
+            _, hidden, width = model.shape(layer)
+            (part,) = ExpertGrid(layer, hidden, width).parts(expert, projection)
             stored = [np.empty(tensor.nbytes, np.uint8) for tensor in self.form.tensors(*linear.shape)]
             self.form.quantize(linear, stored)
-            return stored
+            return [(part, stored)]
 
         def write(expert: int, projection: str, stored: list[Any]) -> None:
-            self.stored[layer, expert, projection] = stored
+            ((_, self.stored[layer, expert, projection]),) = stored
 
-        consumer = Compensate(self.form, 0.01, "library", False, 0, nearest, write)
+        consumer = Compensate(self.form, 0.01, "library", "all", 0, nearest, write)
         take = consumer.take
 
         def taken(group: ExpertGroup) -> Any:

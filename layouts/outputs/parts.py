@@ -7,11 +7,16 @@ its own, so T is baked into the bytes of down_proj's scales. A form without NUMA
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ktconvert.quantizers import Matrix
+
+Item = TypeVar("Item", bound=np.generic)
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -80,6 +85,18 @@ def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:
         return linear.columns(part * width, (part + 1) * width)
     width = linear.shape[0] // parts
     return linear.rows(part * width, (part + 1) * width)
+
+
+def join_parts(projection: str, pieces: Sequence[npt.NDArray[Item]]) -> npt.NDArray[Item]:
+    """Arrays of all parts of a linear, codes or scales [n, ...], in the order of the parts, as one of the whole
+    linear.
+    """
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1 if projection == "down" else 0)
+
+
+def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt.NDArray[Item]]:
+    """An array of a whole linear, codes or scales [n, ...], in as many parts; views."""
+    return np.split(whole, parts, axis=1 if projection == "down" else 0)
 
 
 @dataclass(frozen=True)

@@ -6,36 +6,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import PROJECTIONS, Form
 from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part, cut_parts, join_parts
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.consumers import Evidence, ExpertGroup, ExpertWeights
 from ktconvert.quantizers import gptq
+from ktconvert.quantizers.reference import F32
 
 if TYPE_CHECKING:
     import torch
 
 Item = tuple[int, str]  # (expert, projection)
-Stored = list[Bytes]  # the tensors of a linear, in the form's order
-Nearest = Callable[[int, str], Stored]  # rounds a linear to nearest; raises InputError for a value that is not finite
+Stored = list[tuple[Part, list[Bytes]]]  # the parts of a linear, each with its tensors in the form's order
 Write = Callable[[int, str, Stored], None]
+
+
+class Nearest(Protocol):
+    """Rounds a linear by itself, each code to the nearest. Raises InputError for a value that is not finite."""
+
+    def __call__(self, expert: int, projection: str, importance: F32 | None) -> Stored:
+        """The linear. importance: of its columns, [k]; None if nothing is known of its inputs."""
 
 
 @dataclass
 class Compensate:
     """Quantizes one layer's experts to a form, with the scales of rounding to nearest.
 
+    parts      NUMA parts of a linear
     dampening  fraction of mean(diag(H)) that is added to the diagonal
     rounding   "library": codes are derived again from BF16 values by a division in BF16, as compressed-tensors does,
                which moves one
                8-bit code in 400 by one; "float32": the codes that GPTQ chose
-    routed     whether an expert is calibrated on the tokens routed to it only, instead of on all
-    floor      with routed: an expert with fewer tokens is rounded to nearest
+    sees       which tokens an expert is calibrated on, as Evidence says
+    floor      unless every expert sees all tokens: an expert with fewer is rounded to nearest
     nearest    rounds a linear to nearest
     write      takes the linears, in file order
     too_few    experts that were rounded to nearest since too few tokens were routed to them
@@ -45,10 +54,11 @@ class Compensate:
     form: Form
     dampening: float
     rounding: str
-    routed: bool
+    sees: str
     floor: int
     nearest: Nearest
     write: Write
+    parts: int = 1
     too_few: list[int] = field(default_factory=list)
     fell_back: list[Item] = field(default_factory=list)
     replaces = True
@@ -57,70 +67,82 @@ class Compensate:
     @property
     def evidence(self) -> Evidence:
         """The Hessians of all linears."""
-        return Evidence(gptq.Hessian.empty, "routed" if self.routed else "all")
+        return Evidence(gptq.Hessian.empty, self.sees)
 
     def take(self, group: ExpertGroup) -> Mapping[int, ExpertWeights]:
         """Quantize and write the experts of a group; returns their dequantized weights.
 
         Raises VerificationError, naming the layer, where a Hessian or a loss is not finite.
         """
-        batches = [[e] for e in group.weights] if self.routed else [list(group.weights)]
+        few = [e for e in group.weights if self.sees != "all" and group.tokens[e] < self.floor]
+        enough = [e for e in group.weights if e not in few]
+        stored: dict[Item, Stored] = {}
         rounded: dict[int, ExpertWeights] = {}
-        for batch in batches:
-            if self.routed and group.tokens[batch[0]] < self.floor:
-                rounded[batch[0]] = self._round(group, batch[0])
-            else:
-                rounded |= self._compensate_experts(group, batch)
+        for batch in [enough] if self.evidence.shared else [[e] for e in enough]:
+            if batch:
+                rounded |= self._compensate_experts(group, batch, stored)
+        for expert in few:
+            rounded[expert] = self._round(group, expert, stored)
+        self.too_few += few
+        for expert in group.weights:
+            for projection in PROJECTIONS:
+                self.write(expert, projection, stored.pop((expert, projection)))
         return rounded
 
-    def _round(self, group: ExpertGroup, expert: int) -> ExpertWeights:
+    def _round(self, group: ExpertGroup, expert: int, stored: dict[Item, Stored]) -> ExpertWeights:
         """Round an expert to nearest."""
         import torch
 
-        self.too_few.append(expert)
         values = []
         for projection in PROJECTIONS:
+            linear = self.nearest(expert, projection, _importance(_hessian(group, expert, projection)))
+            pieces = [self.form.unpack(tensors, part.n, part.k) for part, tensors in linear]
             weight = getattr(group.weights[expert], projection)
-            stored = self.nearest(expert, projection)
-            self.write(expert, projection, stored)
-            values.append(torch.from_numpy(self.form.unpack(stored, *weight.shape)).to(weight))
+            values.append(torch.from_numpy(join_parts(projection, pieces)).to(weight))
+            stored[expert, projection] = linear
         return ExpertWeights(*values)
 
-    def _compensate_experts(self, group: ExpertGroup, batch: Sequence[int]) -> dict[int, ExpertWeights]:
+    def _compensate_experts(
+        self, group: ExpertGroup, batch: Sequence[int], stored: dict[Item, Stored]
+    ) -> dict[int, ExpertWeights]:
         """Experts whose gate and up share a Hessian: these as one tall matrix, down expert by expert."""
         import torch
 
-        scales = {(e, p): self._scale(e, p, getattr(group.weights[e], p)) for e in batch for p in PROJECTIONS}
-        parts = [(e, p) for e in batch for p in ("gate", "up")]
-        tall = torch.cat([getattr(group.weights[e], p) for e, p in parts])
-        scale = torch.cat([scales[part] for part in parts])
-        both, codes = self._compensate(group, parts, tall, scale, group.gate_up[batch[0]])
-        values, chosen = both.chunk(len(parts)), codes.chunk(len(parts))
+        items = [(e, p) for e in batch for p in ("gate", "up")]
+        scales = [self._scale(group, *item) for item in items]
+        tall = torch.cat([getattr(group.weights[e], p) for e, p in items])
+        both, codes = self._compensate(group, items, tall, torch.cat(scales), _hessian(group, *items[0]))
+        for item, chosen, scale in zip(items, codes.chunk(len(items)), scales, strict=True):
+            stored[item] = packed(self.form, item, chosen, scale, self._grid(group))
+        values = both.chunk(len(items))
         rounded = {}
         for n, e in enumerate(batch):
+            scale = self._scale(group, e, "down")
             down, of_down = self._compensate(
-                group, [(e, "down")], group.weights[e].down, scales[e, "down"], group.down[e]
+                group, [(e, "down")], group.weights[e].down, scale, _hessian(group, e, "down")
             )
-            for p, codes in zip(PROJECTIONS, (*chosen[2 * n : 2 * n + 2], of_down), strict=True):
-                self.write(e, p, packed(self.form, codes, scales[e, p]))
+            stored[e, "down"] = packed(self.form, (e, "down"), of_down, scale, self._grid(group))
             rounded[e] = ExpertWeights(values[2 * n], values[2 * n + 1], down)
         return rounded
 
-    def _scale(self, expert: int, projection: str, weight: torch.Tensor) -> torch.Tensor:
+    def _grid(self, group: ExpertGroup) -> ExpertGrid:
+        width, hidden = next(iter(group.weights.values())).gate.shape
+        return ExpertGrid(group.layer, hidden, width, self.parts)
+
+    def _scale(self, group: ExpertGroup, expert: int, projection: str) -> torch.Tensor:
         """The scales of rounding a linear to nearest, [n, groups]."""
         import torch
 
-        scales = self.form.scales(self.nearest(expert, projection), *weight.shape)
-        return (
-            bf16.to_tensor(scales, weight.device)
-            if scales.dtype == np.uint16
-            else torch.from_numpy(scales).to(weight.device)
-        )
+        linear = self.nearest(expert, projection, _importance(_hessian(group, expert, projection)))
+        pieces = [self.form.scales(tensors, part.n, part.k) for part, tensors in linear]
+        scales = join_parts(projection, pieces)
+        device = group.weights[expert].gate.device
+        return bf16.to_tensor(scales, device) if scales.dtype == np.uint16 else torch.from_numpy(scales).to(device)
 
     def _compensate(
         self,
         group: ExpertGroup,
-        parts: Sequence[Item],
+        items: Sequence[Item],
         weight: torch.Tensor,
         scale: torch.Tensor,
         hessian: gptq.Hessian,
@@ -134,18 +156,18 @@ class Compensate:
         scale = scale * self.form.grid.step
         try:
             with torch.inference_mode():
-                factor = self._factor(hessian, shared=parts[0][1] == "gate" and not self.routed)
+                factor = self._factor(hessian, shared=items[0][1] == "gate" and self.evidence.shared)
                 values = gptq.compensate(weight, factor, scale, code_range).values
                 rounded = values.to(weight.dtype)
                 exact = self.rounding == "float32"
                 codes = gptq.codes(values if exact else rounded, scale.float() if exact else scale, code_range)
         except gptq.NotFinite as error:
             raise VerificationError(
-                f"layer {group.layer}, {_names(parts)}: {error}; the model gives NaN or infinity on this data set. Try "
-                "another --dataset, or --quant-method RTN, which needs none."
+                f"layer {group.layer}, {_names(items)}: {error}; the model gives NaN or infinity on this data set. Try "
+                "another --dataset, or what needs none: --quant-method RTN (gpu), --scale mse (cpu)."
             ) from error
         if factor.fell_back:
-            self.fell_back += parts
+            self.fell_back += items
         return rounded, codes
 
     def _factor(self, hessian: gptq.Hessian, *, shared: bool) -> gptq.Factor:
@@ -157,18 +179,34 @@ class Compensate:
         return self._shared
 
 
-def packed(form: Form, codes: torch.Tensor, scale: torch.Tensor) -> Stored:
-    """The tensors of a linear with these codes, int8 [n, k], and scales, BF16 or float32 [n, groups]."""
-    import torch
-
-    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*codes.shape)]
-    scales = bf16.to_bits(scale) if scale.dtype == torch.bfloat16 else scale.cpu().numpy()
-    form.pack(codes.cpu().numpy(), scales, stored)
+def packed(form: Form, item: Item, codes: torch.Tensor, scale: torch.Tensor, grid: ExpertGrid) -> Stored:
+    """The parts of a linear with these codes, int8 [n, k], and scales, BF16 or float32 [n, groups]."""
+    expert, projection = item
+    scales = bf16.to_bits(scale) if str(scale.dtype) == "torch.bfloat16" else scale.cpu().numpy()
+    pieces = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
+    stored: Stored = []
+    for part, own, own_scales in zip(grid.parts(expert, projection), *pieces, strict=True):
+        tensors = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(part.n, part.k)]
+        form.pack(np.ascontiguousarray(own), np.ascontiguousarray(own_scales), tensors)
+        stored.append((part, tensors))
     return stored
 
 
-def _names(parts: Sequence[Item]) -> str:
+def _hessian(group: ExpertGroup, expert: int, projection: str) -> gptq.Hessian:
+    hessian: gptq.Hessian = (group.down if projection == "down" else group.gate_up)[expert]
+    return hessian
+
+
+def _importance(hessian: gptq.Hessian) -> F32 | None:
+    """The mean square of each input column, up to a common factor; None if there was no input."""
+    import torch
+
+    diagonal: F32 = torch.diagonal(hessian.sum).float().cpu().numpy().copy()
+    return diagonal if diagonal.any() else None
+
+
+def _names(items: Sequence[Item]) -> str:
     """The linears that are quantized together, for messages."""
-    first, last = parts[0][0], parts[-1][0]
+    first, last = items[0][0], items[-1][0]
     which = f"expert {first}" if first == last else f"experts {first} to {last}"
-    return f"{' and '.join(dict.fromkeys(p for _, p in parts))} of {which}"
+    return f"{' and '.join(dict.fromkeys(p for _, p in items))} of {which}"

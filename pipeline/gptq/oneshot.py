@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Form
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.gptq.compensate import Stored, packed
 from ktconvert.pipeline.walk.dataset import first_line
 
-# (layer, expert, projection) -> the tensors of the linear, in the form's order
+# (layer, expert, projection) -> the linear
 Quantized = Callable[[int, int, str], Stored]
 EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
 
@@ -71,6 +72,8 @@ def quantize_model(
             raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")
         scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
         codes = gptq.codes(linear.weight.detach().cpu(), scale, (form.grid.low, form.grid.high))
-        return packed(form, codes, scale)
+        n, k = codes.shape
+        hidden, width = (n, k) if projection == "down" else (k, n)
+        return packed(form, (expert, projection), codes, scale, ExpertGrid(layer, hidden, width))
 
     return quantized

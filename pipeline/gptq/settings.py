@@ -28,7 +28,7 @@ class Settings:
     calibration: Calibration
     dampening: float
     rounding: str
-    routed: bool
+    sees: str
     floor: int
     group: int
     engine: str
@@ -42,7 +42,7 @@ class Settings:
             ("dampening", self.dampening),
             ("rounding", self.rounding),
             ("engine", self.engine),
-            ("calibrate", ("routed", self.floor) if self.routed else "all"),
+            ("calibrate", "all" if self.sees == "all" else (self.sees, self.floor)),
             ("machine", json.dumps(dict(self.machine), sort_keys=True)),
         )
 
@@ -50,7 +50,6 @@ class Settings:
 def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
     """The stage's settings, from those of a request."""
     machine = chosen["machine"]
-    routed = chosen["calibrate"] == "routed"
     return Settings(
         calibration=Calibration(
             dataset=chosen["dataset"],
@@ -61,9 +60,9 @@ def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
         ),
         dampening=chosen["dampening_frac"],
         rounding=chosen["rounding"],
-        routed=routed,
+        sees=chosen["calibrate"],
         floor=chosen["min_expert_tokens"],
-        group=group_size(model, int(machine["group_bytes"]), routed),
+        group=group_size(model, int(machine["group_bytes"]), chosen["calibrate"] == "routed"),
         engine=chosen["engine"],
         trust_remote_code=chosen["trust_remote_code"],
         machine=machine,

@@ -13,9 +13,10 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import PROJECTIONS, Form
+from ktconvert.layouts.outputs import Form
 from ktconvert.layouts.outputs.linear_names import linear_name
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
@@ -25,40 +26,43 @@ from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.quantizers.choice import ABSMAX
+from ktconvert.quantizers.choice import ABSMAX, Choice
+from ktconvert.quantizers.reference import F32
 
 STRIP = 32  # rows that are unpacked at a time to find a value that is not zero
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One layer with experts, and the layers without any that lie before it."""
+    """One layer with experts, and the layers without any that lie before it.
+
+    grid    the parts of its experts
+    choice  how scales are chosen
+    """
 
     model: MoeModel
     form: Form
     settings: Settings
-    layer: int
+    grid: ExpertGrid
+    choice: Choice
     before: tuple[int, ...]
     metadata: Mapping[str, str]
     skeleton: Callable[[], LayeredModel]
     oneshot: Callable[[Path], Quantized]
 
-    def part(self, expert: int, projection: str) -> Part:
-        """A linear of the layer, which is one part."""
-        _, hidden, intermediate = self.model.shape(self.layer)
-        (part,) = ExpertGrid(self.layer, hidden, intermediate).parts(expert, projection)
-        return part
+    @property
+    def layer(self) -> int:
+        """Its number."""
+        return self.grid.layer
 
 
 def nearest(work: LayerWork) -> Nearest:
-    """A function that rounds a linear of the layer to nearest, as `--quant-method RTN` does."""
-    count, hidden, intermediate = work.model.shape(work.layer)
-    grid = ExpertGrid(work.layer, hidden, intermediate)
-    rtn = experts.ExpertsWork(work.model, work.form, ABSMAX, grid, 0, count, work.metadata)
+    """A function that rounds a linear of the layer to nearest, with scales as the work's choice has them."""
+    count = work.model.shape(work.layer)[0]
+    rtn = experts.ExpertsWork(work.model, work.form, ABSMAX, work.grid, 0, count, work.metadata)
 
-    def quantize(expert: int, projection: str) -> Stored:
-        ((_, stored),) = rtn.make((expert, projection))
-        return stored
+    def quantize(expert: int, projection: str, importance: F32 | None) -> Stored:
+        return rtn.make((expert, projection))
 
     return quantize
 
@@ -70,10 +74,9 @@ class ShardWriter:
 
     def __init__(self, work: LayerWork, partial: Path, reporter: Reporter) -> None:
         self.work, self.reporter = work, reporter
-        items = [(e, p) for e in range(work.model.shape(work.layer)[0]) for p in PROJECTIONS]
-        names = work.form.names(work.model)
-        self.plan = expert_files.plan_parts(work.form, names, (work.part(*item) for item in items), work.metadata)
-        self._others: list[Stored] = []
+        parts = work.grid.all_parts(range(work.model.shape(work.layer)[0]))
+        self.plan = expert_files.plan_parts(work.form, work.form.names(work.model), parts, work.metadata)
+        self._others: list[list[Bytes]] = []
         self._file = publish.DirectFile(partial, self.plan.size)
 
     def __enter__(self) -> ShardWriter:
@@ -90,20 +93,23 @@ class ShardWriter:
         """
         work = self.work
         name = linear_name(work.model, work.layer, expert, projection)
-        if work.form.is_zero(stored):
+        if all(work.form.is_zero(tensors) for _, tensors in stored):
             self.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
-        elif not self._has_values(stored, work.part(expert, projection)):
+        elif not self._has_values(stored):
             raise VerificationError(
                 f"{name}: all its codes became zero; use --quant-method RTN, and tell us the model."
             )
-        first, *others = stored
-        self._file.append(first)
-        self._others.append(others)
+        for _, (first, *others) in stored:
+            self._file.append(first)
+            self._others.append(others)
         taken(work.model, work.layer, (expert, projection), self.reporter)
 
-    def _has_values(self, stored: Stored, part: Part) -> bool:
-        strips = (slice(first, first + STRIP) for first in range(0, part.n, STRIP))
-        return any(self.work.form.unpack(stored, part.n, part.k, rows).any() for rows in strips)
+    def _has_values(self, stored: Stored) -> bool:
+        return any(
+            self.work.form.unpack(tensors, part.n, part.k, slice(first, first + STRIP)).any()
+            for part, tensors in stored
+            for first in range(0, part.n, STRIP)
+        )
 
     def finish(self) -> tuple[Written, int]:
         """Write the tensors that follow all first ones; returns the file and its number of tensors."""
@@ -117,10 +123,13 @@ def error_of_sample(work: LayerWork, shard: Path) -> dict[str, Any]:
     names = work.form.names(work.model)
 
     def error(expert: int, projection: str) -> dict[str, float]:
-        part = work.part(expert, projection)
-        wanted = (entries[names.key(part.place, t.suffix)] for t in work.form.tensors(part.n, part.k))
-        stored = [np.fromfile(shard, np.uint8, entry.nbytes, offset=entry.start) for entry in wanted]
-        return error_figures(work.form.error_sums(work.model.linear(work.layer, expert, projection), stored))
+        linear = work.model.linear(work.layer, expert, projection)
+        sums = np.zeros(4)
+        for part in work.grid.parts(expert, projection):
+            wanted = (entries[names.key(part.place, t.suffix)] for t in work.form.tensors(part.n, part.k))
+            stored = [np.fromfile(shard, np.uint8, entry.nbytes, offset=entry.start) for entry in wanted]
+            sums += work.form.error_sums(part.of(linear, work.grid.numa), stored)
+        return error_figures(sums)
 
     return sampled_error(work.model, work.layer, 0, work.model.shape(work.layer)[0], error)
 

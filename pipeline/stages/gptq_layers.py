@@ -26,6 +26,7 @@ from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.pipeline.walk.needs import REMEDIES
 from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import gptq
+from ktconvert.quantizers.choice import ABSMAX, Choice
 
 NAME = "gptq"
 VERSION = 1
@@ -38,8 +39,11 @@ def stage(
     settings: Settings,
     rest: Mapping[str, Carried],
     metadata: Mapping[str, str],
+    *,
+    choice: Choice = ABSMAX,
+    numa: int = 1,
 ) -> Stage[Work]:
-    """The chain. rest: the checkpoint's tensors outside the routed experts, by name."""
+    """The chain. rest: the checkpoint's tensors outside the routed experts, by name; choice: how scales are chosen."""
 
     @functools.cache
     def skeleton() -> LayeredModel:
@@ -53,7 +57,7 @@ def stage(
             read_samples(samples),
             form,
             dampening=settings.dampening,
-            every_expert=not settings.routed,
+            every_expert=settings.sees == "all",
             trust_remote_code=settings.trust_remote_code,
         )
 
@@ -62,6 +66,7 @@ def stage(
     units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, settings.params(), boundary, samples)]
     for step in chain.steps(model, rest, boundary):
         experts, hidden, width = model.shape(step.layer)
+        grid = ExpertGrid(step.layer, hidden, width, numa)
         about = layer_metadata(step.layer, model.shape(step.layer), metadata)
         units.append(
             Unit(
@@ -71,19 +76,27 @@ def stage(
                 params=(
                     ("after", units[-1].fingerprint),
                     ("form", form.name),
+                    *_parts_of(choice, numa),
                     ("reading", model.reading(step.layer)),
                     ("metadata", tuple(sorted(about.items()))),
                 ),
                 inputs=step.inputs,
                 final="",
                 bytes_in=step.bytes_in,
-                bytes_out=experts * expert_bytes(form, ExpertGrid(step.layer, hidden, width)),
+                bytes_out=experts * expert_bytes(form, grid),
                 leaves=step.leaves,
-                work=LayerWork(model, form, settings, step.layer, step.before, about, skeleton, library),
+                work=LayerWork(model, form, settings, grid, choice, step.before, about, skeleton, library),
             )
         )
     return Stage(
         NAME, f"calibrate, and quantize experts to {form.name}", ("source",), tuple(units), run_unit, chain=True
+    )
+
+
+def _parts_of(choice: Choice, numa: int) -> tuple[tuple[str, object], ...]:
+    """Of a unit's fingerprint: weights for a GPU, which came first, name neither."""
+    return (
+        () if choice == ABSMAX else (("quantizer", choice.name), ("quantizer_version", choice.version), ("numa", numa))
     )
 
 
@@ -108,8 +121,8 @@ def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[Writt
     link: Link = context.chain  # type: ignore[assignment]
     settings, counts = work.settings, Counts()
     with ShardWriter(work, partial, context.reporter) as shard:
-        options = settings.dampening, settings.rounding, settings.routed, settings.floor
-        compensate = Compensate(work.form, *options, nearest(work), shard.write)
+        options = settings.dampening, settings.rounding, settings.sees, settings.floor
+        compensate = Compensate(work.form, *options, nearest(work), shard.write, work.grid.numa)
         consumers = (counts, compensate)
         chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)
         written, tensors = shard.finish()
