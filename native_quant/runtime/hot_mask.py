@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.files.shards import Entry, plan_shard
 
 Mask = npt.NDArray[np.bool_]
 KEY = "gpu_experts_mask"
@@ -37,6 +38,12 @@ def read(path: Path) -> Mask:
     if len(values) != entry.nbytes or (values > 1).any():
         raise InputError(f"{path}: {KEY!r} holds bytes that are neither 0 nor 1; {FORM}")
     return values.astype(np.bool_).reshape(entry.shape)
+
+
+def data_of(mask: Mask) -> bytes:
+    """The file that `read` reads a mask [layers, experts] from."""
+    plan = plan_shard([Entry(KEY, "BOOL", mask.shape, mask.nbytes)], {})
+    return plan.header + mask.tobytes()
 
 
 def per_layer(

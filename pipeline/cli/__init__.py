@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("verify", "Check an output, alone or against its source or another output."),
     "inspect": ("inspect", "Describe a checkpoint or an output, and list what it can be converted to."),
     "bench": ("bench", "Measure how fast this machine computes an output's experts, next to how fast it reads memory."),
+    "experts": ("experts", "Choose the experts that are to be hot, by how often they were routed to."),
     "run": ("run", "Let a model write, its experts computed from converted weights."),
     "serve": ("serve", "Serve a model to OpenAI clients, its experts computed from converted weights."),
     "eval": ("eval", "Measure what converted experts cost: perplexity, divergence, error per layer."),

@@ -1,5 +1,5 @@
-"""Pictures of what `bench` and `eval` measured, drawn by matplotlib (the extra `plot`), which is imported when a
-picture is asked for.
+"""Pictures of what `bench` and `eval` measured, and of what `experts` chose, drawn by matplotlib (the extra `plot`),
+which is imported when a picture is asked for.
 """
 
 from __future__ import annotations
@@ -79,6 +79,29 @@ def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[flo
     right.set(xlabel="layer", ylabel="relative L2", title="error of the experts' output", ylim=(0, None))
     if len(layers) <= 20:
         right.set_xticks([row["layer"] for row in layers])
+    figure.savefig(path)
+
+
+def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
+    """Each layer's coverage, and how many of its experts are hot; `document` is the JSON document of `ktconvert
+    experts`.
+    """
+    layers = document["layers"]
+    hot = sum(len(row["hot"]) for row in layers)
+    figure = _figure(
+        f"{document['statistics']}: {hot} of {document['experts'] * len(layers)} experts are hot, "
+        f"{document['coverage']:.1%} of routed tokens"
+    )
+    left, right = figure.subplots(1, 2)
+    left.bar([row["layer"] for row in layers], [100 * row["coverage"] for row in layers], color=INK)
+    left.axhline(100 * document["coverage"], color=MARK, linestyle="--", label="all layers")
+    left.set(xlabel="layer", ylabel="% of routed tokens", title="go to hot experts", ylim=(0, 100))
+    left.legend(frameon=False)
+    right.bar([row["layer"] for row in layers], [len(row["hot"]) for row in layers], color=INK)
+    right.set(xlabel="layer", ylabel="experts", title=f"hot, of {document['experts']}", ylim=(0, None))
+    if len(layers) <= 20:
+        for axes in (left, right):
+            axes.set_xticks([row["layer"] for row in layers])
     figure.savefig(path)
 
 

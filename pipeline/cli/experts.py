@@ -1,0 +1,99 @@
+"""ktconvert experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.files import publish
+from ktconvert.pipeline.cli import options
+
+EPILOG = """\b
+Examples:
+  ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --num-gpu-experts 32
+  ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
+  ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
+"""
+
+
+@click.command("experts", epilog=EPILOG)
+@click.argument("dir", type=options.FilePath())
+@click.option(
+    "--output", required=True, type=options.FilePath(), help="Safetensors file for --gpu-experts-mask; replaced."
+)
+@click.option("--num-gpu-experts", type=options.Number(min=0), default=None, help="Experts of each layer.")
+@click.option(
+    "--total", type=options.Number(min=0), default=None, help="Instead: experts of all layers, as kt-kernel chooses."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")
+def experts(**params: Any) -> None:
+    """Choose hot experts, those with the most tokens by DIR/counts.safetensors, and say which part of the tokens hits
+    them.
+
+    DIR is what `ktconvert calibrate` writes, or a GPTQ run with --save-statistics. `run` and `serve` take the output as
+    --gpu-experts-mask.
+    """
+    from ktconvert.layouts.statistics.counts import FILE, read_counts
+    from ktconvert.native_quant.runtime import hot_mask
+    from ktconvert.pipeline.models import hot_choice
+    from ktconvert.pipeline.tell.figures import check_plot, plot_experts
+    from ktconvert.pipeline.verify.report import aligned
+
+    each, total = params["num_gpu_experts"], params["total"]
+    if (each is None) == (total is None):
+        raise UsageError("give --num-gpu-experts (of each layer) or --total (of all layers): one of them.")
+    check_plot(params["plot"])
+    output: Path = params["output"].expanduser().absolute()
+    _check_place(output)
+    counts = read_counts(params["dir"].expanduser() / FILE)
+    mask = hot_choice.of_all_layers(counts, total) if each is None else hot_choice.of_each_layer(counts, each)
+    partial = output.with_name(f".{output.name}.partial")
+    publish.write_file(partial, hot_mask.data_of(mask))
+    publish.publish(partial, output)
+    covered = hot_choice.coverage(counts, mask)
+    document = {
+        "event": "chosen",
+        "statistics": str(params["dir"]),
+        "output": str(output),
+        "experts": counts.shape[1],
+        "tokens": int(counts.sum()),
+        "coverage": float((counts * mask).sum() / counts.sum()),
+        "layers": [
+            {"layer": n, "coverage": float(covered[n]), "hot": [int(e) for e in mask[n].nonzero()[0]]}
+            for n in range(len(counts))
+            if counts[n].any()
+        ],
+    }
+    if params["plot"] is not None:
+        plot_experts(params["plot"], document)
+    click.echo(json.dumps(document) if params["as_json"] else "\n".join(aligned(table(document))))
+
+
+def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each layer, and one for all."""
+    rows: list[tuple[str, ...]] = [("layer", "hot", "coverage", "experts")]
+    for row in document["layers"]:
+        first = ", ".join(map(str, row["hot"][:12])) + (", ..." if len(row["hot"]) > 12 else "")
+        rows.append((str(row["layer"]), str(len(row["hot"])), f"{row['coverage']:.1%}", first))
+    hot = sum(len(row["hot"]) for row in document["layers"])
+    return [*rows, ("all", str(hot), f"{document['coverage']:.1%}", f"of {document['experts']} in each layer")]
+
+
+def _check_place(output: Path) -> None:
+    """Raise where no mask should be written: nothing but a mask is replaced."""
+    from ktconvert.native_quant.runtime.hot_mask import read
+
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no directory {output.parent}; make it first.")
+    if output.exists():
+        try:
+            read(output)
+        except InputError:
+            raise OutputError(
+                f"{output}: lies there already and is no mask of experts; give another --output."
+            ) from None

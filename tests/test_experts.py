@@ -1,0 +1,246 @@
+"""`ktconvert experts`: which experts it makes hot, what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.errors import KtconvertError, UsageError
+from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.pipeline.cli.experts import experts
+from ktconvert.pipeline.models import hot_choice
+from rig.safetensors import write_file
+
+ROOT = Path(__file__).resolve().parents[1]
+COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)
+
+
+def statistics(folder: Path, counts: npt.NDArray[Any] = COUNTS, name: str = "counts", dtype: str = "I64") -> Path:
+    """What `ktconvert calibrate` writes, as far as it is read."""
+    folder.mkdir(exist_ok=True)
+    write_file(folder / "counts.safetensors", {name: (dtype, counts)})
+    return folder
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(experts, [*map(str, arguments)])
+
+
+def sentence(*arguments: object) -> tuple[int, str]:
+    error = run(*arguments).exception
+    assert isinstance(error, KtconvertError) and "\n" not in str(error)
+    return error.exit_code, str(error)
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+tables = st.integers(1, 5).flatmap(
+    lambda layers: st.integers(1, 40).flatmap(
+        lambda columns: st.lists(
+            st.lists(st.integers(0, 6), min_size=columns, max_size=columns), min_size=layers, max_size=layers
+        )
+    )
+)
+
+
+@given(table=tables, data=st.data())
+def test_of_each_layer(table: list[list[int]], data: st.DataObject) -> None:
+    """So many of each layer that has experts; no cold expert has more tokens than a hot one, and of equals the first
+    are hot.
+    """
+    counts = np.array(table, np.int64)
+    number = data.draw(st.integers(0, counts.shape[1]))
+    mask = hot_choice.of_each_layer(counts, number)
+    for row, hot in zip(counts, mask, strict=True):
+        assert hot.sum() == (number if row.any() else 0)
+        wanted = sorted(range(len(row)), key=lambda e: (-row[e], e))[:number] if row.any() else []
+        assert sorted(wanted) == np.flatnonzero(hot).tolist()
+
+
+@settings(deadline=None)
+@given(table=tables, data=st.data())
+def test_of_all_layers(table: list[list[int]], data: st.DataObject) -> None:
+    """So many in all, none of a layer without experts, and no cold one has more tokens than a hot one."""
+    pytest.importorskip("torch")
+    counts = np.array(table, np.int64)
+    there = counts.any(axis=1)
+    number = data.draw(st.integers(0, int(there.sum()) * counts.shape[1]))
+    mask = hot_choice.of_all_layers(counts, number)
+    assert mask.sum() == number and not mask[~there].any()
+    if number > 0:
+        assert counts[mask].min() >= np.max(counts[there], initial=0, where=~mask[there])
+    with pytest.raises(UsageError):
+        hot_choice.of_all_layers(counts, int(there.sum()) * counts.shape[1] + 1)
+
+
+PEER = """
+import sys
+import numpy as np, torch
+from kt_kernel import generate_gpu_experts_masks
+case = np.load(sys.argv[1])
+np.savez(sys.argv[2], **{
+    name: generate_gpu_experts_masks(torch.from_numpy(case[name]), int(name.split("-")[1])).numpy() for name in case
+})
+"""
+
+
+def cases() -> dict[str, npt.NDArray[np.int64]]:
+    """name-number -> counts with many ties, of all sizes that torch.topk treats in different ways."""
+    rng = np.random.default_rng(0)
+    return {
+        f"{layers}x{columns}below{most}-{number}": rng.integers(1, most, (layers, columns))
+        for layers, columns in ((2, 8), (48, 128), (58, 256))
+        for most in (3, 40, 1 << 40)
+        for number in (0, 1, 7, layers * columns // 5, layers * columns - 3, layers * columns)
+    }
+
+
+def test_kt_kernel_chooses_the_same(tmp_path: Path) -> None:
+    """generate_gpu_experts_masks itself, ties included."""
+    pytest.importorskip("torch")
+    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
+    if not Path(python).exists():
+        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
+    np.savez(tmp_path / "in.npz", **cases())  # type: ignore[arg-type]
+    command = [python, "-P", "-c", PEER, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = np.load(tmp_path / "out.npz")
+    for name, counts in cases().items():
+        ours = hot_choice.of_all_layers(counts, int(name.split("-")[1]))
+        np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
+
+
+def test_what_kt_kernel_says_it_does() -> None:
+    """The statement of kt_kernel/experts_base.py, where kt-kernel is not installed."""
+    torch = pytest.importorskip("torch")
+    for name, counts in cases().items():
+        number = int(name.split("-")[1])
+        _, top = torch.topk(torch.from_numpy(counts).view(-1), k=number, largest=True, sorted=False)
+        masks = torch.zeros(counts.size, dtype=torch.bool)
+        masks[top] = True
+        np.testing.assert_array_equal(hot_choice.of_all_layers(counts, number), masks.view(counts.shape).numpy())
+
+
+def test_a_layer_without_experts_gets_none() -> None:
+    """Where experts that no token reached must be hot, too, they are taken from layers that have experts."""
+    pytest.importorskip("torch")
+    mask = hot_choice.of_all_layers(COUNTS, 8)
+    assert mask.tolist() == [[False] * 4, [True] * 4, [True] * 4]
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:
+    output = tmp_path / "mask.safetensors"
+    done = run(statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
+    assert done.exception is None, done.exception
+    wanted = [[False] * 4, [True, False, False, True], [True, False, True, False]]
+    assert hot_mask.read(output).tolist() == wanted
+    per_layer = hot_mask.per_layer(str(output), None, {1: 4, 2: 4}, 3)
+    assert {layer: row.tolist() for layer, row in per_layer.items()} == {1: wanted[1], 2: wanted[2]}
+    assert done.stdout.splitlines() == [
+        "layer  hot  coverage  experts",
+        "1      2    70.0%     0, 3",
+        "2      2    90.0%     0, 2",
+        "all    4    76.7%     of 4 in each layer",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.safetensors", "s"]
+
+
+def test_json_and_total(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    output = tmp_path / "mask.safetensors"
+    for _ in range(2):  # a mask may be replaced
+        done = run(statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
+    assert json.loads(done.stdout) == {
+        "event": "chosen",
+        "statistics": str(tmp_path / "s"),
+        "output": str(output),
+        "experts": 4,
+        "tokens": 30,
+        "coverage": 16 / 30,
+        "layers": [{"layer": 1, "coverage": 0.45, "hot": [3]}, {"layer": 2, "coverage": 0.7, "hot": [2]}],
+    }
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"experts{suffix}"
+    output = tmp_path / "mask.safetensors"
+    assert (
+        run(statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 1, "--plot", picture).exception is None
+    )
+    assert picture.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "one of them"),
+        (("--num-gpu-experts", 1, "--total", 1), "one of them"),
+        (("--num-gpu-experts", 5), "a layer has 4 experts"),
+        (("--total", 9), "the layers have 8 experts in all"),
+        (("--total", 1, "--plot", "x.txt"), "--plot x.txt"),
+    ],
+)
+def test_what_cannot_be_chosen(tmp_path: Path, options: tuple[object, ...], words: str) -> None:
+    output = tmp_path / "mask.safetensors"
+    code, text = sentence(statistics(tmp_path / "s"), "--output", output, *options)
+    assert code == 2 and words in text and not output.exists()
+
+
+def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktconvert.pipeline.models.hot_choice.find_spec", lambda name: None)
+    found = sentence(statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors", "--total", 1)
+    assert found == (1, "--total needs torch, not installed here: pip install 'ktconvert[torch]'")
+    assert run(tmp_path / "s", "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1).exception is None
+
+
+def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:
+    folder = statistics(tmp_path / "s")
+    for place in (folder / "counts.safetensors", folder):
+        code, text = sentence(folder, "--output", place, "--num-gpu-experts", 1)
+        assert code == 7 and str(place) in text
+    code, text = sentence(folder, "--output", tmp_path / "none" / "mask.safetensors", "--num-gpu-experts", 1)
+    assert code == 2 and "no directory" in text
+
+
+@pytest.mark.parametrize(
+    ("counts", "name", "dtype", "words"),
+    [
+        (COUNTS, "tokens", "I64", "holds 'tokens'"),
+        (COUNTS.astype(np.int32), "counts", "I32", "is I32 of shape [3, 4]"),
+        (COUNTS[0], "counts", "I64", "is I64 of shape [4]"),
+        (-COUNTS, "counts", "I64", "a number below 0"),
+        (0 * COUNTS, "counts", "I64", "zeros only"),
+        (COUNTS[:0], "counts", "I64", "zeros only"),
+    ],
+)
+def test_other_statistics(tmp_path: Path, counts: Any, name: str, dtype: str, words: str) -> None:
+    folder = statistics(tmp_path / "s", counts, name, dtype)
+    code, text = sentence(folder, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
+    assert code == 5 and words in text and str(folder) in text and "ktconvert calibrate" in text
+
+
+def test_damaged_and_missing_statistics(tmp_path: Path) -> None:
+    folder = statistics(tmp_path / "s")
+    path = folder / "counts.safetensors"
+    whole = path.read_bytes()
+    for size in (0, 5, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert sentence(folder, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)[0] == 5
+    path.unlink()
+    assert sentence(folder, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)[0] == 5
