@@ -5,6 +5,7 @@ computes with them where it is installed.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import FORMS, PROJECTIONS
+from ktconvert.layouts.outputs.kt_layout import KT_MXFP4
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import fp8, mxfp4, reference
 from rig import conversion, floats, killpoint
@@ -129,6 +133,24 @@ def test_the_runtime_computes_with_it(method: str, source: Path, tmp_path: Path,
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(about))
     with pytest.raises(UnsupportedError, match="manifest says activation swiglu_limit, these settings say silu; give"):
         Experts.load(tmp_path / "out", 1, parts=1)
+
+
+def test_memory_of_mxfp4_is_that_of_some_rows() -> None:
+    """What is in strips meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
+    n, k = 4096, 256
+    values = np.full((n, k), 0x3F80, np.uint16)
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in KT_MXFP4.tensors(n, k)]
+    KT_MXFP4.quantize(Matrix(values, BF16), out)
+    tracemalloc.start()
+    try:
+        KT_MXFP4.quantize(Matrix(values, BF16), out)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * KT_MXFP4.decoded_rows * k
+    values[300, 7] = 0x7FC0
+    with pytest.raises(kernels.NonFinite, match="row 300, column 7"):
+        KT_MXFP4.quantize(Matrix(values, BF16), out)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -23,13 +23,14 @@ from ktconvert.layouts.outputs.mxfp4 import MXFP4, first_bad
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.layouts.outputs.strip_form import StripForm, no_defect
-from ktconvert.native_quant import kernels_strips
+from ktconvert.native_quant import kernels, kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import fp8, mxfp4
 from ktconvert.quantizers.packed import fields
 from ktconvert.quantizers.reference import bf16_to_f32
 
 COMMAND = "cpu --layout kt"
+MXFP4_ROWS = 128  # that are in strips at a time
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
 DEEPSEEK_V4 = tuple((p, f"layers.{{layer}}.ffn.experts.{{expert}}.{WORDS[p]}") for p in PROJECTIONS)
 DEEPSEEK = tuple((p, f"model.layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj") for p in PROJECTIONS)
@@ -117,11 +118,17 @@ def mxfp4_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def write_mxfp4(matrix: Matrix, out: Sequence[Bytes]) -> None:
-    """As MXFP4 in strips. Raises kernels.NonFinite."""
+    """As MXFP4 in strips, some of which exist at a time. Raises kernels.NonFinite."""
     n, k = matrix.shape
-    in_strips = [np.empty(tensor.shape, np.uint8) for tensor in MXFP4.tensors(n, k)]
-    kernels_strips.pack_mxfp4(matrix, in_strips[0], in_strips[1])
-    kernels_strips.mxfp4_rows(in_strips[0], in_strips[1], out[0].reshape(n, k // 2), out[1].reshape(n, -1))
+    codes, scales = out[0].reshape(n, k // 2), out[1].reshape(n, -1)
+    for first in range(0, n, MXFP4_ROWS):
+        rows = slice(first, min(n, first + MXFP4_ROWS))
+        in_strips = [np.empty(tensor.shape, np.uint8) for tensor in MXFP4.tensors(rows.stop - first, k)]
+        try:
+            kernels_strips.pack_mxfp4(matrix.rows(first, rows.stop), in_strips[0], in_strips[1])
+        except kernels.NonFinite as bad:
+            raise kernels.NonFinite(first + bad.row, bad.column) from None
+        kernels_strips.mxfp4_rows(in_strips[0], in_strips[1], codes[rows], scales[rows])
 
 
 def read_mxfp4(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
@@ -138,6 +145,7 @@ def bad_mxfp4_scale(stored: Sequence[Bytes]) -> str:
 KT_MXFP4 = replace(
     kt_form(MXFP4, DEEPSEEK_V4, mxfp4_tensors, lambda items: 2 * items, write_mxfp4, read_mxfp4),
     multiple=mxfp4.GROUP,
+    decoded_rows=MXFP4_ROWS,  # with the strips: less than half as many decoded rows, and half a byte for each code
     defects=(no_defect, bad_mxfp4_scale),
 )
 KT_FP8 = kt_form(FP8, DEEPSEEK, fp8_tensors, int, write_fp8, read_fp8)
