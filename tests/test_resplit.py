@@ -177,6 +177,43 @@ def test_an_output_of_kt_kernel(tmp_path: Path, cli: Any, converted: Any) -> Non
     cli("verify", tmp_path / "new")
 
 
+STRIPS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
+
+
+@pytest.mark.parametrize(("method", "old", "new"), STRIPS)
+def test_strips_are_as_converted_again(
+    method: str, old: int, new: int, tmp_path: Path, cli: Any, converted: Any, source: Path
+) -> None:
+    """Blocks of columns stay whole, so that nothing is rounded: every shard is that of a fresh conversion."""
+    before, fresh = converted(method, old), converted(method, new)
+    said = cli("resplit", before, tmp_path / "new", "--threadpool-count", new)
+    assert "every weight and scale stays what it is" in said
+    assert {*conversion.differing(conversion.tree(tmp_path / "new"), conversion.tree(fresh))} == {
+        "README.md",
+        "manifest.json",
+    }
+    assert f"| resplit from | {old} NUMA parts |" in (tmp_path / "new" / "README.md").read_text()
+    (report,) = objects(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json"))
+    checks = {check["name"]: check["result"] for check in report["checks"]}
+    assert checks["source"].endswith(f"tensors quantized again (T = {old}) and resplit: the same bytes")
+    plan = ("resplit", before, tmp_path / "x", "--threadpool-count", new, "--against", source, "--dry-run")
+    assert "resplit is as good" in cli(*plan)
+    assert "rewrite it with `ktconvert resplit`" in cli("verify", before, "--numa", new, code=6)
+
+
+def test_strips_that_cannot_be_cut(tmp_path: Path, cli: Any, converted: Any) -> None:
+    whole = converted("fp8", 1, "--layout", "kt")
+    assert "KT_FP8 weights have no NUMA parts" in cli("resplit", whole, tmp_path / "x", "--threadpool-count", 2, code=3)
+    assert "is not a multiple of 128" in cli(
+        "resplit", converted("fp8", 3), tmp_path / "x", "--threadpool-count", 12, code=3
+    )
+    shutil.copytree(converted("fp8", 3), tmp_path / "damaged")
+    shard = min((tmp_path / "damaged").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-4] + b"\0\0\xc0\x7f")  # the last scale
+    said = cli("resplit", tmp_path / "damaged", tmp_path / "x", "--threadpool-count", 2, code=5)
+    assert ".scales in model-00001" in said and "is nan" in said
+
+
 # ---- another rounding ------------------------------------------------------------------------------------------------
 
 
@@ -262,7 +299,7 @@ def test_parts_are_rearranged_by_the_definition(form: Amx, data: st.DataObject) 
     before, after = (
         np.concatenate([form.unpack(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
     )
-    if axis == 0 or not resplit.rounds_again(old_count, new_count):
+    if axis == 0 or not resplit.rounds_again(form, old_count, new_count):
         assert np.array_equal(before, after)
     else:
         half = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in new])

@@ -1,22 +1,31 @@
-"""The parts of a linear in AMXINT4 or AMXINT8, rearranged for another number of NUMA parts (FORMAT.md, section "Another
-number of parts").
+"""The parts of a linear in AMXINT4, AMXINT8 or strips, rearranged for another number of NUMA parts (FORMAT.md, section
+"Another number of parts").
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.outputs import LAYOUTS, Form
 from ktconvert.layouts.outputs.amx import Amx
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.outputs.strip_form import StripForm
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers.errors import sums_of
 from ktconvert.quantizers.rescale import to_one_scale
 
-Stored = tuple[Part, Sequence[Bytes]]  # a part with its weight and scale
+Parted = Amx | StripForm  # the forms whose parts can be rearranged
+Stored = tuple[Part, Sequence[Bytes]]  # a part with its tensors
+
+
+def is_parted(form: Form | None) -> TypeGuard[Parted]:
+    """Whether outputs of a form are in NUMA parts that can be rearranged."""
+    return isinstance(form, Parted) and form.command == LAYOUTS["numa"]
 
 
 def is_cut_by_rows(part: Part) -> bool:
@@ -24,16 +33,19 @@ def is_cut_by_rows(part: Part) -> bool:
     return (part.projection == "down") == part.backward
 
 
-def rounds_again(old: int, new: int) -> bool:
-    """Whether going from `old` parts to `new` ones puts columns of several parts into one."""
-    return new % old != 0
+def rounds_again(form: Parted, old: int, new: int) -> bool:
+    """Whether going from `old` parts to `new` ones makes columns share a scale that had several."""
+    return isinstance(form, Amx) and new % old != 0
 
 
-def rearrange(form: Amx, old: Sequence[Stored], new: Sequence[Stored]) -> None:
+def rearrange(form: Parted, old: Sequence[Stored], new: Sequence[Stored]) -> None:
     """Fill the parts `new` of a linear, or of its transpose, from its parts `old`; both in order, and all of them.
 
     Raises ValueError for a code that is not one of the form's.
     """
+    if isinstance(form, StripForm):
+        _rearrange_strips(form, old, new)
+        return
     if is_cut_by_rows(new[0][0]):
         _rearrange_rows(old, new)
         return
@@ -79,6 +91,16 @@ def _rearrange_rows(old: Sequence[Stored], new: Sequence[Stored]) -> None:
             out = stored[weights_or_scales]
             out[:] = whole[at : at + out.size]
             at += out.size
+
+
+def _rearrange_strips(form: StripForm, old: Sequence[Stored], new: Sequence[Stored]) -> None:
+    """Each tensor of a part is a matrix of strips or blocks, whole ones, in their places: cut as the linear is."""
+    axis = 0 if is_cut_by_rows(new[0][0]) else 1
+    for number, tensor in enumerate(form.tensors(old[0][0].n, old[0][0].k)):
+        rows = tensor.shape[0]
+        whole = np.concatenate([stored[number].reshape(rows, -1) for _, stored in old], axis)
+        for (_, stored), piece in zip(new, np.split(whole, len(new), axis), strict=True):
+            stored[number].reshape(piece.shape)[:] = piece
 
 
 def _codes_and_scales(

@@ -14,7 +14,7 @@ from ktconvert.layouts.outputs.form import Card
 def card(facts: Mapping[str, Any], base_model: str | None, coded: str, non_experts: str) -> Card:
     """The lines of the model card."""
     method, numa, layers = facts["method"], facts["numa"], facts["layers"]
-    what = BESIDE[non_experts]
+    before, what = facts.get("resplit_from", ()), BESIDE[non_experts]
     return Card(
         head=("library_name: ktconvert",),
         tags=("mixture-of-experts",),
@@ -24,7 +24,12 @@ def card(facts: Mapping[str, Any], base_model: str | None, coded: str, non_exper
             f"part{'s' if numa != 1 else ''}, for the CPU",
             f"runtime of ktconvert. kt-kernel does not load this layout. The folder holds {what}.",
         ),
-        rows=(("method", f"{method} ({coded})"), ("NUMA parts", f"{numa}"), *_of_model(facts)),
+        rows=(
+            ("method", f"{method} ({coded})"),
+            ("NUMA parts", f"{numa}"),
+            *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
+            *_of_model(facts),
+        ),
         use=(
             "```bash",
             f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder",

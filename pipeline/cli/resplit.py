@@ -43,12 +43,11 @@ Examples:
 @options.max_memory
 @options.reporting
 def resplit(output: Path, new: Path, **params: Any) -> None:
-    """Rewrite OUTPUT, AMXINT4 or AMXINT8 experts of `cpu` or `merge` or kt-kernel, as NEW, for another number of NUMA
-    nodes.
+    """Rewrite OUTPUT, experts of `cpu` or `merge` or kt-kernel, as NEW, for another number of NUMA nodes.
 
-    Gate and up projections are rearranged and keep every value. So does the down projection where the new number is a
-    multiple of the old one; else its columns are rounded once more where parts are put together, and the plan says by
-    how much. Can be resumed.
+    MXFP4, FP8 and BF16 keep every value, and so do gate and up projections of AMXINT4 and AMXINT8. So does their down
+    projection where the new number is a multiple of the old one; else its columns are rounded once more where parts
+    are put together, and the plan says by how much. Can be resumed.
     """
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.numa_notes import numa_notes

@@ -1,4 +1,4 @@
-"""The plan of `ktconvert resplit`: an output in AMXINT4 or AMXINT8, rewritten for another number of NUMA parts."""
+"""The plan of `ktconvert resplit`: an output in NUMA parts, rewritten for another number of NUMA parts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import amx_card, card, legal
-from ktconvert.layouts.outputs.amx import Amx
+from ktconvert.layouts.outputs import LAYOUTS, amx_card, card, legal
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.layouts.outputs.resplit import rounds_again
+from ktconvert.layouts.outputs.resplit import Parted, is_parted, rounds_again
+from ktconvert.layouts.outputs.strip_form import StripForm
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import (
     CARD,
@@ -84,7 +84,7 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
     others = tuple(carry_over.Carried(name, info) for name, info in source.tensors.items() if name in output.others)
     if others:
         stages.append(carry_over.stage(source, others, request.settings["max_shard_size"], metadata))
-    entries = amx_card.config_entries(facts, tool_version())
+    entries = form.config_entries(facts, (), tool_version())
     notes = tuple(_notes(rearranging.units, measured.numa, numa))
     return Plan(
         request=replace(request, settings={**request.settings, **_kept_settings(output, measured)}),
@@ -130,7 +130,7 @@ class ResplitConversion:
 
     output: Output
     files: OutputFiles
-    form: Amx
+    form: Parted
     units: tuple[Unit[ResplitWork], ...]
     others: tuple[carry_over.Carried, ...]
     facts: Mapping[str, Any]
@@ -160,7 +160,7 @@ class ResplitConversion:
         """Sizes are known before the first byte is written: nothing to check."""
 
 
-def _open(root: Path) -> tuple[Output, Measure, Amx]:
+def _open(root: Path) -> tuple[Output, Measure, Parted]:
     """The output, its sizes and its form. Raises InputError where it is not whole, UnsupportedError where it has no
     NUMA parts, or parts whose bytes mean nothing to us.
     """
@@ -175,21 +175,21 @@ def _open(root: Path) -> tuple[Output, Measure, Amx]:
     measured = measure(output)
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
     form = measured.form
-    if form is not None and form.whole:
+    if form is not None and form.command != LAYOUTS["numa"]:
         raise UnsupportedError(f"{root}: {form.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
-    if not isinstance(form, Amx) and measured.method != "unknown":
+    if not is_parted(form) and measured.method != "unknown":
         raise UnsupportedError(
             f"{root}: {measured.method} weights cannot be rearranged here; convert the model again with "
             "--threadpool-count."
         )
-    if problems or not isinstance(form, Amx):
+    if problems or not is_parted(form):
         first = problems[0] if problems else f"its weights fit none of {', '.join(output.methods)}"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(f"{root}: {first}{more}; convert it again.")
     return output, measured, form
 
 
-def _facts(output: Output, measured: Measure, form: Amx, numa: int) -> dict[str, Any]:
+def _facts(output: Output, measured: Measure, form: Parted, numa: int) -> dict[str, Any]:
     """What the bytes say, and what the manifest says beyond that; resplit_from: the numbers of parts that it had
     before, in order.
     """
@@ -214,7 +214,7 @@ def _facts(output: Output, measured: Measure, form: Amx, numa: int) -> dict[str,
     }
 
 
-def _metadata(output: Output, form: Amx, numa: int) -> dict[str, str]:
+def _metadata(output: Output, form: Parted, numa: int) -> dict[str, str]:
     """Of every shard: ours, and what the shards that are read say of their experts."""
     stated = next(iter(output.metadata.values()), {})
     return {
@@ -274,11 +274,13 @@ def experts(count: int) -> str:
 
 
 def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[str]:
-    backward = units[0].work.grid.backward
-    parts = "down_proj" + (" and the transposed gate_proj and up_proj" if backward else "")
+    work = units[0].work
+    parts = "down_proj" + (" and the transposed gate_proj and up_proj" if work.grid.backward else "")
     if old == new:
         yield f"the output has {old} NUMA part{'s' if old != 1 else ''} already: every tensor stays as it is"
-    elif not rounds_again(old, new):
+    elif isinstance(work.form, StripForm):
+        yield "every weight and scale stays what it is: these are the bytes of converting again"
+    elif not rounds_again(work.form, old, new):
         yield (
             f"all weights keep their values; {parts} keeps the scales of {old} part{'s' if old != 1 else ''}, where "
             "converting again would choose one for each new part"

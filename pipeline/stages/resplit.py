@@ -1,4 +1,4 @@
-"""Experts of an output in AMXINT4 or AMXINT8, rearranged for another number of NUMA parts."""
+"""Experts of an output in NUMA parts, rearranged for another number of NUMA parts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ktconvert.layouts.outputs.form import expert_bytes
 from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import Bytes, Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.resplit import Parted
 from ktconvert.pipeline.engine.loop import LANES
 from ktconvert.pipeline.engine.plan import SourceFile
 from ktconvert.pipeline.engine.units import Stage, Unit
@@ -35,7 +36,7 @@ class ResplitWork:
     """What one unit rearranges: experts [start, stop) of one layer, from `old` parts to those of `grid`."""
 
     output: Output
-    form: Amx
+    form: Parted
     old: ExpertGrid
     grid: ExpertGrid
     start: int
@@ -63,7 +64,7 @@ class ResplitWork:
         new = self._rearranged(old, item)
         sums = np.zeros(4)
         for before, after in zip(_linears(old), _linears(new), strict=True):
-            if not parts_of.is_cut_by_rows(before[0][0]):
+            if isinstance(self.form, Amx) and not parts_of.is_cut_by_rows(before[0][0]):
                 sums += parts_of.change_sums(self.form, before, after)
         return sums
 
@@ -85,7 +86,7 @@ class ResplitWork:
 
     def figures(self) -> dict[str, object]:
         """How far one expert's down projection is from what it was; nothing where it stays exactly."""
-        if not parts_of.rounds_again(self.old.numa, self.grid.numa):
+        if not parts_of.rounds_again(self.form, self.old.numa, self.grid.numa):
             return {}
         expert = self.sampled
         return {"sampled_expert": expert, "down_change": error_figures(self.change((expert, "down")))}
@@ -120,17 +121,23 @@ class ResplitWork:
                 stored.append(self.output.read(here))
             except VerificationError as error:
                 raise InputError(str(error)) from error
-        scales = self.form.scales(stored, part.n, part.k)
-        if not (np.isfinite(scales) & (scales >= 0)).all():
-            raise InputError(
-                f"{self.output.root}: {here.name} in {here.file} holds a scale that is negative or not finite; "
-                "convert it again."
-            )
+        if what := _bad_scale(self.form, part, stored):
+            raise InputError(f"{self.output.root}: {here.name} in {here.file} {what}; convert it again.")
         return stored
 
 
+def _bad_scale(form: Parted, part: Part, stored: Packed) -> str:
+    """What is wrong with the scales of a part, "" if nothing."""
+    if isinstance(form, Amx):
+        scales = form.scales(stored, part.n, part.k)
+        sound = (np.isfinite(scales) & (scales >= 0)).all()
+        return "" if sound else "holds a scale that is negative or not finite"
+    found = [what for defect in form.defects[1:] if (what := defect(stored))]
+    return f"is damaged ({found[0]})" if found else ""
+
+
 def resplit(
-    form: Amx, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
+    form: Parted, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
 ) -> list[tuple[Part, Packed]]:
     """The parts of `grid` of one projection of one expert, from its old parts; both forward, then backward.
 
@@ -157,7 +164,7 @@ def _linears(parts: Sequence[tuple[Part, Packed]]) -> list[list[tuple[Part, Pack
 
 def stage(
     output: Output,
-    form: Amx,
+    form: Parted,
     grids: Sequence[tuple[ExpertGrid, int]],
     numa: int,
     files: Mapping[str, SourceFile],
@@ -217,8 +224,13 @@ def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
     for unit in units:
         work = unit.work
         parts = [work.grid.parts(0, projection) for projection in PROJECTIONS]
-        sizes = [[tensor.nbytes for part in own for tensor in work.form.tensors(part.n, part.k)] for own in parts]
-        largest = max(largest, *map(sum, sizes), *(work.read_bytes((0, projection)) for projection in PROJECTIONS))
+        sizes = [[[t.nbytes for t in work.form.tensors(part.n, part.k)] for part in own] for own in parts]
+        rest = sum(sum(others) for own in sizes for _, *others in own)
+        largest = max(
+            largest,
+            *(sum(map(sum, own)) for own in sizes),
+            *(work.read_bytes((0, projection)) for projection in PROJECTIONS),
+        )
         scratch = max(scratch, SCRATCH * work.form.multiple * max(work.grid.hidden, work.grid.intermediate))
-        waiting = max(waiting, sum(sum(own[1::2]) for own in sizes) * (work.stop - work.start))
+        waiting = max(waiting, rest * (work.stop - work.start))
     return (packing + 2 * LANES) * largest + packing * (2 * largest + scratch) + LANES * (2 * largest + waiting)

@@ -15,12 +15,12 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import PROJECTIONS, legal
-from ktconvert.layouts.outputs.amx import Amx
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Bytes, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.resplit import Parted
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork
@@ -52,7 +52,7 @@ class Comparison:
         first, *later = (replace(work.grid, numa=numa) for numa in (*_before(self.output), work.grid.numa))
         parts = replace(work, grid=first).make(item)
         for grid in later:
-            assert isinstance(work.form, Amx)
+            assert isinstance(work.form, Parted)
             parts = resplit(work.form, parts, grid, item)
         return parts
 

@@ -17,6 +17,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
 from ktconvert.layouts.outputs.output import Output, files_of
 from ktconvert.layouts.outputs.parts import ExpertGrid, Place
+from ktconvert.layouts.outputs.resplit import is_parted
 from ktconvert.pipeline.verify.checks import Check
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
@@ -292,11 +293,11 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
         again = f"load it as {measure.method}, or convert again with another --quant-type"
         return Check("options", f"{measure.method}, as asked", tuple(problems), remedy=again)
     asked = f"{measure.method}, {measure.numa} NUMA part{'s' if measure.numa != 1 else ''}"
-    if measure.form is not None and not isinstance(measure.form, Amx):
-        return Check("options", f"{asked}, as asked", tuple(problems), remedy=f"load it as {asked}, or convert again")
-    same = measure.form is not None and method in (None, measure.method)
+    same = is_parted(measure.form) and method in (None, measure.method)
     change = "rewrite it with `ktconvert resplit`" if same else "convert again"
     serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
+    if measure.form is not None and not isinstance(measure.form, Amx):
+        serve = f"load it as {asked}, or {change}"
     return Check("options", f"{asked}, as asked", tuple(problems), remedy=serve)
 
 
