@@ -55,6 +55,14 @@ class Part:
         piece = take_part(linear, self.projection, self.numa, parts)
         return piece.T if self.backward else piece
 
+    def of_columns(self, whole: npt.NDArray[Item] | None) -> npt.NDArray[Item] | None:
+        """What belongs to this part of an array with a number for each column of the linear; a view. None of None, and
+        of a transpose, whose columns are others.
+        """
+        if whole is None or self.backward:
+            return None
+        return whole[self.numa * self.k : (self.numa + 1) * self.k] if self.projection == "down" else whole
+
 
 def part_shape(projection: str, hidden: int, intermediate: int, parts: int) -> tuple[int, int]:
     """(n, k) of one part: gate and up are split by rows, down by columns."""

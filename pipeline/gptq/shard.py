@@ -1,9 +1,9 @@
-"""A layer's quantized experts on disk: one shard, its checks, and the figures that are reported."""
+"""A layer's quantized experts on disk: one shard or loose files, their checks, and the figures that are reported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import Form
+from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.linear_names import linear_name
 from ktconvert.layouts.outputs.output import Bytes
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
@@ -26,7 +27,7 @@ from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.quantizers.choice import ABSMAX, Choice
+from ktconvert.quantizers.choice import Choice
 from ktconvert.quantizers.reference import F32
 
 STRIP = 32  # rows that are unpacked at a time to find a value that is not zero
@@ -38,6 +39,7 @@ class LayerWork:
 
     grid    the parts of its experts
     choice  how scales are chosen
+    loose   whether it becomes a folder of loose files
     """
 
     model: MoeModel
@@ -49,6 +51,7 @@ class LayerWork:
     metadata: Mapping[str, str]
     skeleton: Callable[[], LayeredModel]
     oneshot: Callable[[Path], Quantized]
+    loose: bool = False
 
     @property
     def layer(self) -> int:
@@ -59,10 +62,10 @@ class LayerWork:
 def nearest(work: LayerWork) -> Nearest:
     """A function that rounds a linear of the layer to nearest, with scales as the work's choice has them."""
     count = work.model.shape(work.layer)[0]
-    rtn = experts.ExpertsWork(work.model, work.form, ABSMAX, work.grid, 0, count, work.metadata)
+    rtn = experts.ExpertsWork(work.model, work.form, work.choice, work.grid, 0, count, work.metadata)
 
     def quantize(expert: int, projection: str, importance: F32 | None) -> Stored:
-        return rtn.make((expert, projection))
+        return replace(rtn, importance=lambda *_: importance).make((expert, projection))
 
     return quantize
 
@@ -88,46 +91,83 @@ class ShardWriter:
         self._file.__exit__(*error)
 
     def write(self, expert: int, projection: str, stored: Stored) -> None:
-        """Write a linear. Raises VerificationError if all codes are zero and the source is not: such an expert computes
-        nothing.
-        """
-        work = self.work
-        name = linear_name(work.model, work.layer, expert, projection)
-        if all(work.form.is_zero(tensors) for _, tensors in stored):
-            self.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
-        elif not self._has_values(stored):
-            raise VerificationError(
-                f"{name}: all its codes became zero; use --quant-method RTN, and tell us the model."
-            )
+        """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
+        _require_values(self.work, expert, projection, stored, self.reporter)
         for _, (first, *others) in stored:
             self._file.append(first)
             self._others.append(others)
-        taken(work.model, work.layer, (expert, projection), self.reporter)
+        taken(self.work.model, self.work.layer, (expert, projection), self.reporter)
 
-    def _has_values(self, stored: Stored) -> bool:
-        return any(
-            self.work.form.unpack(tensors, part.n, part.k, slice(first, first + STRIP)).any()
-            for part, tensors in stored
-            for first in range(0, part.n, STRIP)
-        )
-
-    def finish(self) -> tuple[Written, int]:
+    def finish(self) -> tuple[tuple[Written, ...], int]:
         """Write the tensors that follow all first ones; returns the file and its number of tensors."""
         expert_files.append_others(self._file, self._others)
-        return Written("", self.plan.size, self._file.close()), len(self.plan.entries)
+        return (Written("", self.plan.size, self._file.close()),), len(self.plan.entries)
 
 
-def error_of_sample(work: LayerWork, shard: Path) -> dict[str, Any]:
-    """How far one expert of the shard is from the source: the quality figure of the report."""
-    entries = {e.name: e for e in read_header(shard).entries}
+class FolderWriter:
+    """The folder of a layer, with a file for each tensor, synced together."""
+
+    def __init__(self, work: LayerWork, partial: Path, reporter: Reporter) -> None:
+        self.work, self.folder, self.reporter = work, partial, reporter
+        self._files: list[Written] = []
+
+    def __enter__(self) -> FolderWriter:
+        expert_files.make_folders(self.folder, self.work.grid.numa)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Nothing is open."""
+
+    def write(self, expert: int, projection: str, stored: Stored) -> None:
+        """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
+        _require_values(self.work, expert, projection, stored, self.reporter)
+        for part, tensors in stored:
+            self._files += expert_files.write_loose(self.work.form, part, tensors, self.folder)
+        taken(self.work.model, self.work.layer, (expert, projection), self.reporter)
+
+    def finish(self) -> tuple[tuple[Written, ...], int]:
+        """Sync; returns the files and their number."""
+        publish.sync_tree(self.folder)
+        return tuple(self._files), len(self._files)
+
+
+def writer(work: LayerWork, partial: Path, reporter: Reporter) -> ShardWriter | FolderWriter:
+    """What the layer is written with."""
+    return (FolderWriter if work.loose else ShardWriter)(work, partial, reporter)
+
+
+def _require_values(work: LayerWork, expert: int, projection: str, stored: Stored, reporter: Reporter) -> None:
+    """Raise VerificationError if all codes of a linear are zero and the source is not: such an expert computes
+    nothing.
+    """
+    name = linear_name(work.model, work.layer, expert, projection)
+    if all(work.form.is_zero(tensors) for _, tensors in stored):
+        reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
+        return
+    strips = ((*piece, first) for piece in stored for first in range(0, piece[0].n, STRIP))
+    if not any(work.form.unpack(t, part.n, part.k, slice(first, first + STRIP)).any() for part, t, first in strips):
+        raise VerificationError(
+            f"{name}: all its codes became zero; quantize without calibration (--quant-method RTN, or --scale mse), "
+            "and tell us the model."
+        )
+
+
+def error_of_sample(work: LayerWork, made: Path) -> dict[str, Any]:
+    """How far one expert of the layer's shard or folder is from the source: the quality figure of the report."""
+    entries = {} if work.loose else {e.name: e for e in read_header(made).entries}
     names = work.form.names(work.model)
+
+    def read(part: Part, tensor: Tensor) -> Bytes:
+        if work.loose:
+            return np.fromfile(made / str(work.form.loose_path(part, tensor)), np.uint8)
+        entry = entries[names.key(part.place, tensor.suffix)]
+        return np.fromfile(made, np.uint8, entry.nbytes, offset=entry.start)
 
     def error(expert: int, projection: str) -> dict[str, float]:
         linear = work.model.linear(work.layer, expert, projection)
         sums = np.zeros(4)
         for part in work.grid.parts(expert, projection):
-            wanted = (entries[names.key(part.place, t.suffix)] for t in work.form.tensors(part.n, part.k))
-            stored = [np.fromfile(shard, np.uint8, entry.nbytes, offset=entry.start) for entry in wanted]
+            stored = [read(part, tensor) for tensor in work.form.tensors(part.n, part.k)]
             sums += work.form.error_sums(part.of(linear, work.grid.numa), stored)
         return error_figures(sums)
 

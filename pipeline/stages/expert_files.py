@@ -124,18 +124,14 @@ def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
 def write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
     """One folder of loose files, a file for each tensor, synced together."""
     work = unit.work
-    partial.mkdir()
-    for node in range(work.grid.numa):
-        (partial / loose.numa_folder(node)).mkdir()
+    make_folders(partial, work.grid.numa)
 
     def make(item: Item, place: Bytes) -> list[Written]:
-        written = []
-        for part, packed in _checked(work, item, place, context):
-            for tensor, data in zip(work.form.tensors(part.n, part.k), packed, strict=True):
-                name = work.form.loose_path(part, tensor)
-                assert name is not None
-                written.append(Written(name, data.size, publish.write_unsynced(partial / name, data)))
-        return written
+        return [
+            written
+            for part, packed in _checked(work, item, place, context)
+            for written in write_loose(work.form, part, packed, partial)
+        ]
 
     files: list[Written] = []
     for item, _, written in in_order(context.pool, work.coming(), _places(work, context), make):
@@ -143,6 +139,21 @@ def write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
         work.made(item, context.reporter)
     publish.sync_tree(partial)
     return Result(tuple(files), len(files), work.figures())
+
+
+def make_folders(folder: Path, numa: int) -> None:
+    """A layer's folder for loose files, with one for each NUMA part in it."""
+    folder.mkdir()
+    for node in range(numa):
+        (folder / loose.numa_folder(node)).mkdir()
+
+
+def write_loose(form: Form, part: Part, packed: Packed, folder: Path) -> Iterator[Written]:
+    """Write the loose files of a part below its layer's folder; they are not synced."""
+    for tensor, data in zip(form.tensors(part.n, part.k), packed, strict=True):
+        name = form.loose_path(part, tensor)
+        assert name is not None
+        yield Written(name, data.size, publish.write_unsynced(folder / name, data))
 
 
 def _checked(work: Experts, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:

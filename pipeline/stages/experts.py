@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.files.shards import group_by_limit
@@ -24,6 +23,7 @@ from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, r
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Choice
 from ktconvert.quantizers.errors import decode_finite
+from ktconvert.quantizers.reference import F32
 
 VERSION = 1
 # Rows of a part whose codes are chosen and packed at a time, while they lie in cache: whole blocks of rows of every
@@ -33,7 +33,11 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class ExpertsWork:
-    """What one unit converts: experts [start, stop) of one layer."""
+    """What one unit converts: experts [start, stop) of one layer.
+
+    importance  (expert, projection) -> how important each column of the linear is, float32 [k], for a choice that asks;
+                None where nothing is known of it
+    """
 
     model: MoeModel
     form: Form
@@ -42,6 +46,7 @@ class ExpertsWork:
     start: int
     stop: int
     metadata: Mapping[str, str]
+    importance: Callable[[int, str], F32 | None] | None = None
 
     @property
     def names(self) -> Names:
@@ -56,6 +61,7 @@ class ExpertsWork:
         """
         expert, projection = item
         linear = self.model.linear(self.grid.layer, expert, projection)
+        importance = None if self.importance is None else self.importance(*item)
         packed = []
         at = 0
         for part in self.grid.parts(expert, projection):
@@ -63,7 +69,7 @@ class ExpertsWork:
             at += out[0].size
             matrix = part.of(linear, self.grid.numa)
             try:
-                quantize(self.form, self.choice, matrix, out)
+                quantize(self.form, self.choice, matrix, out, part.of_columns(importance))
             except kernels.NonFinite as error:
                 row, column = matrix.origin[0] + error.row, matrix.origin[1] + error.column
                 where = (column, row) if part.backward else (row, column)
@@ -93,9 +99,7 @@ class ExpertsWork:
         return sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
 
 
-def quantize(
-    form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], importance: npt.NDArray[np.float32] | None = None
-) -> None:
+def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None) -> None:
     """Choose codes for a part and pack them into `out`. importance: of its columns, float32 [k].
 
     Raises kernels.NonFinite for NaN and Inf.

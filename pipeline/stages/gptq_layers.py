@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs.form import Form, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
 from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.gptq.settings import Settings
-from ktconvert.pipeline.gptq.shard import LayerWork, ShardWriter, error_of_sample, nearest, report
+from ktconvert.pipeline.gptq.shard import LayerWork, error_of_sample, nearest, report, writer
 from ktconvert.pipeline.stages import chain
 from ktconvert.pipeline.stages.carry_over import Carried
 from ktconvert.pipeline.stages.experts import layer_metadata
@@ -42,6 +42,7 @@ def stage(
     *,
     choice: Choice = ABSMAX,
     numa: int = 1,
+    loose_files: bool = False,
 ) -> Stage[Work]:
     """The chain. rest: the checkpoint's tensors outside the routed experts, by name; choice: how scales are chosen."""
 
@@ -76,16 +77,17 @@ def stage(
                 params=(
                     ("after", units[-1].fingerprint),
                     ("form", form.name),
-                    *_parts_of(choice, numa),
+                    *_parts_of(choice, numa, loose_files),
                     ("reading", model.reading(step.layer)),
                     ("metadata", tuple(sorted(about.items()))),
                 ),
                 inputs=step.inputs,
-                final="",
+                final=loose.layer_folder(step.layer) if loose_files else "",
+                folder=loose_files,
                 bytes_in=step.bytes_in,
                 bytes_out=experts * expert_bytes(form, grid),
                 leaves=step.leaves,
-                work=LayerWork(model, form, settings, grid, choice, step.before, about, skeleton, library),
+                work=LayerWork(model, form, settings, grid, choice, step.before, about, skeleton, library, loose_files),
             )
         )
     return Stage(
@@ -93,10 +95,15 @@ def stage(
     )
 
 
-def _parts_of(choice: Choice, numa: int) -> tuple[tuple[str, object], ...]:
-    """Of a unit's fingerprint: weights for a GPU, which came first, name neither."""
+def _parts_of(choice: Choice, numa: int, loose_files: bool) -> tuple[tuple[str, object], ...]:
+    """Of a unit's fingerprint: weights for a GPU, which came first, name none of it."""
+    if choice == ABSMAX:
+        return ()
     return (
-        () if choice == ABSMAX else (("quantizer", choice.name), ("quantizer_version", choice.version), ("numa", numa))
+        ("quantizer", choice.name),
+        ("quantizer_version", choice.version),
+        ("numa", numa),
+        ("merged", not loose_files),
     )
 
 
@@ -111,32 +118,32 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
             return write_samples(unit.key, work, partial, context)
         torch.set_num_threads(int(work.settings.machine["threads"]))
         write = write_layer if work.settings.engine == "stream" else write_whole
-        shard, tensors, figures = write(work, partial, context)
+        files, tensors, figures = write(work, partial, context)
     context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in work.model.layer_tensors(work.layer)))
-    return Result((shard,), tensors, figures)
+    return Result(files, tensors, figures)
 
 
-def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[Written, int, dict[str, Any]]:
+def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
     link: Link = context.chain  # type: ignore[assignment]
     settings, counts = work.settings, Counts()
-    with ShardWriter(work, partial, context.reporter) as shard:
+    with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
-        compensate = Compensate(work.form, *options, nearest(work), shard.write, work.grid.numa)
+        compensate = Compensate(work.form, *options, nearest(work), files.write, work.grid.numa)
         consumers = (counts, compensate)
         chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)
-        written, tensors = shard.finish()
+        written, tensors = files.finish()
     reported = report(work, counts.tokens[work.layer], compensate, context.reporter)
     return written, tensors, {**error_of_sample(work, partial), **reported}
 
 
-def write_whole(work: LayerWork, partial: Path, context: Context) -> tuple[Written, int, dict[str, Any]]:
+def write_whole(work: LayerWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard, with the weights from oneshot, which runs on the whole model when the first layer asks for them."""
     link: Link = context.chain  # type: ignore[assignment]
     quantized = work.oneshot(link.store[chain.SAMPLES])
-    with ShardWriter(work, partial, context.reporter) as shard:
+    with writer(work, partial, context.reporter) as files:
         for expert in range(work.model.shape(work.layer)[0]):
             for projection in PROJECTIONS:
-                shard.write(expert, projection, quantized(work.layer, expert, projection))
-        written, tensors = shard.finish()
+                files.write(expert, projection, quantized(work.layer, expert, projection))
+        written, tensors = files.finish()
     return written, tensors, {"layer": work.layer, **error_of_sample(work, partial)}
