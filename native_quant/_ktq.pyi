@@ -85,6 +85,19 @@ class Lib:
     def ktq_pack_codes(
         self, bits: int, n: int, k: int, codes: Any, row_stride: int, weight: Any, bad_row: Any
     ) -> int: ...
+    def ktq_search_scales(
+        self,
+        bits: int,
+        n: int,
+        k: int,
+        values: Any,
+        pitch: int,
+        importance: Any,
+        scratch: Any,
+        codes: Any,
+        scale: Any,
+        bad_row: Any,
+    ) -> int: ...
     def ktq_quantize_groups(
         self,
         bits: int,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from ktconvert.native_quant.kernels_search import search_scales
 from ktconvert.quantizers import ROW_GRIDS
 from ktconvert.quantizers.grid import Grid
 from ktconvert.quantizers.reference import F32, I8, U16
@@ -40,5 +41,12 @@ class Choice:
         return self.grids is None or grid.name in self.grids
 
 
+def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, F32]:
+    """The scale of least squared error for each row (NUMERICS.md, section 2b)."""
+    codes, scales = search_scales(grid.bits, bf16, importance)
+    return codes, scales[:, None]
+
+
 ABSMAX = Choice("absmax", 1, None, grids=None)
-QUANTIZERS = {choice.name: choice for choice in (ABSMAX,)}
+MSE = Choice("mse", 1, least_squares)
+QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE)}

@@ -17,8 +17,8 @@ ROWS = 64  # in float64 at a time, so that memory stays small
 def decode_finite(matrix: Matrix) -> U16:
     """A linear as BF16 bits, uint16 [n, k]. Raises kernels.NonFinite where one of them is NaN or infinite."""
     bf16 = kernels.decode(matrix)
-    wrong = (bf16 & 0x7FFF) >= 0x7F80
-    if wrong.any():
+    if bf16.max() >= 0xFF80 or bf16.view(np.int16).max() >= 0x7F80:  # of either sign
+        wrong = (bf16 & 0x7FFF) >= 0x7F80
         row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
         raise kernels.NonFinite(int(row), int(column))
     return bf16

@@ -8,6 +8,7 @@
 #include "geometry.h"
 #include "isa.h"
 #include "ktq.h"
+#include "scale_search.h"
 
 #define KT_ISA_NUMBER(name, contains) KT_ISA_##name,
 enum { KT_ISAS(KT_ISA_NUMBER) KT_ISA_COUNT };

@@ -5,14 +5,17 @@ kt-kernel's own files in this folder are another program's bytes and are never w
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import deserialize
 from safetensors.numpy import save
 
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, fp8, mxfp4, reference, strips
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, fp8, mxfp4, reference, scale_search, strips
+from ktconvert.quantizers.choice import MSE
 
 FOLDER = Path(__file__).parent
 N, K = 128, 128
@@ -59,6 +62,32 @@ def main() -> None:
         for name, laid in LAID.items():
             write(name, kind, source, laid(bf16))
     write("mxfp4", "bf16", {"in.values": extremes()}, LAID["mxfp4"](extremes()))
+    (FOLDER / f"mse.v{MSE.version}.safetensors").write_bytes(save(searched()))
+
+
+def searched() -> dict[str, Any]:
+    """Codes and scales of least squared error, of Gaussian rows, of Student's t with 5 degrees of freedom, and of the
+    experts in kt-kernel's edge_t1 (of their many codes, the sums alone).
+    """
+    rng = np.random.default_rng(12)
+    drawn = {"gauss": rng.standard_normal((32, 256)), "t5": rng.standard_t(5, (32, 256))}
+    tensors: dict[str, Any] = {"importance": (rng.standard_normal(256) ** 2).astype(np.float32)}
+    for name, values in drawn.items():
+        bf16 = tensors[f"in.{name}"] = reference.f32_to_bf16((values * 0.02).astype(np.float32))
+        for bits in (4, 8):
+            for how, importance in (("mse", None), ("weighted", tensors["importance"])):
+                key = f"out.{name}.int{bits}.{how}"
+                tensors[f"{key}.codes"], tensors[f"{key}.scale"] = scale_search.search(bits, bf16, importance)
+    for grid in ROW_GRIDS.values():
+        edge = dict(deserialize((FOLDER / f"amx_{grid.name}.v{grid.version}.edge_t1.safetensors").read_bytes()))
+        for projection in ("gate", "up", "down"):
+            stored = edge[f"in.{projection}"]
+            for expert, matrix in enumerate(np.frombuffer(stored["data"], np.uint16).reshape(stored["shape"])):
+                codes, scale = scale_search.search(grid.bits, matrix)
+                key = f"edge.{grid.name}.{projection}.{expert}"
+                tensors[f"{key}.codes_sha256"] = np.frombuffer(hashlib.sha256(codes).digest(), np.uint8)
+                tensors[f"{key}.scale"] = scale
+    return tensors
 
 
 def write(name: str, kind: str, source: dict[str, Any], laid: dict[str, Any]) -> None:

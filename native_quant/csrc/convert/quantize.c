@@ -2,22 +2,12 @@
  * Knows the order of the tiles and the formula of the scales, but no instruction set. */
 #include <stddef.h>
 
-#include "bf16.h"
 #include "kernels.h"
+#include "quantize_scalar.h"
 
-/* The smallest normal float32; a scale below it is flushed to 0, as kt-kernel does (it runs with FTZ and DAZ on). */
-#define SMALLEST_NORMAL 0x1p-126f
 /* A subnormal x counts as 0, and is below 2^-126: x/d rounds to 0 anyway once d > 2^-125. Below that, with a margin,
    the scalar kernel looks at each x. */
 #define SUBNORMALS_MATTER 0x1p-120f
-
-/* NUMERICS.md: INT8 multiplies by fl(1/127) (into which kt-kernel's compiler turned the division), INT4 divides in
- * float64. */
-static float scale_of(int bits, uint16_t amax_bits) {
-    float amax = kt_from_bf16(amax_bits);
-    float scale = bits == 8 ? amax * (1.0f / 127.0f) : (float)((double)amax / 112.0);
-    return scale < SMALLEST_NORMAL ? 0.0f : scale;
-}
 
 /* 16 rows as BF16, evenly spaced, and what quantizing them takes. */
 typedef struct {
@@ -37,7 +27,7 @@ static int64_t measure(const kt_kernels *kernels, int bits, const ktq_source *so
         if (r == 1) half->row_stride = row - half->rows;
         uint16_t amax = kernels->amax(row, k);
         if (amax >= KT_BF16_INFINITY) return first + r;
-        float d = scale[first + r] = scale_of(bits, amax);
+        float d = scale[first + r] = kt_row_scale(bits, amax);
         half->reciprocal[r] = d != 0.0f ? 1.0f / d : 0.0f;
         half->subnormals_matter |= d != 0.0f && d < SUBNORMALS_MATTER;
     }
