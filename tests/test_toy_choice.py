@@ -1,5 +1,5 @@
-"""A made-up way to choose codes, whole in this file and put into the table as one row: converted, verified, cut off and
-resumed.
+"""Ways to choose codes: converted, verified, cut off and resumed. One of them is made up, whole in this file and put
+into the table as one row.
 
 As a program this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
 """
@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.quantizers import Grid, reference
+from ktconvert.quantizers import Grid, reference, scale_search
 from ktconvert.quantizers.choice import QUANTIZERS, Choice
 from rig import conversion, killpoint
 from rig.safetensors import read_file
@@ -36,6 +36,15 @@ def truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
 
 
 TOY = Choice("toy", 7, truncated)
+
+
+def searched(bf16: Any, grid: Grid) -> tuple[Any, Any]:
+    """`mse`, by its NumPy definition."""
+    codes, scales = scale_search.search(grid.bits, bf16)
+    return codes, scales[:, None]
+
+
+DEFINITIONS = {"toy": truncated, "mse": searched}
 
 
 # --- the tests ------------------------------------------------------------------------------------
@@ -54,15 +63,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("toy") / "source", layers=2)
 
 
-@pytest.fixture(scope="module", params=["int4", "int8"])
+@pytest.fixture(scope="module", params=["int4 toy", "int8 toy", "int4 mse"])
 def output(request: pytest.FixtureRequest, source: Path) -> Path:
+    """Named by the method and the choice."""
     path = source.with_name(request.param)
-    ktconvert("cpu", "-i", source, "-o", path, "--quant-method", request.param, "--scale", "toy")
+    ktconvert("cpu", "-i", source, "-o", path, *options(path))
     return path
 
 
+def options(output: Path) -> tuple[str, ...]:
+    method, scale = output.name.split()
+    return "--quant-method", method, "--scale", scale
+
+
 def test_its_codes_are_packed(source: Path, output: Path) -> None:
-    """The output holds the codes of the made-up rounding, computed by the NumPy definition."""
+    """The output holds the codes of the choice, computed by the NumPy definition."""
     opened = open_output(output)
     measured = measure(opened)
     assert measured.form is FORMS[measured.method]
@@ -70,18 +85,24 @@ def test_its_codes_are_packed(source: Path, output: Path) -> None:
     stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
     tensors = read_file(source / "model-00002-of-00003.safetensors")
     part = tensors["model.layers.1.mlp.experts.1.up_proj.weight"].bits[conversion.WIDTH // 2 :]
-    codes, scales = truncated(part, measured.form.grid)
+    codes, scales = DEFINITIONS[output.name.split()[1]](part, measured.form.grid)
     wanted = codes.astype(np.float32) * np.float32(measured.form.grid.step) * scales
     np.testing.assert_array_equal(measured.form.unpack(stored, *part.shape), wanted)
 
 
 def test_it_is_verified(source: Path, output: Path) -> None:
-    document = json.loads((output / "manifest.json").read_bytes())
-    assert document["model"]["scale"] == document["settings"]["scale"] == "toy"
+    document, scale = json.loads((output / "manifest.json").read_bytes()), output.name.split()[1]
+    assert document["model"]["scale"] == document["settings"]["scale"] == scale
+    assert f"| scales | `--scale {scale}` |" in (output / "README.md").read_text()
+    opened = open_output(output)
+    assert {metadata["scale"] for metadata in opened.metadata.values()} == {scale}
     report = json.loads(ktconvert("verify", output, "--against", source, "--json").stdout)
-    assert report["ok"] and report["errors"]
-    done = conversion.ktconvert("verify", output, "--against", source)  # without the row
-    conversion.refused(done, 3, "toy")
+    assert report["ok"] and report["errors"] and report["scale"] == scale
+    if scale == "toy":
+        done = conversion.ktconvert("verify", output, "--against", source)  # without the row
+        conversion.refused(done, 3, "toy")
+    else:
+        assert json.loads(ktconvert("inspect", output, "--json").stdout)["scale"] == scale
 
 
 def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path) -> None:
@@ -96,15 +117,32 @@ def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path) ->
 def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path) -> None:
     """Other bytes than by default, and the default is named nowhere, as before there was a choice."""
     plain = tmp_path / "plain"
-    ktconvert("cpu", "-i", source, "-o", plain, "--quant-method", output.name)
+    ktconvert("cpu", "-i", source, "-o", plain, *options(output)[:2])
     assert conversion.differing(conversion.tree(plain), conversion.tree(output))
     assert "scale" not in json.loads((plain / "manifest.json").read_bytes())["settings"]
+
+
+def test_the_plan_says_what_it_would_gain(source: Path, tmp_path: Path) -> None:
+    for words, said in ((("int4",), True), (("int8",), False), (("int4", "--scale", "mse"), False)):
+        done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
+        assert ("--scale mse makes the same files with less error" in done.stderr) is said
+
+
+def test_it_is_merged_and_resplit(source: Path, tmp_path: Path) -> None:
+    """Loose files with matrices for fine-tuning, merged, and for another number of NUMA parts: still known as mse."""
+    loose, merged, one = (tmp_path / name for name in ("loose", "merged", "one"))
+    ktconvert("cpu", "-i", source, "-o", loose, "--scale", "mse", "--no-merge-safetensor", "--save-backward-weights")
+    ktconvert("merge", "-i", loose, "-o", merged)
+    ktconvert("resplit", merged, one, "--threadpool-count", "1")
+    for folder in (loose, merged, one):
+        report = json.loads(ktconvert("verify", folder, "--against", source, "--json").stdout)
+        assert report["ok"] and report["scale"] == "mse" and report["backward"]
 
 
 def test_it_is_resumed(source: Path, output: Path, tmp_path: Path) -> None:
     shim, log = killpoint.build(tmp_path), tmp_path / "log"
     again = tmp_path / "out"
-    command = [*COMMAND, "cpu", "-i", source, "-o", again, "--quant-method", output.name, "--scale", "toy"]
+    command = [*COMMAND, "cpu", "-i", source, "-o", again, *options(output)]
     assert killpoint.run(command, again, 0, shim, log).returncode == 0
     calls = killpoint.count(log)
     for n in (calls // 3, calls // 2):

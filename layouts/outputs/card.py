@@ -74,6 +74,7 @@ def model_card(
         "",
         *card.use,
         *error_lines(stats),
+        *(layer_lines(stats) if "scale" in facts else []),
         *calibration_lines(facts, stats),
     ]
     if notes:
@@ -105,6 +106,19 @@ def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
         "|---|---|---|---|",
         *rows,
     ]
+
+
+def layer_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The same per layer: the mean relative error of its sampled experts."""
+    layers: dict[int, list[Mapping[str, Any]]] = {}
+    for s in stats:
+        if all(projection in s for projection in ("layer", "gate", "up", "down")):
+            layers.setdefault(s["layer"], []).append(s)
+    rows = []
+    for layer, sampled in sorted(layers.items()):
+        errors = [[s[projection]["relative_error"] for s in sampled] for projection in ("gate", "up", "down")]
+        rows.append(f"| {layer} | {' | '.join(f'{sum(each) / len(each):.4f}' for each in errors)} |")
+    return ["", "| layer | gate_proj | up_proj | down_proj |", "|---|---|---|---|", *rows] if rows else []
 
 
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -24,6 +24,7 @@ Examples:
   ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT4
   ktconvert cpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-INT8 --quant-method int8 --threadpool-count 2
   ktconvert cpu -i Qwen3-30B-A3B-Q8_0.gguf --config Qwen/Qwen3-30B-A3B -o OUT --quant-method int8
+  ktconvert cpu -i MODEL -o OUT --scale mse          INT4 of the same size with less error
   ktconvert cpu -i MODEL -o OUT --dry-run            what would be done, from headers only
   ktconvert cpu -i MODEL -o OUT --layers 3-10        some layers only
 
@@ -59,7 +60,13 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     default=None,
     help="Of a GGUF: the Hugging Face model (directory or hub id) whose config.json and tokenizer the output gets.",
 )
-@click.option("--scale", type=click.Choice(tuple(QUANTIZERS), case_sensitive=False), default=ABSMAX.name, hidden=True)
+@click.option(
+    "--scale",
+    type=click.Choice(tuple(QUANTIZERS), case_sensitive=False),
+    default=ABSMAX.name,
+    show_default=True,
+    help="How int4 and int8 choose scales: absmax gives kt-kernel's bytes, mse the least squared error.",
+)
 @options.cpuinfer_threads
 @click.option(
     "--threadpool-count",

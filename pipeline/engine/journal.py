@@ -16,7 +16,7 @@ Record = dict[str, Any]
 HEADER: Record = {"ktconvert-journal": 1}
 FILE = [str, NUMBER, str]  # path below the unit's final place, bytes, sha256
 FIGURES = {"relative_error": (float, int), "cosine": (float, int)}
-STATS = {"gate?": FIGURES, "up?": FIGURES, "down?": FIGURES}
+STATS = {"layer?": NUMBER, "gate?": FIGURES, "up?": FIGURES, "down?": FIGURES}
 # event -> what its record holds (documents.mismatch)
 EVENTS: dict[str, dict[str, Any]] = {
     "run": {"pid": int, "oom_kills?": (NUMBER, None)},

@@ -47,7 +47,12 @@ from ktconvert.pipeline.stages import carry_over, resplit
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.resplit import ResplitWork
 
-STATED = ("activation", "weights_on", "source")  # what shards say of their experts, whatever the number of parts
+STATED = (
+    "activation",
+    "weights_on",
+    "scale",
+    "source",
+)  # what shards say of their experts, whatever the number of parts
 SAMPLED = 3  # units whose rounding is measured for the plan
 TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are many where experts are cut finely
 

@@ -96,7 +96,8 @@ class ExpertsWork:
 
     def figures(self) -> dict[str, object]:
         """The quality figures of one expert."""
-        return sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
+        sampled = sampled_error(self.model, self.grid.layer, self.start, self.stop, self.error)
+        return {"layer": self.grid.layer, **sampled}
 
 
 def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None) -> None:

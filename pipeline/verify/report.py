@@ -42,6 +42,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "command": manifest["command"] if manifest else None,
         "form": _arrangement(output),
         **sizes_of(measure),
+        **({"scale": output.facts["scale"]} if "scale" in output.facts else {}),
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
         "expert_bytes": sum(s.nbytes for s in output.tensors.values()),
@@ -71,6 +72,7 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         return [*rows, ("weights", f"{size(document['other_bytes'])} in {document['other_tensors']} tensors")]
     rows += [
         ("method", document["method"]),
+        *([("scales", document["scale"])] if "scale" in document else []),
         *([("NUMA parts", _text(document["numa"]))] if document["form"] != "pack-quantized" else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
         ("experts", _text(document["experts"])),
