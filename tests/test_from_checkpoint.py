@@ -17,6 +17,7 @@ import torch
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
@@ -203,6 +204,33 @@ def test_the_smallest_e8m0_scales_and_large_ones(method: str, pool: Pool, tmp_pa
     experts = Experts.load(path, 0, method=method, parts=2, pool=pool)
     layer = replace(layer, hidden=floats.to_bits(floats.from_bits(layer.hidden) * 2.0**35))
     assert distance(forward(experts, layer), in_float64(layer, path, 0.0, 0.0)) < NEAR_FLOAT64
+
+
+@pytest.mark.parametrize("name", ["FP8_PERCHANNEL_default", "MXFP8_m3", "NVFP4"])
+def test_threads_and_batch_change_no_bit(name: str, tmp_path: Path) -> None:
+    """On any instruction set, which are at most 2^-8 apart. The methods that outputs have: test_forward_bf16.py."""
+    layer = nvfp4(tmp_path, False) if name == "NVFP4" else native.read(name)
+    if layer.method:
+        layer.write(tmp_path)
+    pools = [Pool(threads) for threads in (1, 2, 7)]
+    tokens = len(layer.hidden)
+    order = np.random.default_rng(1).permutation(tokens)
+    outs = {}
+    try:
+        for isa in kernels.available_isas():
+            kernels.set_isa(isa)
+            loaded = [Experts.load(tmp_path, 0, method=layer.method or name, parts=2, pool=pool) for pool in pools]
+            outs[isa], *others = (forward(experts, layer) for experts in loaded)
+            for other in others:
+                np.testing.assert_array_equal(other, outs[isa], err_msg=isa)
+            mixed = replace(layer, hidden=layer.hidden[order], ids=layer.ids[order], weights=layer.weights[order])
+            np.testing.assert_array_equal(forward(loaded[1], mixed), outs[isa][order], err_msg=isa)
+            for t in (0, tokens - 1):
+                alone = replace(layer, hidden=layer.hidden[[t]], ids=layer.ids[[t]], weights=layer.weights[[t]])
+                np.testing.assert_array_equal(forward(loaded[2], alone)[0], outs[isa][t], err_msg=isa)
+            assert distance(outs[isa], floats.from_bits(outs["scalar"])) <= 2.0**-8, isa
+    finally:
+        kernels.set_isa(None)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------

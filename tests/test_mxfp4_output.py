@@ -139,9 +139,13 @@ def test_nothing_is_lost(stored_in: str, cli: Any, tmp_path: Path) -> None:
     done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "mxfp4")
     assert "the experts are MXFP4 already: every number stays what it is" in done.stderr
     assert "rounds twice" not in done.stderr and "int8 is the better choice" not in done.stderr
-    report = cli("verify", tmp_path / "out", "--against", source, "--full").stdout
-    rows = [line.split() for line in report.splitlines() if line.startswith("0  ")]
-    assert [row[1:4] for row in rows] == [[projection, "0.0000", "1.00000"] for projection in PROJECTIONS]
+    as_bf16 = cli("cpu", "-i", source, "-o", tmp_path / "bf16", "--quant-method", "bf16")
+    assert "BF16 holds all numbers of MXFP4: every number stays what it is" in as_bf16.stderr
+    assert "rounds twice" not in as_bf16.stderr
+    for out in ("out", "bf16"):
+        report = cli("verify", tmp_path / out, "--against", source, "--full").stdout
+        rows = [line.split() for line in report.splitlines() if line.startswith("0  ")]
+        assert [row[1:4] for row in rows] == [[projection, "0.0000", "1.00000"] for projection in PROJECTIONS]
 
 
 def of_gguf() -> dict[str, Any]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.output import Bytes
-from ktconvert.layouts.outputs.strip_form import StripForm, rows_of, stored_as
+from ktconvert.layouts.outputs.strip_form import StripForm, rows_of
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, strips
 from ktconvert.quantizers.reference import bf16_to_f32
+
+if TYPE_CHECKING:
+    from ktconvert.layouts.checkpoints.experts import MoeModel
 
 
 def tensors(n: int, k: int) -> tuple[Tensor]:
@@ -44,6 +48,11 @@ def bad_code(stored: Sequence[Bytes]) -> str:
     return f"number {int(np.argmax(wrong))} is infinite or not a number" if wrong.any() else ""
 
 
+def exact(model: MoeModel) -> bool:
+    """Experts in BF16, and in MXFP4, whose numbers all are numbers of BF16."""
+    return {"BF16", "MXFP4"}.issuperset(model.dtypes)
+
+
 def _codes(stored: Sequence[Bytes], n: int, k: int) -> npt.NDArray[np.uint16]:
     return stored[0].view(np.uint16).reshape(n // strips.ROWS, strips.ROWS * k)
 
@@ -60,5 +69,5 @@ BF16 = StripForm(
     write=quantize,
     read=unpack,
     defects=(bad_code,),
-    exact=stored_as("BF16"),
+    exact=exact,
 )

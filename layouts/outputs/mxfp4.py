@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.output import Bytes
-from ktconvert.layouts.outputs.strip_form import StripForm, no_defect, rows_of, stored_as
+from ktconvert.layouts.outputs.strip_form import StripForm, no_defect, rows_of
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, strips
@@ -71,7 +71,7 @@ def first_bad(scales: Bytes, codes: Callable[[int], Bytes]) -> str:
 
 def exact(model: MoeModel) -> bool:
     """Experts that are MXFP4 in any storage, with scales for the columns of their linears, not for the rows."""
-    return stored_as("MXFP4")(model) and not any(layer.input_major for layer in model.moe_layers.values())
+    return model.dtypes == ("MXFP4",) and not any(layer.input_major for layer in model.moe_layers.values())
 
 
 def _strips(stored: Sequence[Bytes], n: int, k: int) -> tuple[Bytes, Bytes]:

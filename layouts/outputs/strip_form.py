@@ -198,11 +198,6 @@ class StripForm:
         return self.describe(facts, base_model, self.coded, non_experts)
 
 
-def stored_as(encoding: str) -> Callable[[MoeModel], bool]:
-    """Whether all experts of a model are stored in the encoding with this name."""
-    return lambda model: model.dtypes == (encoding,)
-
-
 def no_defect(stored: Sequence[Bytes]) -> str:
     """Of codes that are numbers whatever their bits."""
     return ""

@@ -35,6 +35,7 @@ from ktconvert.pipeline.plans.checkpoint import (
 from ktconvert.pipeline.stages import carry_over, experts
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Choice
 
+BITS_DECODED = 16  # of the format that every source can be decoded to
 FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
 
 
@@ -230,7 +231,13 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
         notes.append(f"layers {settings['kept_layers']} lay in the output already and are kept as they are")
     kept = form.exact(model)
     if kept:
-        notes.append(f"the experts are {form.option.upper()} already: every number stays what it is")
+        stored = [] if form.grid.bits < BITS_DECODED else encodings.quantized(model.dtypes)
+        holds = (
+            f"{form.name} holds all numbers of {stored[0]}"
+            if stored
+            else f"the experts are {form.option.upper()} already"
+        )
+        notes.append(f"{holds}: every number stays what it is")
     for title in () if kept else encodings.quantized(model.dtypes):
         notes.append(
             f"{title} to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
