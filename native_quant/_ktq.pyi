@@ -38,6 +38,7 @@ class Lib:
     KTQ_BF16_MULTIPLE: int
     KTQ_STRIPS: int
     KTQ_ROWS: int
+    KTQ_BLOCKS: int
     KTQ_MXFP4_MULTIPLE: int
     KTQ_FP8_MULTIPLE: int
     KTQ_NODE_WORDS: int

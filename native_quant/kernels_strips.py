@@ -35,16 +35,18 @@ def _order(name: str, codes: npt.NDArray[Any], dtype: np.dtype[Any], n: int, k: 
 
 
 def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
-    """A linear as BF16, in the order of strips or row after row.
+    """A linear as BF16, in the order of strips, row after row, or in kt-kernel's blocks (strips.lay_blocks).
 
-    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (strips) or [n, k] is written. NonFinite: a value is
-    infinite or NaN; codes are then partly written.
+    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (strips), [n, k] (rows) or [n*k] (blocks) is
+    written. NonFinite: a value is infinite or NaN; codes are then partly written.
     """
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     n, k = matrix.shape
     check_size(BF16_MULTIPLE, n, k)
-    order = _order("codes", codes, np.dtype(np.uint16), n, k)
+    if codes.ndim == 1:
+        _check_array("codes", codes, np.dtype(np.uint16), (n * k,), writable=True)
+    order = lib.KTQ_BLOCKS if codes.ndim == 1 else _order("codes", codes, np.dtype(np.uint16), n, k)
     read_environment()
     bad_row = ffi.new("int64_t *")
     error = lib.ktq_pack_bf16(order, n, k, source, _scratch.get(k), ffi.from_buffer("uint16_t[]", codes), bad_row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 ROWS = 32  # of a strip
 COLUMNS = 32  # of a block
 HALF = ROWS // 2
+BLOCK_ROWS = 256  # of kt-kernel's order
+BLOCK_COLUMNS = 1792
 
 Item = TypeVar("Item", bound=np.generic)
 
@@ -29,3 +32,27 @@ def unlay(strips: npt.NDArray[Item]) -> npt.NDArray[Item]:
     k = items // ROWS
     split = strips.reshape(count, k // COLUMNS, 2, COLUMNS // 2, HALF, 2)
     return np.ascontiguousarray(split.transpose(0, 2, 4, 1, 3, 5)).reshape(count * ROWS, k)
+
+
+def lay_blocks(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+    """[n, k], multiples of 32, to kt-kernel's order of BF16 [n*k]: by blocks of 256 rows and in these of 1792 columns,
+    each block in strips. The last ones may be smaller.
+    """
+    return np.concatenate([lay(values[rows, columns]).reshape(-1) for rows, columns in _blocks(*values.shape)])
+
+
+def unlay_blocks(flat: npt.NDArray[Item], n: int, k: int) -> npt.NDArray[Item]:
+    """lay_blocks back to [n, k]."""
+    values = np.empty((n, k), flat.dtype)
+    at = 0
+    for rows, columns in _blocks(n, k):
+        block = values[rows, columns]
+        block[:] = unlay(flat[at : at + block.size].reshape(len(block) // ROWS, -1))
+        at += block.size
+    return values
+
+
+def _blocks(n: int, k: int) -> Iterator[tuple[slice, slice]]:
+    for row in range(0, n, BLOCK_ROWS):
+        for column in range(0, k, BLOCK_COLUMNS):
+            yield slice(row, row + BLOCK_ROWS), slice(column, column + BLOCK_COLUMNS)

@@ -118,8 +118,10 @@ int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, cons
 /* What n and k of a weight in strips of 32 rows (FORMAT.md, Strips) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };
 
-/* The order of codes: that of strips, or row after row. */
-enum { KTQ_STRIPS, KTQ_ROWS };
+/* The order of codes: that of strips, or row after row. BF16 also has that of kt-kernel: row blocks of 256 rows, column
+   blocks of 1792 columns, each in strips; the last ones may be smaller. */
+enum { KTQ_STRIPS, KTQ_ROWS, KTQ_BLOCKS };
+enum { KTQ_BF16_BLOCK_ROWS = 256, KTQ_BF16_BLOCK_COLUMNS = 1792 };
 
 /* The source as BF16. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k BF16.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes are then partly written. */
