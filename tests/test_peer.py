@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,9 +48,9 @@ def run_peer(python: str, scratch: Path, **job: object) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def convert(out: Path, method: str, numa: int, *more: str) -> None:
+def convert(out: Path, method: str, numa: int, *more: str, source: Path = MODEL) -> None:
     """Our own conversion, as a user runs it."""
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(MODEL), "-o", str(out)]
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(out)]
     subprocess.run(
         [*command, "--quant-method", method, "--threadpool-count", str(numa), "-q", *more], check=True, timeout=120
     )
@@ -116,6 +117,34 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python
         assert np.any(outs[0])
         assert np.array_equal(outs[0], outs[2])
         assert np.array_equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize(("numa", "hidden", "width"), [(2, 96, 704), (2, 1856, 128), (1, 544, 320)])
+def test_peer_writes_our_backward_matrices(
+    tmp_path: Path, peer_python: str, numa: int, hidden: int, width: int, write_qwen: Any, random_experts: Any
+) -> None:
+    """BF16, every file; more than a block of 256 rows and of 1792 columns, and parts of blocks."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    stacked = random_experts(2, hidden, width)
+    source = write_qwen(tmp_path / "in", {0: stacked})
+    weights = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in stacked.items()}
+    save_file(weights, tmp_path / "weights.safetensors")
+    run_peer(
+        peer_python,
+        tmp_path,
+        do="write_backward",
+        layer=0,
+        numa=numa,
+        experts=2,
+        hidden=hidden,
+        intermediate=width,
+        method="AMXBF16_SFT",
+        weights=str(tmp_path / "weights.safetensors"),
+        folder=str(theirs),
+    )
+    options = ("--no-merge-safetensor", "--save-backward-weights")
+    convert(ours, "bf16", numa, *options, source=source)
+    assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
 
 
 @pytest.mark.parametrize("numa", [1, 2])

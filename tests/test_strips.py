@@ -108,8 +108,8 @@ def test_output_holds_the_source(output: tuple[Path, Path, int]) -> None:
 def test_refusals(output: tuple[Path, Path, int], tmp_path: Path) -> None:
     source, _, _ = output
     for option, text in (
-        ("--no-merge-safetensor", "BF16 has no loose files"),
-        ("--save-backward-weights", "BF16 has no matrices for fine-tuning"),
+        ("--no-merge-safetensor", "BF16 has no loose files; leave out --no-merge-safetensor, or add"),
+        ("--save-backward-weights", "in loose files only, without the experts; add --no-merge-safetensor"),
     ):
         done = ktconvert("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", "bf16", option)
         assert done.returncode == 2 and text in done.stderr

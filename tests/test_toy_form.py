@@ -63,6 +63,7 @@ class Toy:
     command = "cpu"
     arrangement = "merged"
     whole = False
+    forward = True
     backward = True
     grid = Grid("toy8", bits=8, low=-127, high=127, group=None, scales="F32", version=1)
     version = 1

@@ -40,6 +40,7 @@ class Amx:
     command = "cpu"
     arrangement = "merged"
     whole = False
+    forward = True
     backward = True
     stage = "cpu_experts"
     numbers = ("scales", "finite, none negative")
@@ -197,8 +198,9 @@ AMXINT4 = Amx(
     ),
 )
 AMXINT8 = Amx("AMXINT8", version=1, grid=ROW_GRIDS["int8"], file_prefix="INT8")
-# The prefix of loose files -> kt-kernel's name of the method. Only the library that wrote MOE_* files knows what their
-# bytes mean.
-METHODS = {form.file_prefix: form.name for form in (AMXINT4, AMXINT8)} | {
+# The prefix of loose files -> kt-kernel's name of the method: of those that can be merged, and of all. Only the library
+# that wrote MOE_* files knows what their bytes mean; there are no BF16 files but backward ones.
+MERGED = {form.file_prefix: form.name for form in (AMXINT4, AMXINT8)} | {
     name: name for name in ("MOE_INT4", "MOE_INT8")
 }
+METHODS = MERGED | {"BF16": "AMXBF16"}

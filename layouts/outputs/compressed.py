@@ -41,6 +41,7 @@ class Compressed:
     command = "gpu"
     arrangement = "pack-quantized"
     whole = True
+    forward = True
     backward = False
     stage = "gpu_linears"
     notes = ()

@@ -105,6 +105,10 @@ class Form(Protocol):
         """Rows of a linear that are decoded to BF16 at a time, at most."""
 
     @property
+    def forward(self) -> bool:
+        """Whether it has the experts themselves; else the transposed matrices alone."""
+
+    @property
     def backward(self) -> bool:
         """Whether it has transposed matrices for fine-tuning (--save-backward-weights)."""
 

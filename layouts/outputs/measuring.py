@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.outputs import FORMS, Form
 from ktconvert.layouts.outputs.amx import METHODS
 from ktconvert.layouts.outputs.output import Output
@@ -20,7 +21,7 @@ class Measure:
 
     method  "AMXINT4", ..., or "unknown" where the sizes fit none; form is None where we cannot tell what the bytes mean
     numa    T, the number of NUMA parts
-    shapes  layer -> (E, H, I)
+    shapes  layer -> (E, H, I); H and I are 0 where they cannot be known
     """
 
     method: str
@@ -42,22 +43,28 @@ class Kind:
     nbytes: int
 
 
-def measure(output: Output) -> Measure:
+def measure(output: Output, hidden: int = 0) -> Measure:
     """Form, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead.
 
-    Forms may share names and dtypes; only byte counts tell them apart then.
+    Forms may share names and dtypes; only byte counts tell them apart then. hidden: the hidden size of the source, for
+    tensors that do not show it and have neither a manifest nor a config.json beside them.
     """
-    numa, backward = 1, False
+    numa, backward, forms = 1, False, forms_of_names(output)
     experts: dict[int, int] = {}
     kinds: Counter[Kind] = Counter()
     for (place, suffix), s in output.tensors.items():
         numa, backward = max(numa, place.numa + 1), backward or place.backward
         experts[place.layer] = max(experts.get(place.layer, 0), place.expert + 1)
-        if not place.backward:
+        if place.backward != forms[0].forward:
             kinds[Kind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)] += 1
+    claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
+    stated = output.facts.get("hidden", claimed[1] if claimed else 0)
     candidates = []
-    for form in forms_of_names(output):
-        sizes = _sizes(form, kinds, sorted(experts))
+    for form in forms:
+        if form.forward:
+            sizes = _sizes(form, kinds, sorted(experts))
+        else:
+            sizes = _by_product(form, kinds, sorted(experts), stated or hidden)
         candidates.append((_fitting(form, kinds, sizes), _agreeing(form, kinds), form, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
     weights = sum(count for kind, count in kinds.items() if kind.suffix == best.tensors(0, 0)[0].suffix)
@@ -65,6 +72,8 @@ def measure(output: Output) -> Measure:
     method = "unknown" if known is None else known.name
     foreign = {METHODS.get(p, p) for p in output.prefixes} | {m.get("method", "") for m in output.metadata.values()}
     opaque = sorted(name for name in foreign if name.startswith("MOE_"))
+    if not any(hidden for hidden, _ in sizes.values()) and not best.forward:
+        method = best.name
     if opaque:
         method, known = opaque[0], None
     shapes = {layer: (experts[layer], hidden, width * numa) for layer, (hidden, width) in sizes.items()}
@@ -72,8 +81,13 @@ def measure(output: Output) -> Measure:
 
 
 def forms_of_names(output: Output) -> tuple[Form, ...]:
-    """The forms that the output may have, by its tensors' names; at least one."""
-    return tuple(FORMS[method] for method in output.methods)
+    """The forms that the output may have, by the names of its tensors and loose files; at least one. What has backward
+    matrices alone is known by the files' names.
+    """
+    named = tuple(FORMS[method] for method in output.methods)
+    called = {METHODS.get(prefix) for prefix in output.prefixes}
+    alone = tuple(form for form in named if not form.forward and called == {form.name})
+    return alone or tuple(form for form in named if form.forward)
 
 
 def _sizes(form: Form, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
@@ -89,6 +103,22 @@ def _sizes(form: Form, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int
         return counted.most_common(1)[0][0] if counted else 0
 
     return {layer: (usual(layer, "hidden"), usual(layer, "width")) for layer in layers}
+
+
+def _by_product(
+    form: Form, kinds: Mapping[Kind, int], layers: Iterable[int], hidden: object
+) -> dict[int, tuple[int, int]]:
+    """The same of tensors that show only the product of the two, by the hidden size, which all layers share; 0 where
+    that is not known.
+    """
+    if type(hidden) is not int or hidden < 1:
+        return dict.fromkeys(layers, (0, 0))
+    weight = form.tensors(hidden, 1)[0]
+    widths: dict[int, Counter[int]] = {layer: Counter() for layer in layers}
+    for kind, count in kinds.items():
+        if kind.suffix == weight.suffix:
+            widths[kind.layer][kind.nbytes // weight.nbytes] += count
+    return {layer: (hidden, max(votes, key=votes.__getitem__, default=0)) for layer, votes in widths.items()}
 
 
 def _fitting(form: Form, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[int, int]]) -> int:

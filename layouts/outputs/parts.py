@@ -109,21 +109,29 @@ def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt
 
 @dataclass(frozen=True)
 class ExpertGrid:
-    """What one layer's experts are cut into: sizes H and I, T parts, with or without the backward matrices."""
+    """What one layer's experts are cut into: sizes H and I, T parts; with or without the backward matrices, or these
+    alone.
+    """
 
     layer: int
     hidden: int
     intermediate: int
     numa: int = 1
     backward: bool = False
+    forward: bool = True
 
     def parts(self, expert: int, projection: str) -> tuple[Part, ...]:
         """The parts of one projection of one expert, in file order: forward, then backward, by NUMA node."""
         n, k = part_shape(projection, self.hidden, self.intermediate, self.numa)
-        forward = tuple(Part(self.layer, expert, projection, t, n, k) for t in range(self.numa))
+        nodes = range(self.numa)
+        forward = tuple(Part(self.layer, expert, projection, t, n, k) for t in nodes) if self.forward else ()
         if not self.backward:
             return forward
-        return forward + tuple(Part(self.layer, expert, projection, t, k, n, True) for t in range(self.numa))
+        return forward + tuple(Part(self.layer, expert, projection, t, k, n, True) for t in nodes)
+
+    def is_measured(self, part: Part) -> bool:
+        """Whether the error of this part counts: that of the backward matrices only where there are no others."""
+        return part.backward != self.forward
 
     def all_parts(self, experts: Iterable[int]) -> Iterator[Part]:
         """All parts of these experts, in file order: by expert, then gate, up, down."""

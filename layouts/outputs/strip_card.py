@@ -54,6 +54,28 @@ def kt_card(method: str, facts: Mapping[str, Any], base_model: str | None, coded
     )
 
 
+def backward_card(facts: Mapping[str, Any], base_model: str | None, coded: str, non_experts: str) -> Card:
+    """The same for backward matrices without the experts themselves."""
+    method, numa, layers = facts["method"], facts["numa"], facts["layers"]
+    return Card(
+        head=("library_name: kt-kernel",),
+        tags=("kt-kernel", "mixture-of-experts"),
+        title=f"Backward matrices of {base_model or 'this model'}",
+        about=(
+            f"The transposed routed experts of {len(layers)} layers ({ranges(layers)}) in BF16 and {numa} NUMA "
+            f"part{'s' if numa != 1 else ''}, for",
+            "fine-tuning: the files `BF16_*_bwd_*` that kt-kernel 0.7 writes (loose .kt folders). The folder holds "
+            "nothing else.",
+        ),
+        rows=(("method", f"{method} ({coded})"), ("NUMA parts", f"{numa}"), *_of_model(facts)),
+        use=(
+            "kt-kernel's method AMXBF16_SFT takes the experts themselves from a checkpoint in BF16. kt-kernel 0.7.2 "
+            "writes these",
+            "files, but does not load a folder of them alone.",
+        ),
+    )
+
+
 def _of_model(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return (
         ("experts per layer", f"{facts['experts']}"),

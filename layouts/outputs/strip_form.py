@@ -30,6 +30,10 @@ def numa_names(facts: Mapping[str, Any]) -> KtNames:
     return KtNames(SUFFIXES)
 
 
+def no_file(part: Part, tensor: Tensor) -> None:
+    """There are no loose files."""
+
+
 @dataclass(frozen=True)
 class StripForm:
     """One of the formats of floating-point numbers: what its numbers are, and how the tensors of a part hold them.
@@ -49,6 +53,9 @@ class StripForm:
     naming    facts of a manifest -> the names of tensors, as Form.names_of
     describe  facts, base model, coded, what else there is -> the model card
     command   Form.command
+    forward   Form.forward
+    backward  Form.backward
+    loose     (part, tensor) -> its file, as Form.loose_path
     """
 
     name: str
@@ -69,11 +76,13 @@ class StripForm:
     naming: Callable[[Mapping[str, Any]], Names] = numa_names
     describe: Callable[[Mapping[str, Any], str | None, str, str], Card] = strip_card.card
     command: str = "cpu"
+    forward: bool = True
+    backward: bool = False
+    loose: Callable[[Part, Tensor], str | None] = no_file
     notes: tuple[str, ...] = ()
 
     arrangement = "merged"
     whole = False
-    backward = False
     stage = "cpu_experts"
     numbers = ("numbers", "all finite")
     shard_bytes = None
@@ -133,8 +142,9 @@ class StripForm:
         """As naming has it."""
         return self.naming(facts)
 
-    def loose_path(self, part: Part, tensor: Tensor) -> None:
-        """There are no loose files of it."""
+    def loose_path(self, part: Part, tensor: Tensor) -> str | None:
+        """As loose has it."""
+        return self.loose(part, tensor)
 
     def is_trusted(self, facts: Mapping[str, Any]) -> bool:
         """The number of NUMA parts is asked for."""

@@ -88,7 +88,9 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     "--resume-layer", type=options.Number(min=0), default=0, help="kt-kernel's resume by hand; ours needs no number."
 )
 @click.option(
-    "--save-backward-weights", is_flag=True, help="Also write the transposed matrices that fine-tuning needs."
+    "--save-backward-weights",
+    is_flag=True,
+    help="Also write the transposed matrices that fine-tuning needs; of bf16 only these, in loose files.",
 )
 @click.option(
     "--fp8-expert-batch", type=int, default=None, help="Accepted and ignored: memory is bounded by one expert."

@@ -11,9 +11,9 @@ from ktconvert.layouts.checkpoints import encodings
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import LAYOUTS, Form, card, forms_of, legal, loose
+from ktconvert.layouts.outputs import BACKWARD, LAYOUTS, Form, card, forms_of, legal, loose
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
@@ -56,9 +56,9 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     if settings["quant_method"] not in forms:
         only = forms_of("cpu")[settings["quant_method"]].name
         *first, last = forms
-        able = f"{', '.join(first)} and {last}"
-        raise UsageError(f"--layout kt is for {able}; {only} is for NUMA parts: leave out --layout.")
-    form = forms[settings["quant_method"]].configured(settings)
+        native = f"{', '.join(first)} and {last}"
+        raise UsageError(f"--layout kt is for {native}; {only} is for NUMA parts: leave out --layout.")
+    form = _form(settings, forms).configured(settings)
     choice = QUANTIZERS[settings.get("scale", ABSMAX.name)]
     if not choice.serves(form.grid):
         able = " and ".join(name for name, other in forms_of("cpu").items() if choice.serves(other.grid))
@@ -70,16 +70,11 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     settings |= _choose_layers(request, settings, model, form, parts)
     layers = parse_layers(settings["layers"], model.layers)
     kept = parse_layers(settings["kept_layers"], model.layers) if settings["kept_layers"] not in (None, "none") else ()
+    comparable = [other for other in forms.values() if other.backward or not settings["save_backward_weights"]]
     for layer in layers:
-        _, hidden, intermediate = model.shape(layer)
-        legal.require_legal(form, hidden, intermediate, parts, forms.values())
+        legal.require_legal(form, *model.shape(layer)[1:], parts, comparable)
 
     merge = not settings["no_merge_safetensor"]
-    sample = ExpertGrid(0, hidden, intermediate, parts).parts(0, "gate")[0]
-    if not merge and form.loose_path(sample, form.tensors(sample.n, sample.k)[0]) is None:
-        raise UsageError(f"{form.name} has no loose files; leave out --no-merge-safetensor.")
-    if settings["save_backward_weights"] and not form.backward:
-        raise UsageError(f"{form.name} has no matrices for fine-tuning; leave out --save-backward-weights.")
     facts = _facts(model, form, parts, layers, settings)
     about = ("method", "layout_version", "numa", "activation", "weights_on", *(["scale"] if "scale" in facts else []))
     metadata = shard_metadata(facts, source, about)
@@ -150,6 +145,27 @@ class CpuConversion:
         """Sizes are known before the first byte is written: nothing to check."""
 
 
+def _form(settings: Mapping[str, Any], forms: Mapping[str, Form]) -> Form:
+    """The form that the options ask for. Raises UsageError where it has no loose files or no backward matrices."""
+    form = forms[settings["quant_method"]]
+    loose_files, backward = settings["no_merge_safetensor"], settings["save_backward_weights"]
+    alone = forms_of(BACKWARD).get(form.option) if forms == forms_of("cpu") else None
+    if alone is not None and backward:
+        if not loose_files:
+            raise UsageError(
+                f"{form.name} has backward matrices in loose files only, without the experts; add "
+                "--no-merge-safetensor, or leave out --save-backward-weights."
+            )
+        return alone
+    sample = Part(0, 0, "gate", 0, 0, 0)
+    if loose_files and form.loose_path(sample, form.tensors(0, 0)[0]) is None:
+        others = "" if alone is None else ", or add --save-backward-weights for kt-kernel's backward files"
+        raise UsageError(f"{form.name} has no loose files; leave out --no-merge-safetensor{others}.")
+    if backward and not form.backward:
+        raise UsageError(f"{form.name} has no matrices for fine-tuning; leave out --save-backward-weights.")
+    return form
+
+
 def _choose_layers(
     request: Request, settings: Mapping[str, Any], model: MoeModel, form: Form, parts: int
 ) -> dict[str, Any]:
@@ -172,7 +188,7 @@ def _choose_layers(
     kept = []
     for layer in (n for n in wanted if n < first and n in folders):
         count, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, parts, bool(settings["save_backward_weights"]))
+        grid = ExpertGrid(layer, hidden, intermediate, parts, bool(settings["save_backward_weights"]), form.forward)
         if loose.is_complete(folders[layer], grid, count, form):
             kept.append(layer)
     rest = [n for n in wanted if n not in kept]

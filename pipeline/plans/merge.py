@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMS, PROJECTIONS, amx_card, card, loose
-from ktconvert.layouts.outputs.amx import METHODS
+from ktconvert.layouts.outputs.amx import MERGED
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, SourceFile, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
@@ -52,11 +52,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
             f"{root}: holds {' and '.join(sorted(prefixes)) or 'no .kt'} files; merge one method at a time."
         )
     prefix = prefixes.pop()
-    if prefix not in METHODS:
-        raise UnsupportedError(
-            f"{root}: {prefix} files are no expert weights that can be merged; {', '.join(METHODS)} can."
-        )
-    method = METHODS[prefix]
+    method = MERGED[prefix]
     layers = {layer: measure_layer(own, FORMS.get(method)) for layer, own in by_layer.items()}
     recorded = recorded_facts(root)
     original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
@@ -127,11 +123,16 @@ class MergeConversion:
 
 
 def _files_of(layer: int, folder: Path) -> list[LooseFile]:
-    """One layer's files in the order of the merged keys. Raises InputError unless every matrix
-    is there on every node.
+    """One layer's files in the order of the merged keys. Raises InputError unless every matrix is there on every node,
+    UnsupportedError for files that stay loose.
     """
     files: dict[tuple[int, str, bool, int, str], LooseFile] = {}
     for node, name, path in loose.files_in(folder):
+        if name["prefix"] not in MERGED:
+            raise UnsupportedError(
+                f"{path}: there is nothing to merge in {name['prefix']} files: they are backward matrices alone, which "
+                f"stay loose; give {', '.join(MERGED)} files."
+            )
         what = "weight" if name["what"] == "quant" else "scale"
         part = Part(layer, int(name["expert"]), name["projection"], node, 0, 0, bool(name["backward"]))
         key = (part.expert, part.projection, part.backward, node, what)

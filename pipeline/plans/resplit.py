@@ -180,7 +180,7 @@ def _open(root: Path) -> tuple[Output, Measure, Parted]:
     measured = measure(output)
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
     form = measured.form
-    if form is not None and form.command != LAYOUTS["numa"]:
+    if form is not None and form.forward and form.command != LAYOUTS["numa"]:
         raise UnsupportedError(f"{root}: {form.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
     if not is_parted(form) and measured.method != "unknown":
         raise UnsupportedError(

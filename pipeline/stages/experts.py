@@ -82,7 +82,7 @@ class ExpertsWork:
         linear = self.model.linear(self.grid.layer, expert, projection)
         sums = np.zeros(4)
         for part, packed in self.make((expert, projection)):
-            if not part.backward:
+            if self.grid.is_measured(part):
                 sums += self.form.error_sums(part.of(linear, self.grid.numa), packed)
         return error_figures(sums)
 
@@ -140,7 +140,7 @@ def stage(
     units = []
     for layer in layers:
         experts, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, numa, backward)
+        grid = ExpertGrid(layer, hidden, intermediate, numa, backward, form.forward)
         each = expert_bytes(form, grid)
         limit = None if loose_files else max_shard_size or form.shard_bytes
         cuts = group_by_limit([each] * experts, limit)

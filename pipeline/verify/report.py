@@ -76,8 +76,8 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         *([("NUMA parts", _text(document["numa"]))] if document["form"] != "pack-quantized" else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
         ("experts", _text(document["experts"])),
-        ("hidden size", _text(document["hidden"])),
-        ("expert width", _text(document["intermediate"])),
+        ("hidden size", _text(document["hidden"] or "unknown")),
+        ("expert width", _text(document["intermediate"] or "unknown")),
         ("weights", f"{size(document['expert_bytes'])} in {document['tensors']} tensors"),
     ]
     if document["backward"]:

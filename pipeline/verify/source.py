@@ -95,7 +95,7 @@ def compare_source(
 
     def one(layer: int, expert: int) -> ExpertComparison:
         count, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward)
+        grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, form.forward)
         work = ExpertsWork(model, form, choice, grid, expert, expert + 1, {})
         return _compare_expert(compared, work, measured=full or expert in sample(count))
 
@@ -144,7 +144,7 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
     for projection in PROJECTIONS:
         for part, wanted in compared.wanted(work, (work.start, projection)):
             stored = _compare_part(compared, work, part, wanted, comparison)
-            if stored is None or part.backward:
+            if stored is None or not work.grid.is_measured(part):
                 continue
             matrix = part.of(work.model.linear(work.grid.layer, work.start, projection), work.grid.numa)
             sums = np.zeros(4)

@@ -139,6 +139,7 @@ def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int
     facts = output.facts
     parts = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
+    forward = (measure.form or forms_of_names(output)[0]).forward
     usual = _usual(measure)
     stated = facts.get("experts")
     most = max([stated if isinstance(stated, int) else 0, *(e for e, _, _ in measure.shapes.values())])
@@ -146,7 +147,7 @@ def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int
         own = measure.shapes.get(layer, usual)
         experts = own[0] if _by_layer(output, "experts") else most
         width = own[2] if _by_layer(output, "intermediate") else usual[2]
-        yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward), experts
+        yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
 
 
 def check_tensors(output: Output, measure: Measure) -> Check:
@@ -157,8 +158,9 @@ def check_tensors(output: Output, measure: Measure) -> Check:
         return Check("tensors", "", (*problems, "no expert weights are here"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual(measure)
-        none = f"neither {' nor '.join(output.methods)}"
-        problems.append(f"weights fit {none} with hidden size {hidden} and width {intermediate}")
+        names = [form.name for form in forms_of_names(output)]
+        none = f"fit neither {' nor '.join(names)}" if len(names) > 1 else f"do not fit {names[0]}"
+        problems.append(f"weights {none} with hidden size {hidden} and width {intermediate}")
     form = measure.form or forms_of_names(output)[0]
     used: set[tuple[Place, str]] = set()
     for grid, experts in expected(output, measure):

@@ -1,7 +1,7 @@
 """Runs inside a venv that has kt-kernel: `peer.py JOB.json` lets the real KTMoEWrapper write and load expert weights on
 a CPU.
 
-Each job is {"do": "write" | "forward", ...}; results go to files that the job names. kt-kernel 0.7.2 asks for pinned
+Each job is {"do": "write" | "write_backward" | "forward", ...}; results go to files that the job names. kt-kernel 0.7.2 asks for pinned
 memory and a CUDA stream, which a CPU has not: the first is dropped here, the second it leaves alone when
 KT_FORCE_SYNC_SUBMIT is set.
 """
@@ -45,7 +45,35 @@ def wrapper(job, folder, save):
     )
 
 
+def write_backward(job):
+    os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
+    for name in ("zeros", "empty", "full"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    from kt_kernel.sft.amx import AMXSFTMoEWrapper
+
+    moe = AMXSFTMoEWrapper(
+        layer_idx=job["layer"],
+        num_experts=job["experts"],
+        num_experts_per_tok=job["topk"],
+        hidden_size=job["hidden"],
+        moe_intermediate_size=job["intermediate"],
+        num_gpu_experts=0,
+        cpuinfer_threads=2,
+        threadpool_count=job["numa"],
+        weight_path="",
+        chunked_prefill_size=64,
+        method=job["method"],
+    )
+    tensors = load_file(job["weights"])
+    linears, experts = [tensors[name] for name in ("gate", "up", "down")], torch.arange(job["experts"])
+    moe.load_weights_from_tensors(*linears, experts)
+    moe.save_backward_weights_from_tensors(*linears, experts, job["folder"])
+
+
 def main(job):
+    if job["do"] == "write_backward":
+        write_backward(job)
+        return
     experts = torch.arange(job["experts"], dtype=torch.int64)
     if job["do"] == "write":
         tensors = load_file(job["weights"])

@@ -1,0 +1,277 @@
+"""kt-kernel's backward files of BF16 experts: its own bytes, those of the definition in any number of parts, and what
+every command says of a folder of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.outputs.parts import PROJECTIONS
+from ktconvert.native_quant import kernels, kernels_strips
+from ktconvert.native_quant.matrix import BF16, F32, Matrix
+from ktconvert.pipeline.tell.inspect import look
+from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify.output import Report, Wish, verify
+from ktconvert.quantizers import reference, strips
+from rig import conversion, killpoint
+from rig.safetensors import bits_of, read_file
+
+GOLDEN = Path(__file__).parent / "golden" / "amx_bf16.v1.backward_t1.safetensors"
+OPTIONS = ("--quant-method", "bf16", "--no-merge-safetensor", "--save-backward-weights")
+Bits = npt.NDArray[np.uint16]
+
+
+def bits(shape: tuple[int, ...], seed: int) -> Bits:
+    """Any finite BF16 numbers, subnormal ones and -0 among them."""
+    values = np.random.default_rng(seed).integers(0, 1 << 16, shape, np.uint16)
+    values[(values & 0x7F80) == 0x7F80] = 0x8000
+    return values
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+@given(
+    n=st.sampled_from((32, 96, 256, 288, 544)),
+    k=st.sampled_from((32, 64, 1792, 1824, 3616)),
+    seed=st.integers(0, 9),
+    turned=st.booleans(),
+    isa=st.sampled_from(kernels.available_isas()),
+)
+@settings(max_examples=25)
+def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
+    values = bits((n, k), seed)
+    codes = np.empty(n * k, np.uint16)
+    kernels.set_isa(isa)
+    try:
+        kernels_strips.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
+    finally:
+        kernels.set_isa(None)
+    assert (codes == strips.lay_blocks(values)).all()
+    assert (strips.unlay_blocks(codes, n, k) == values).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 96), (544, 1856), (288, 3616)])
+def test_element_is_where_the_format_says(n: int, k: int) -> None:
+    """FORMAT.md's formula, for every element."""
+    r, c = np.arange(n)[:, None], np.arange(k)[None, :]
+    nb, kb = r // 256 * 256, c // 1792 * 1792
+    rows, columns = np.minimum(256, n - nb), np.minimum(1792, k - kb)
+    i, j = (r - nb) % 32, (c - kb) % 32
+    at = nb * k + kb * rows + (r - nb) // 32 * 32 * columns + (c - kb) // 32 * 32 * 32
+    at = at + i // 16 * 512 + j // 2 * 32 + i % 16 * 2 + j % 2
+    places = np.arange(n * k, dtype=np.uint32).reshape(n, k)
+    assert (strips.lay_blocks(places)[at] == places).all()
+
+
+@pytest.mark.parametrize("row", [0, 255, 256, 287])
+def test_numbers_that_are_not_finite_are_named(row: int) -> None:
+    values = np.ones((288, 96), np.float32)
+    values[row, 95] = np.inf
+    with pytest.raises(kernels.NonFinite) as raised:
+        kernels_strips.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
+    assert (raised.value.row, raised.value.column) == (row, 95)
+
+
+def test_sizes_are_checked_before_c_sees_them() -> None:
+    matrix = Matrix(np.zeros((64, 64), np.uint16), BF16)
+    for codes in (np.empty(64 * 64 - 1, np.uint16), np.empty(64 * 64, np.uint8), np.empty(2 * 64 * 64, np.uint16)[::2]):
+        with pytest.raises(ValueError, match="codes must be"):
+            kernels_strips.pack_bf16(matrix, codes)  # type: ignore[arg-type]
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def kt_files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.kt")}
+
+
+def verified(output: Path, **wish: Any) -> Report:
+    return verify(Wish(output, **wish), Reporter(verbosity=-1))
+
+
+def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, bytes]:
+    """What kt-kernel writes of one layer, by the NumPy definition: the transposed parts, and empty scales."""
+    files = {}
+    width = stacked["down"].shape[2] // parts
+    for projection, linears in stacked.items():
+        for expert, linear in enumerate(linears):
+            for part in range(parts):
+                cut = slice(part * width, (part + 1) * width)
+                turned = (linear[:, cut] if projection == "down" else linear[cut]).T
+                data = strips.lay_blocks(turned).tobytes()
+                start = f"_layer_{layer}/_numa_{part}/BF16_{projection}_bwd_{expert}_"
+                files |= {f"{start}{len(data)}Byte_quant_.kt": data, f"{start}0Byte_scale_.kt": b""}
+    return files
+
+
+def test_golden_files_come_out(tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+    golden = bits_of(read_file(GOLDEN))
+    source = write_qwen(tmp_path / "in", {0: {p: golden[f"in.{p}"] for p in PROJECTIONS}})
+    cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, *OPTIONS)
+    theirs = {name.removeprefix("file:"): data.tobytes() for name, data in golden.items() if name.startswith("file:")}
+    ours = kt_files(tmp_path / "out")
+    assert len(theirs) == 6 and {name: ours.get(name) for name in theirs} == theirs
+    scales = {name.rsplit("_", 3)[0] + "_0Byte_scale_.kt" for name in theirs}  # left out of the golden file: empty
+    assert {name: data for name, data in ours.items() if name not in theirs} == dict.fromkeys(scales, b"")
+
+
+@pytest.mark.parametrize(("parts", "dtype"), [(1, "BF16"), (2, "F32"), (4, "BF16")])
+def test_parts_are_those_of_the_definition(
+    parts: int, dtype: str, tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
+) -> None:
+    """Rows beyond a block of 256 and columns beyond one of 1792; verified alone and against the source."""
+    layers = {layer: random_experts(2, 1856, 256, seed=layer) for layer in (0, 1)}
+    stored = {layer: dict(stacked) for layer, stacked in layers.items()}
+    if dtype == "F32":
+        rng = np.random.default_rng(5)
+        stored = {n: {p: rng.standard_normal(a.shape, np.float32) for p, a in s.items()} for n, s in layers.items()}
+        layers = {n: {p: reference.f32_to_bf16(a) for p, a in s.items()} for n, s in stored.items()}
+    source, out = write_qwen(tmp_path / "in", stored, dtype), tmp_path / "out"
+    done = cli("cpu", "-i", source, "-o", out, "--threadpool-count", parts, *OPTIONS)
+    assert ("every number stays what it is" in done.stderr) == (dtype == "BF16")
+    assert "only the backward matrices are written" in done.stderr
+    assert kt_files(out) == expected(0, layers[0], parts) | expected(1, layers[1], parts)
+    report = verified(out, against=str(source), full=True)
+    assert not report.problems and report.measure.method == "AMXBF16" and report.measure.numa == parts
+    assert report.measure.shapes == {0: (2, 1856, 256), 1: (2, 1856, 256)}
+    assert len(report.errors) == 6 and all(e.figures["cosine"] == pytest.approx(1) for e in report.errors)
+
+
+def test_values_that_are_not_finite_are_named_in_the_source(
+    tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
+) -> None:
+    stacked = random_experts(2, 96, 64)
+    stacked["up"][1, 5, 7] = 0x7F80
+    source = write_qwen(tmp_path / "in", {0: stacked})
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 2, *OPTIONS, code=5)
+    assert "experts.1.up_proj" in done.stderr and "row 5, column 7" in done.stderr
+
+
+# --- what else there is ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("backward") / "source", layers=2, hidden=96, width=64)
+
+
+@pytest.fixture(scope="module")
+def output(source: Path, cli: Any) -> Path:
+    out = source.with_name("out")
+    cli("cpu", "-i", source, "-o", out, "--threadpool-count", 2, *OPTIONS)
+    return out
+
+
+def test_a_folder_is_described(source: Path, output: Path, cli: Any) -> None:
+    about = json.loads(cli("inspect", output, "--json").stdout)
+    assert (about["method"], about["numa"], about["hidden"], about["intermediate"]) == ("AMXBF16", 2, 96, 64)
+    assert about["complete"] and about["backward"] and about["form"] == "loose" and about["tensors"] == 48
+    card = (output / "README.md").read_text()
+    assert "# Backward matrices" in card and "- amxbf16" in card and "does not load a folder of them alone" in card
+    assert json.loads((output / "config.json").read_bytes())["quantization_config"]["method"] == "AMXBF16"
+    assert "verified" in cli("verify", output, "--numa", 2, "--quant-method", "amxbf16").stdout
+    assert "--numa 1 was given" in str(verified(output, numa=1).sentence)
+    events = cli(*cpu(source, output.with_name("x"), 2), "--dry-run", "--json").stdout.splitlines()
+    plan = next(event for event in map(json.loads, events) if event["event"] == "plan")
+    assert plan["model"]["method"] == "AMXBF16" and plan["loose"]
+    assert plan["bytes_out"] == sum(map(len, kt_files(output).values()))
+
+
+def test_kt_kernels_own_folder_is_read(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
+    """Without manifest and config, the files show only the product of hidden size and width."""
+    for layer in (0, 1):
+        shutil.copytree(output / f"_layer_{layer}", tmp_path / "kt" / f"_layer_{layer}")
+    about = json.loads(cli("inspect", tmp_path / "kt", "--json").stdout)
+    assert (about["method"], about["numa"], about["hidden"], about["complete"]) == ("AMXBF16", 2, 0, True)
+    assert "hidden size   unknown" in cli("inspect", tmp_path / "kt").stdout
+    for ours, other in ((tmp_path / "kt", source), (tmp_path / "kt", output), (output, tmp_path / "kt")):
+        report = verified(ours, against=str(other))
+        assert report.sentence is None and report.checks[-1].name == ("source" if other == source else "other")
+    conversion.edit(next((tmp_path / "kt/_layer_1").rglob("*down*quant_.kt")))
+    sentence = str(verified(tmp_path / "kt", against=str(source)).sentence)
+    assert "layer 1, expert" in sentence and "backward weight" in sentence
+
+
+def test_other_commands_refuse_it(source: Path, output: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    for code, words, arguments in (
+        (3, ("nothing to merge in BF16 files", "stay loose; give INT4"), ("merge", "-i", output, "-o", new)),
+        (3, ("AMXBF16 weights cannot be rearranged",), ("resplit", output, new, "--threadpool-count", "1")),
+        (3, ("its method is AMXBF16",), ("bench", output)),
+        (3, ("AMXBF16 cannot hold", "is not a multiple of 32"), cpu(source, new, 4)),
+        (3, ("64 does not divide by 3", "bf16 (AMXBF16) takes --threadpool-count 1, 2; int4"), cpu(source, new, 3)),
+    ):
+        conversion.refused(conversion.ktconvert(*arguments), code, *words)
+    assert not new.exists()
+
+
+def cpu(source: Path, out: Path, parts: int) -> tuple[str | Path, ...]:
+    return ("cpu", "-i", source, "-o", out, "--threadpool-count", str(parts), *OPTIONS)
+
+
+def test_half_deleted_and_damaged_folders_are_refused(output: Path, tmp_path: Path, cli: Any) -> None:
+    """The file is named."""
+    for what in ("half", "scale", "cut", "byte", "forward", "infinite"):
+        copy = tmp_path / what
+        shutil.copytree(output, copy)
+        files = sorted((copy / "_layer_1").rglob("*quant_.kt"))
+        name = files[3].relative_to(copy).as_posix()
+        if what == "half":
+            for path in files[3:]:
+                path.unlink()
+        elif what == "scale":
+            name = name.rsplit("_", 3)[0] + "_0Byte_scale_.kt"
+            (copy / name).unlink()
+        elif what == "cut":
+            files[3].write_bytes(files[3].read_bytes()[:-2])
+        elif what == "forward":
+            name = name.replace("_bwd_", "_")
+            shutil.copy(files[3], copy / name)
+        elif what == "infinite":
+            files[3].write_bytes(files[3].read_bytes()[:-2] + b"\x80\x7f")
+        else:
+            conversion.edit(files[3], keep_time=True)
+            conversion.refused(conversion.ktconvert("verify", copy), 6, name, "is not what was written")
+        report = verified(copy)
+        assert any(name in problem for problem in report.problems), what
+        assert look(str(copy))["complete"] == (what in ("byte", "infinite"))
+
+
+def test_resume_layer_keeps_what_is_whole(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
+    """kt-kernel's folders: layer 0 is whole, layer 1 lacks an empty file of scales."""
+    out = tmp_path / "out"
+    for layer in (0, 1):
+        shutil.copytree(output / f"_layer_{layer}", out / f"_layer_{layer}")
+    next((out / "_layer_1").rglob("*scale_.kt")).unlink()
+    before = conversion.identity(out / "_layer_0")
+    cli(*cpu(source, out, 2), "--resume-layer", 2)
+    assert conversion.identity(out / "_layer_0") == before
+    assert kt_files(out) == kt_files(output)
+    assert json.loads((out / "manifest.json").read_bytes())["model"]["kept_layers"] == [0]
+    assert not verified(out, against=str(source)).problems
+
+
+def test_killed_and_resumed(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
+    """Before several of its changes to the directory: the same bytes in the end."""
+    shim, log, out = killpoint.build(tmp_path), tmp_path / "log", tmp_path / "out"
+    command = [*conversion.KTCONVERT, *map(str, cpu(source, out, 2))]
+    assert killpoint.run(command, out, 0, shim, log).returncode == 0
+    calls = killpoint.count(log)
+    for n in (calls // 3, 2 * calls // 3):
+        shutil.rmtree(out)
+        assert killpoint.run(command, out, n, shim).returncode == killpoint.KILLED
+        with pytest.raises(VerificationError, match="is not finished"):
+            verified(out)
+        cli("resume", out)
+        assert conversion.tree(out) == conversion.tree(output)
