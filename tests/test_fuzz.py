@@ -32,6 +32,7 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.cli.bench import Counts
@@ -124,6 +125,16 @@ class Places:
         return self.root / "model.gguf"
 
     @property
+    def strips(self) -> Path:
+        """An output in MXFP4, in NUMA parts."""
+        return self.root / "strips"
+
+    @property
+    def native(self) -> Path:
+        """An output in FP8, as kt-kernel's method reads it."""
+        return self.root / "native"
+
+    @property
     def mask(self) -> Path:
         """Which experts are hot."""
         return self.root / "mask.safetensors"
@@ -137,6 +148,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
         ["cpu", "-o", root / "output", *PARTS],
         ["cpu", "-o", root / "loose", *PARTS, "--no-merge-safetensor"],
         ["gpu", "-o", root / "packed", *RTN],
+        ["cpu", "-o", root / "strips", *PARTS, "--quant-method", "mxfp4"],
+        ["cpu", "-o", root / "native", *PARTS, "--quant-method", "fp8", "--layout", "kt"],
     ):
         assert command(*words, "-i", source, "-q") == 0
     shard = source / "model-00002-of-00003.safetensors"
@@ -188,6 +201,13 @@ def read_journal(places: Places, path: Path) -> None:
 def read_output(root: Path) -> None:
     output = open_output(root)
     check_structure(output, measure(output))
+
+
+def load_output(root: Path) -> None:
+    """As read_output, and as the runtime does."""
+    read_output(root)
+    os.utime(root)  # what it knows of a directory it keeps until that changes
+    Experts.load(root, 0).close()
 
 
 def read_architecture(places: Places, _: Path) -> None:
@@ -285,6 +305,17 @@ OUTPUTS: Mapping[str, Subject] = {
     ),
     "header of a packed output": Subject(
         lambda p: p.packed / "model-00001-of-00003.safetensors", of_safetensors, lambda p, _: read_output(p.packed), of_packed
+    ),
+    "manifest of strips": Subject(
+        lambda p: p.strips / "manifest.json", of_json, lambda p, _: load_output(p.strips), lambda p: of_output(p.strips)
+    ),
+    "header of strips": Subject(
+        lambda p: p.strips / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.strips),
+        lambda p: of_output(p.strips),
+    ),
+    "header of a native output": Subject(
+        lambda p: p.native / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.native),
+        lambda p: of_output(p.native),
     ),
 }  # fmt: skip
 

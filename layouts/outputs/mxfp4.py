@@ -63,7 +63,9 @@ def bad_scale(stored: Sequence[Bytes]) -> str:
 def first_bad(scales: Bytes, codes: Callable[[int], Bytes]) -> str:
     """The first scale that is not a number or makes one infinite, for people; "": none. codes: of a scale, [1, 32]."""
     for index in map(int, np.flatnonzero(scales > mxfp4.MOST)):
-        if not np.isfinite(mxfp4.dequantize(codes(index), scales[index].reshape(1, 1))).all():
+        with np.errstate(over="ignore"):
+            numbers = mxfp4.dequantize(codes(index), scales[index].reshape(1, 1))
+        if not np.isfinite(numbers).all():
             what = "is not a number" if scales[index] == NOT_A_NUMBER else "makes a number infinite"
             return f"scale {index}, {scales[index]}, {what}"
     return ""
