@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Conversion against copying: `cp -r`, `ktconvert cpu` to int4, int8 and mxfp4, and kt-kernel where it is installed.
+"""Conversion against copying: `cp -r`, `ktconvert cpu` to int4, int8, mxfp4 and int4 by --scale, and kt-kernel where it
+is installed.
 
 python benchmarks/convert.py                       all of it; 15 GB of disk, some minutes
 python benchmarks/convert.py --size small          one small layer, to try the script; its figures mean nothing
@@ -28,7 +29,8 @@ from timing import Run
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 METHODS = ("int4", "int8")
-TIMED = ("cp", *METHODS, "mxfp4")
+SCALED = ("int4 mse",)  # a method, and what --scale is
+TIMED = ("cp", *METHODS, "mxfp4", *SCALED)
 NUMA = 2
 SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
 # Those that are compared with BF16, as models.py calls them, or ggml.
@@ -42,6 +44,7 @@ TARGETS = {
     "int8 wall": (0.9, "x cp"),
     "int8 CPU": (1.0, "x cp"),
     "mxfp4 wall": (0.9, "x cp"),
+    **{f"{what} wall": (1.0, "x cp") for what in SCALED},
     **{f"{method} {name} kept": (1.0, "x cp of it") for name, method in KEPT.items()},
     "int4 cold wall": (1.0, "x cp"),
     "int8 cold wall": (1.0, "x cp"),
@@ -71,7 +74,7 @@ class Bench:
         return self.folder / "out"
 
     def command(self, what: str, source: Path) -> list[str]:
-        """The command line of cp, a method of ours, peer-int4 or peer-int8."""
+        """The command line of cp, a method of ours and its --scale, peer-int4 or peer-int8."""
         if what == "cp":
             return ["cp", "-r", "--reflink=never", str(source), str(self.out)]
         if what.startswith("peer-"):
@@ -79,7 +82,9 @@ class Bench:
             script = str(ROOT / "benchmarks" / "peer_convert.py")
             return [str(self.peer), script, str(source), str(self.out), method, str(NUMA), threads]
         command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(self.out)]
-        return [*command, "--quant-method", what, "--threadpool-count", str(NUMA)]
+        method, *scale = what.split()
+        options = ["--scale", *scale] if scale else []
+        return [*command, "--quant-method", method, "--threadpool-count", str(NUMA), *options]
 
     def timed(self, what: str, source: Path, *, cold: bool = False, sample: bool = False) -> Run:
         """One run and its sync, on an idle disk, from a warm or a cold cache; its output stays until clear()."""

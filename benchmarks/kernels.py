@@ -1,11 +1,13 @@
-"""GB/s of quantizing and packing, and of packing alone, for every instruction set, against memcpy and reading memory.
+"""GB/s of quantizing and packing, of packing alone, and of the search for scales of least squared error, for every
+instruction set, against memcpy and reading memory.
 
     python benchmarks/kernels.py [--json] [--size-mib 256] [--rounds 7] [--isa avx512 ...]
 
 All figures are gigabytes of source per CPU second of one thread (other load on the machine changes wall time, not CPU
 seconds); each is the median of `rounds`, and a round runs every case once, so that other load affects all of them. The
 source is larger than any cache and begins 8 bytes after a page, as tensors in safetensors files do. "through" writes to
-memory as large as the source's share, "reused" into one buffer again and again, as the converter does.
+memory as large as the source's share, "reused" into one buffer again and again, as the converter does. The search is to
+reach 0.5 G weights per CPU second with AVX-512, which is 1 GB.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 from blocks import random_blocks
 
 from ktconvert.native_quant import kernels
+from ktconvert.native_quant.kernels_search import search_scales
 from ktconvert.native_quant.matrix import GGML, INTEGERS
 
 MIB = 1 << 20
@@ -177,6 +180,23 @@ def codes_case(isa: str, bits: int, n: int, k: int, source: Any, target: Any) ->
     return Case(f"codes -> int{bits}", isa, "int8", bits, n, k, True, False, count * n * k, run)
 
 
+def search_case(isa: str, bits: int, n: int, k: int, source: Any, weighted: bool) -> Case:
+    """Choosing codes and scales of least squared error, some rows at a time, as the converter does."""
+    matrix_bytes, step = n * k * 2, 128
+    count = max(1, source.size // matrix_bytes // (256 if isa == "scalar" else 8))
+    importance = np.random.default_rng(0).random(k, np.float32) if weighted else None
+
+    def run() -> None:
+        kernels.set_isa(isa)
+        for i in range(count):
+            values = source[i * matrix_bytes : (i + 1) * matrix_bytes].view(np.uint16).reshape(n, k)
+            for first in range(0, n, step):
+                search_scales(bits, values[first : first + step], importance)
+
+    name = f"bf16 -> int{bits} codes, {'weighted' if weighted else 'mse'}"
+    return Case(name, isa, "bf16", bits, n, k, True, False, count * matrix_bytes, run)
+
+
 def ceilings(source: Any, target: Any) -> list[Case]:
     words = source[: source.size // 64 * 64].view(np.uint64)
     block = 4 * MIB
@@ -215,6 +235,7 @@ def all_cases(isas: list[str], size: int) -> list[Case]:
                     cases.append(quantize_case(isa, kind, bits, n, k, sources[kind], target, True))
                 cases.append(quantize_case(isa, "bf16", bits, n, k, sources["bf16"], target, True, transposed=True))
                 cases.append(codes_case(isa, bits, n, k, codes, target))
+                cases += [search_case(isa, bits, n, k, sources["bf16"], weighted) for weighted in (False, True)]
     return cases
 
 
@@ -235,7 +256,7 @@ def report(cases: list[Case], rates: list[float]) -> list[dict[str, Any]]:
     plain = {
         (j.isa, j.bits, j.k): rate
         for j, rate in zip(cases, rates, strict=True)
-        if j.kind == "bf16" and j.reused and not j.transposed
+        if j.name == f"bf16 -> int{j.bits}" and j.reused
     }
     records = []
     for case, rate in zip(cases, rates, strict=True):

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs.amx import AMXINT4
 from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,6 +150,57 @@ def test_peer_writes_our_backward_matrices(
     assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
 
 
+def float64_output(
+    linear: Callable[[int, str], np.ndarray], hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> np.ndarray:
+    """What experts give each token, in float64."""
+    wanted = np.zeros(hidden.shape)
+    for token, x in enumerate(hidden.double().numpy()):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            gate, up = linear(expert, "gate") @ x, linear(expert, "up") @ x
+            wanted[token] += weight * (linear(expert, "down") @ (gate / (1 + np.exp(-gate)) * up))
+    return wanted
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: str, numa: int) -> None:
+    """The real kt-kernel loads `--scale mse`, and its error against the source in float64 is what the weights say: less
+    than by the largest values.
+    """
+    generator, tokens = torch.Generator().manual_seed(9), 48
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(tokens)])
+    weights = torch.rand(tokens, TOPK, generator=generator)
+    save_file({"hidden": hidden, "ids": ids, "weights": weights}, tmp_path / "inputs.safetensors")
+    source = load_file(MODEL / "model.safetensors")
+
+    def original(expert: int, projection: str) -> np.ndarray:
+        return source[f"model.layers.1.mlp.experts.{expert}.{projection}_proj.weight"].double().numpy()
+
+    wanted = float64_output(original, hidden, ids, weights)
+    errors = {}
+    for scale in ("absmax", "mse"):
+        out = tmp_path / scale
+        convert(out, "int4", numa, "--scale", scale)
+        job = {"layer": 1, "numa": numa, "method": "AMXINT4", "folder": str(out)}
+        files = {"inputs": str(tmp_path / "inputs.safetensors"), "result": str(tmp_path / "out.safetensors")}
+        run_peer(peer_python, tmp_path, do="forward", **job, **files)
+        opened = open_output(out)
+
+        def stored(expert: int, projection: str, opened: Output = opened) -> np.ndarray:
+            shape = (HIDDEN, INTERMEDIATE // numa) if projection == "down" else (INTERMEDIATE // numa, HIDDEN)
+            places = [Place(1, expert, projection, False, part) for part in range(numa)]
+            held = [[opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")] for place in places]
+            parts = [AMXINT4.unpack(part, *shape).astype(np.float64) for part in held]
+            return np.concatenate(parts, axis=1 if projection == "down" else 0)
+
+        ours = float64_output(stored, hidden, ids, weights)
+        theirs = load_file(tmp_path / "out.safetensors")["out"].double().numpy()
+        errors[scale] = tuple(np.linalg.norm(each - wanted) / np.linalg.norm(wanted) for each in (ours, theirs))
+        assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
+    assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
+
+
 @pytest.mark.parametrize("numa", [1, 2])
 @pytest.mark.parametrize("method", ["MXFP4", "FP8", "BF16"])
 def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, method: str, numa: int) -> None:
@@ -177,10 +231,6 @@ def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, 
         stored = [opened.read(opened.tensors[place, tensor.suffix]) for tensor in form.tensors(*shape)]
         return form.unpack(stored, *shape).astype(np.float64)
 
-    wanted = np.zeros((6, HIDDEN))
-    for token, x in enumerate(hidden.double().numpy()):
-        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
-            gate, up = linear(expert, "gate") @ x, linear(expert, "up") @ x
-            wanted[token] += weight * (linear(expert, "down") @ (gate / (1 + np.exp(-gate)) * up))
+    wanted = float64_output(linear, hidden, ids, weights)
     theirs = load_file(tmp_path / "out.safetensors")["out"].double().numpy()
     assert np.linalg.norm(theirs - wanted) < 0.01 * np.linalg.norm(wanted)
