@@ -188,6 +188,12 @@ def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
     return out
 
 
+def bf16_rows(matrix: Matrix) -> npt.NDArray[np.uint16]:
+    """The same; where BF16 is stored row by row, a view of it, at any address."""
+    as_stored = matrix.kind is BF16 and matrix.values.strides[1] == matrix.values.itemsize
+    return matrix.values if as_stored else decode(matrix)
+
+
 def _decode(matrix: Matrix, out: npt.NDArray[np.uint16]) -> None:
     source, keep = source_of(matrix)
     read_environment()

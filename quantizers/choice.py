@@ -13,9 +13,9 @@ from ktconvert.quantizers import ROW_GRIDS
 from ktconvert.quantizers.grid import Grid
 from ktconvert.quantizers.reference import F32, I8, U16
 
-# BF16 bits [n, k], all finite, the grid, and how important each column is (float32 [k], finite, none negative; None:
-# all alike) -> codes int8 [n, k] within its range, and scales [n, k / group] (float32, or BF16 bits). Rows do not
-# depend on each other.
+# BF16 bits [n, k], each row contiguous, at any address; the grid; and how important each column is (float32 [k],
+# finite, none negative; None: all alike) -> codes int8 [n, k] within its range, and scales [n, k / group] (float32, or
+# BF16 bits). Rows do not depend on each other. Raises kernels.NonFinite for values that are infinite or NaN.
 Choose = Callable[[U16, Grid, F32 | None], tuple[I8, npt.NDArray[Any]]]
 
 

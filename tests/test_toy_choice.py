@@ -31,6 +31,7 @@ LARGEST = 100 / 127  # of the codes
 def truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
     """Toward zero, and some codes are never used."""
     values = reference.bf16_to_f32(bf16)
+    assert np.isfinite(values).all()
     step = np.abs(values).max(axis=1, keepdims=True) / np.float32(LARGEST * grid.high)
     return np.trunc(values / step).astype(np.int8), (step / grid.step).astype(np.float32)
 

@@ -88,11 +88,11 @@ int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, 
 int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t row_stride, uint8_t *weight,
                    int64_t *bad_row);
 
-/* Chooses codes and a scale for each row of values[n][pitch], BF16, by least squared error (NUMERICS.md, section 2b).
-   bits: 4 or 8; k: a multiple of 64; pitch >= k. importance[k]: of each column, none negative; NULL: all alike. scratch:
+/* Chooses codes and a scale for each row of n x k BF16 values by least squared error (NUMERICS.md, section 2b). rows,
+   row_stride (bytes): any alignment. bits: 4 or 8; k: a multiple of 64. importance[k]: of each column, none negative; NULL: all alike. scratch:
    2*k floats on a boundary of 64 bytes. codes[n][k]: -7..7 or -127..127, for ktq_pack_codes; scale: n floats.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes and scale are then partly written. */
-int ktq_search_scales(int bits, int64_t n, int64_t k, const uint16_t *values, int64_t pitch, const float *importance,
+int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
                       float *scratch, int8_t *codes, float *scale, int64_t *bad_row);
 
 /* How x / scale is rounded: to BF16, as llmcompressor's round to nearest does, or to float32. */

@@ -15,14 +15,13 @@ from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import Matrix
+from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.loop import LANES
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import Item, Packed, room, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Choice
-from ktconvert.quantizers.errors import decode_finite
 from ktconvert.quantizers.reference import F32
 
 VERSION = 1
@@ -112,10 +111,9 @@ def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], i
     for first in range(0, n, ROWS):
         stop = min(first + ROWS, n)
         try:
-            bf16 = decode_finite(matrix.rows(first, stop))
+            codes, scales = choice.choose(bf16_rows(matrix.rows(first, stop)), form.grid, importance)
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
-        codes, scales = choice.choose(bf16, form.grid, importance)
         form.pack(codes, scales, [each[each.size * first // n : each.size * stop // n] for each in out])
 
 
@@ -197,8 +195,7 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         waiting = max(waiting, rest * (work.stop - work.start))
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
-        # BF16, its check and codes of some rows.
-        chosen = 0 if work.choice.choose is None else 6 * ROWS * widest
+        chosen = 0 if work.choice.choose is None else 4 * ROWS * widest  # BF16 and codes of some rows
         scratch = max(scratch, 2 * work.form.decoded_rows * widest + reading + chosen)
         measured = max(measured, work.form.error_bytes(widest))
     return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)

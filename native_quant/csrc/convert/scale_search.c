@@ -35,10 +35,10 @@ static const float *weights_of(const float *importance, int64_t k, float *weight
     return weights;
 }
 
-int ktq_search_scales(int bits, int64_t n, int64_t k, const uint16_t *values, int64_t pitch, const float *importance,
+int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
                       float *scratch, int8_t *codes, float *scale, int64_t *bad_row) {
-    if ((bits != 4 && bits != 8) || n < 1 || k < 64 || k % 64 || pitch < k) return KTQ_EINVAL;
-    if (!values || !scratch || !codes || !scale || !bad_row) return KTQ_EINVAL;
+    if ((bits != 4 && bits != 8) || n < 1 || k < 64 || k % 64) return KTQ_EINVAL;
+    if (!rows || !scratch || !codes || !scale || !bad_row) return KTQ_EINVAL;
 
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
@@ -48,7 +48,7 @@ int ktq_search_scales(int bits, int64_t n, int64_t k, const uint16_t *values, in
     search.ratios = bits == 8 ? ratios_of_int8 : ratios_of_int4;
     *bad_row = -1;
     for (int64_t r = 0; r < n; r++, codes += k) {
-        search.row = (const uint8_t *)(values + r * pitch);
+        search.row = rows + r * row_stride;
         uint16_t amax = kernels->amax(search.row, k);
         if (amax >= KT_BF16_INFINITY) {
             *bad_row = r;
