@@ -105,8 +105,8 @@ def test_without_matplotlib(output: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_cannot_be_measured(output: Path, example: Path, tmp_path: Path) -> None:
     assert sentence(output, "--layer", 7)[0] == 3
     assert "layers 0-1" in sentence(output, "--layer", 7)[1]
-    assert sentence(example)[0] == 3
-    assert "holds no expert weights" in sentence(example)[1]
+    assert sentence(tmp_path)[0] == 3
+    assert "holds no expert weights" in sentence(tmp_path)[1]
     assert sentence(tmp_path / "none")[0] == 5
     for wrong in ("0", "1,x", "", "-4"):
         code, text = sentence(output, "--tokens", wrong)

@@ -297,7 +297,7 @@ def test_texts_that_do_not_do(conversions: dict[str, Path], example: Path, text:
 def test_models_and_weights_that_do_not_do(
     conversions: dict[str, Path], example: Path, text: Path, tmp_path: Path, cli: Any
 ) -> None:
-    code, message = sentence(example, example, text)
+    code, message = sentence(example, tmp_path, text)
     assert code == 3 and "holds no expert weights" in message
     assert sentence(tmp_path / "none", conversions["int8"], text)[0] == 5
     bare = tmp_path / "bare"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke
+from ktconvert.native_quant.runtime import weights as weights_module
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
@@ -172,6 +174,11 @@ def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return out
 
 
+def linears(experts: Experts) -> smoke.Linears:
+    """The format's own numbers."""
+    return functools.partial(weights_module.linears, Path(), experts.packed)
+
+
 def test_outputs_are_computed(output: Path) -> None:
     """Mapped or copied, and as an expert packed on the spot; close to what the format's own numbers give."""
     layer = Experts.load(output, 1, memory="copy")
@@ -181,7 +188,7 @@ def test_outputs_are_computed(output: Path) -> None:
     ids = np.arange(8, dtype=np.int64)[:, None]
     out = layer.forward(x, ids, weights)
     np.testing.assert_array_equal(Experts.load(output, 1, memory="map").forward(x, ids, weights), out)
-    wanted = smoke.reference(layer.packed, smoke.widen(x))
+    wanted = smoke.reference(layer.packed, linears(layer), smoke.widen(x))
     assert distance(out, wanted[np.arange(8), np.arange(8)].astype(np.float64)) < NEAR_FLOAT64
     assert not smoke.smoke(output, 0, 2, Pool(2)).problems
 
@@ -191,7 +198,7 @@ def test_experts_packed_on_the_spot(random_experts: Any, tmp_path: Path) -> None
     x, ids, weights = floats.activations(3, 256), np.array([[0, 1]] * 3, np.int64), np.ones((3, 2), np.float32)
     for name in FORMATS:
         experts = Experts.from_bf16(bits["gate"], bits["up"], bits["down"], method=name)
-        wanted = smoke.reference(experts.packed, smoke.widen(x)).sum(axis=1).astype(np.float64)
+        wanted = smoke.reference(experts.packed, linears(experts), smoke.widen(x)).sum(axis=1).astype(np.float64)
         assert distance(experts.forward(x, ids, weights), wanted) < NEAR_FLOAT64
         with pytest.raises(UnsupportedError, match=f"{name} has no loose files"):
             experts.save(tmp_path / "layers")

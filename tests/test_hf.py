@@ -300,7 +300,7 @@ def test_experts_of_another_model(case: Case, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="nowhere"):
         load(other, tmp_path / "nowhere")
     with pytest.raises(UnsupportedError, match="holds no expert weights"):
-        load(other, other)
+        load(other, tmp_path)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
+from rig import stored
 
 pytest.importorskip("transformers")
 
@@ -193,14 +194,12 @@ def test_models_that_cannot_be_loaded(tmp_path: Path, example: Path, weights: Pa
 
 
 def test_a_model_that_is_quantized_itself(tmp_path: Path, example: Path, weights: Path) -> None:
-    quantized = tmp_path / "fp8"
-    shutil.copytree(example, quantized)
-    path = quantized / "config.json"
-    path.chmod(0o644)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    """In a way that transformers does not dequantize: codes are not taken for numbers."""
+    quantized = stored.model(example, tmp_path / "model", "FP8")
+    stored.configure(quantized, quantization_config={"quant_method": "other"})
     refused = call(quantized, "--prompt", "x", "--cpu-weights", weights).exception
     assert type(refused) is UnsupportedError
-    assert "is quantized itself (fp8)" in str(refused) and f"`ktconvert dequantize {quantized} BF16`" in str(refused)
+    assert "is quantized itself (other)" in str(refused) and f"`ktconvert dequantize {quantized} BF16`" in str(refused)
 
 
 @pytest.mark.parametrize(("command", "package"), [("run", "transformers"), ("serve", "uvicorn")])

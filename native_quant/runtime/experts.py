@@ -20,8 +20,10 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime import from_checkpoint, kt_methods, weights
+from ktconvert.native_quant.runtime import kt_methods, weights
 from ktconvert.native_quant.runtime.pool import Pool, default_pool, no_threads
+from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.wanted import Wanted
 
 U16 = npt.NDArray[np.uint16]
 I64 = npt.NDArray[np.int64]
@@ -131,15 +133,12 @@ class Experts:
         """
         if memory not in weights.MEMORY:
             raise ValueError(f"memory is one of {', '.join(weights.MEMORY)}, not '{memory}'")
-        sizes = {"experts": num_experts, "hidden": hidden, "intermediate": intermediate}
-        limit, alpha, pool, path = swiglu_limit, swiglu_alpha, pool or default_pool(), Path(path)
-        if from_checkpoint.is_checkpoint(path):
-            packed = from_checkpoint.load(path, layer, pool, limit, alpha, method=method, parts=parts, **sizes)
-        else:
-            packed = weights.load(path, layer, memory, pool, limit, alpha, method=method, **sizes)
-            if parts is not None and parts != packed.grid.numa:
-                _report_parts(str(path), packed.grid.numa, parts, strict)
-        return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=limit, swiglu_alpha=alpha)
+        swiglu, pool, path = kt_methods.Swiglu(swiglu_limit, swiglu_alpha), pool or default_pool(), Path(path)
+        wanted = Wanted(method, num_experts, hidden, intermediate, parts, memory, swiglu)
+        packed = kind_of(path).load(path, layer, pool, wanted)
+        if parts is not None and parts != packed.grid.numa:
+            _report_parts(str(path), packed.grid.numa, parts, strict)
+        return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha)
 
     @classmethod
     def from_bf16(

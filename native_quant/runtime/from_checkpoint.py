@@ -5,11 +5,13 @@ the order of the kernels while a layer is loaded. No number changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints import config as cfg
+import numpy as np
+import numpy.typing as npt
+
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
@@ -23,12 +25,17 @@ from ktconvert.layouts.outputs.legal import COUNTS
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.parts import ExpertGrid, why_illegal
 from ktconvert.native_quant import kernels, machine
-from ktconvert.native_quant.matrix import FP8_E4M3
+from ktconvert.native_quant.matrix import FP8_E4M3, decode
+from ktconvert.native_quant.runtime import kt_methods
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
-from ktconvert.native_quant.runtime.kt_methods import LIMITED, WITH_ALPHA, activation
+from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, check_wanted, in_parallel
+from ktconvert.native_quant.runtime.wanted import Wanted
+from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, in_parallel
+from ktconvert.quantizers.reference import bf16_to_f32
+
+F32 = npt.NDArray[np.float32]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -38,37 +45,75 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and _is_checkpoint_at(path.resolve(), path.stat().st_mtime_ns)
 
 
-def load(
-    path: Path,
-    layer: int,
-    pool: Pool,
-    swiglu_limit: float = 0.0,
-    swiglu_alpha: float = 0.0,
-    *,
-    method: str | None = None,
-    experts: int | None = None,
-    hidden: int | None = None,
-    intermediate: int | None = None,
-    parts: int | None = None,
-) -> LayerWeights:
+def layers_of(path: Path) -> list[int]:
+    """The layers with experts."""
+    return list(_opened(path).layers)
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """config.json; {} where there is none."""
+    return _opened(path).source.config
+
+
+def shape_of(path: Path, layer: int) -> tuple[int, int, int]:
+    """E, H and I of a layer that has experts."""
+    return _opened(path).shape(layer)
+
+
+def method_of(path: Path, layer: int) -> str:
+    """The method that computes a layer's experts as they are stored. Raises UnsupportedError where none does."""
+    return _method_of(path, _opened(path), layer, None).name
+
+
+def damage_of(path: Path) -> list[str]:
+    """None: a checkpoint with a file that cannot be read is refused when it is opened."""
+    return []
+
+
+def require_readable(path: Path, layer: int) -> None:
+    """As damage_of."""
+
+
+def swiglu_of(path: Path, layer: int) -> Swiglu:
+    """What a layer's experts compute by config.json, as far as their method can."""
+    model = _opened(path)
+    if layer not in model.moe_layers:
+        return PLAIN
+    return kt_methods.swiglu_of(model.source.config, model.activation, layer, method_of(path, layer))
+
+
+def require_computable(path: Path) -> None:
+    """Raises UnsupportedError unless each layer's experts can be computed as they are stored; no weight is read."""
+    model = _opened(path)
+    for layer in model.layers:
+        native = _method_of(path, model, layer, None)
+        _check_activation(path, model, layer, native, swiglu_of(path, layer))
+
+
+def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+    """Gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
+    model, layer = _opened(path), packed.grid.layer
+    gate, up, down = (bf16_to_f32(decode(model.linear(layer, expert, projection))) for projection in PROJECTIONS)
+    yield gate, up, down
+
+
+def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     """One layer of a checkpoint in so many NUMA parts (None: one for each of the pool's nodes if that divides the
     weights, else 1), in the memory of the pool's nodes.
 
-    method .. intermediate, unless None, must agree with the checkpoint. Raises UnsupportedError where they do not, or
-    where the experts compute something else; InputError where tensors are missing, damaged or not finite.
+    Raises UnsupportedError where it is not as wanted, or where the experts compute something else; InputError where
+    tensors are missing, damaged or not finite.
     """
     model = _opened(path)
     if layer not in model.moe_layers:
         raise UnsupportedError(
             f"{path}: holds no experts in layer {layer}, but in {ranges(list(model.layers))}; give one of these."
         )
-    native = _method_of(path, model, layer, method)
+    native = _method_of(path, model, layer, wanted.method)
     count, h, i = model.shape(layer)
-    wanted = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
-    actual = {"num_experts": count, "hidden_size": h, "moe_intermediate_size": i}
-    check_wanted(path, layer, actual, wanted, "tensors")
-    _check_activation(path, model, layer, native, swiglu_limit, swiglu_alpha)
-    grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, parts, len(pool.nodes)))
+    wanted.require_sizes(path, layer, (count, h, i), "tensors")
+    _check_activation(path, model, layer, native, wanted.swiglu)
+    grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, wanted.parts, len(pool.nodes)))
     check_columns(native.name, grid)
     sizes = {
         (part, tensor.suffix): tensor.nbytes
@@ -155,15 +200,12 @@ def _described(weight: Weight, layer: MoeLayer) -> str:
     return f"{weight.encoding.title}{scaled}{turned}"
 
 
-def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, limit: float, alpha: float) -> None:
+def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, swiglu: Swiglu) -> None:
     """Raises UnsupportedError where config.json says that the experts compute something else than these settings do."""
-    stated = cfg.find(model.source.config, ("swiglu_limit", "swiglu_limits"))
-    clamp = stated[1] if stated else 0
-    if isinstance(clamp, list):
-        clamp = clamp[layer] if layer < len(clamp) else 0
+    stated = kt_methods.stated(model.source.config, model.activation, layer)
     what, remedy = "", "keep them on the GPU"
-    facts, given = _kt_layout(path) or {}, activation(limit, alpha)
-    if facts.get("activation", given) != given:
+    facts, given = _kt_layout(path) or {}, kt_methods.activation(swiglu)
+    if stated is None and facts.get("activation", given) != given:
         raise UnsupportedError(
             f"{path}: its manifest says activation {facts['activation']}, these settings say {given}; "
             "give swiglu_limit and swiglu_alpha as config.json of the model has them."
@@ -171,14 +213,15 @@ def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, l
     if model.weights_on != "output":
         what = "multiply routing weights with their input"
     elif model.activation == "swiglu_oai":
-        if not alpha:
+        if stated != swiglu:
             what = f"compute {ACTIVATIONS[model.activation]}"
-            remedy = "give swiglu_limit and swiglu_alpha" if native.name in WITH_ALPHA else remedy
+            if stated and native.name in kt_methods.WITH_ALPHA:
+                remedy = f"give {kt_methods.settings(stated)}"
     elif model.activation not in ("silu", "swiglu_limit"):
         what = f"compute {ACTIVATIONS.get(model.activation, model.activation)}"
-    elif clamp and not limit:
-        what = f"clamp gate and up to {clamp}"
-        remedy = f"give swiglu_limit={clamp}" if native.name in LIMITED else remedy
+    elif stated is not None and stated != swiglu:
+        what = f"clamp gate and up to {stated.limit}" if stated.limit else "clamp nothing"
+        remedy = f"give {kt_methods.settings(stated)}" if native.name in kt_methods.LIMITED else remedy
     if what:
         raise UnsupportedError(
             f"{path}: the experts of layer {layer} {what}; method {native.name} computes silu(gate) * up with routing "

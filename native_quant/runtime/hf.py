@@ -8,6 +8,7 @@ are read here, from the same checkpoint or another one.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -20,22 +21,22 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import amx_card
-from ktconvert.native_quant.runtime import hf_output, hot_experts, hot_mask
+from ktconvert.native_quant.runtime import hf_output, hf_trunk, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hf_modules import Place, RoutedExperts, find_experts
+from ktconvert.native_quant.runtime.hf_trunk import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.hot_weights import HotWeights
 from ktconvert.native_quant.runtime.pool import shared_pool
-from ktconvert.native_quant.runtime.weights import layers_of, require_readable
-
-NAME = "ktconvert"
+from ktconvert.native_quant.runtime.sources import kind_of
 
 
 @register_quantization_config(NAME)
 class KTConvertConfig(QuantizationConfigMixin):
     """Where the routed experts come from, and how they are computed.
 
-    cpu_weights  a directory that `ktconvert cpu` or kt-kernel's converter wrote
+    cpu_weights  a directory that `ktconvert cpu` or kt-kernel's converter wrote, or a checkpoint whose experts are
+                 computed as they are stored; None: the one that is loaded
     exact        kt-kernel's rounding, bit for bit
     threads      threads of the experts; None: the physical cores that this process may use
     memory       as for Experts.load
@@ -52,7 +53,7 @@ class KTConvertConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        cpu_weights: str | os.PathLike[str],
+        cpu_weights: str | os.PathLike[str] | None = None,
         exact: bool = False,
         threads: int | None = None,
         memory: str = "auto",
@@ -67,7 +68,7 @@ class KTConvertConfig(QuantizationConfigMixin):
                 "gpu_experts names a checkpoint; choose experts of it with gpu_experts_mask or num_gpu_experts"
             )
         self.quant_method = quant_method  # type: ignore[assignment]
-        self.cpu_weights = os.fspath(cpu_weights)
+        self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
         self.exact = exact
         self.threads = threads
         self.memory = memory
@@ -89,6 +90,7 @@ class KTConvertQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: KTConvertConfig
+    _trunk: Any = None  # transformers' own quantizer that dequantizes all that is no routed expert
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -98,10 +100,12 @@ class KTConvertQuantizer(HfQuantizer):
         Raises UnsupportedError for a model whose experts we cannot compute or which differ from those in cpu_weights,
         and the errors of Experts.load, hot_mask.per_layer and HotWeights for weights that are damaged or do not fit.
         """
-        places = find_experts(model)
+        root = self._root(checkpoint_files)
+        places = find_experts(model, functools.partial(kind_of(root).swiglu_of, root))
         masks = self._masks(model, places)
         source = self._source(places, checkpoint_files) if masks else None
-        loaded = self._load(type(model).__name__, places)
+        self._trunk = None if checkpoint_files is None else hf_trunk.dequantizer(Path(checkpoint_files[0]).parent)
+        loaded = self._load(root, type(model).__name__, places)
         hot = {} if source is None else _load_hot(source, places, masks)
         for place in places:
             parent, _, name = place.name.rpartition(".")
@@ -109,6 +113,18 @@ class KTConvertQuantizer(HfQuantizer):
             setattr(model.get_submodule(parent), name, ours)
         model._keys_to_ignore_on_load_unexpected.update(_below(model, place) for place in places)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """The model's own conversions, after what dequantizes its weights."""
+        return weight_conversions if self._trunk is None else self._trunk.update_weight_conversions(weight_conversions)
+
+    def _root(self, checkpoint_files: list[str] | None) -> Path:
+        """The directory of the experts. Raises UsageError if none is named and the model is not loaded from files."""
+        if self.quantization_config.cpu_weights is not None:
+            return Path(self.quantization_config.cpu_weights).expanduser()
+        if not checkpoint_files:
+            raise UsageError("the model is not loaded from files; name a directory with its experts as cpu_weights")
+        return Path(checkpoint_files[0]).parent
 
     def _masks(self, model: Any, places: list[Place]) -> dict[int, hot_mask.Mask]:
         """The mask of hot experts of each layer that has any."""
@@ -131,18 +147,18 @@ class KTConvertQuantizer(HfQuantizer):
             source.require(place.layer, (place.num_experts, place.hidden, place.intermediate))
         return source
 
-    def _load(self, what: str, places: list[Place]) -> dict[int, Experts]:
+    def _load(self, root: Path, what: str, places: list[Place]) -> dict[int, Experts]:
         """The experts of every layer, loaded before the model is changed."""
-        settings = self.quantization_config
-        root = Path(settings.cpu_weights).expanduser()
-        missing = sorted({place.layer for place in places}.difference(layers_of(root)))
+        settings, kind = self.quantization_config, kind_of(root)
+        missing = sorted({place.layer for place in places}.difference(kind.layers_of(root)))
         if missing:
-            require_readable(root, missing[0])
+            kind.require_readable(root, missing[0])
             raise UnsupportedError(
                 f"{root}: holds no experts of layer {', '.join(map(str, missing))}, which {what} has; "
                 "convert all layers"
             )
         pool = shared_pool(settings.threads)
+        swiglu = {place.layer: kind.swiglu_of(root, place.layer) for place in places}
         return {
             place.layer: Experts.load(
                 root,
@@ -153,6 +169,8 @@ class KTConvertQuantizer(HfQuantizer):
                 memory=settings.memory,
                 pool=pool,
                 exact=settings.exact,
+                swiglu_limit=swiglu[place.layer].limit,
+                swiglu_alpha=swiglu[place.layer].alpha,
             )
             for place in places
         }
@@ -178,7 +196,7 @@ class ConvertedConfig(KTConvertConfig):
         threads: int | None = None,
         **_facts: Any,
     ) -> None:
-        super().__init__(cpu_weights="", exact=exact, threads=threads, quant_method=quant_method)
+        super().__init__(exact=exact, threads=threads, quant_method=quant_method)
 
 
 @register_quantizer(amx_card.QUANT_METHOD)
@@ -208,7 +226,8 @@ class ConvertedQuantizer(KTConvertQuantizer):
             raise UsageError(
                 "experts can only be loaded from files; pass the directory of an output to from_pretrained"
             )
-        root, places = Path(checkpoint_files[0]).parent, find_experts(model)
+        root = Path(checkpoint_files[0]).parent
+        places = find_experts(model, functools.partial(kind_of(root).swiglu_of, root))
         renamings = hf_output.renamings(model, places)
         hf_output.require_rest(root, checkpoint_files, model, places, renamings)
         self.quantization_config.cpu_weights = str(root)
@@ -219,7 +238,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """The model's own conversions, after the renaming to the original's names."""
-        return [*self._renamings, *weight_conversions]
+        return [*self._renamings, *super().update_weight_conversions(weight_conversions)]
 
 
 def _load_hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask.Mask]) -> dict[int, HotExperts]:

@@ -13,17 +13,19 @@ import torch
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.native_quant.runtime import kt_methods
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
+from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 class RoutedExperts(torch.nn.Module):
-    """One layer's routed experts, computed on the CPU from converted weights; a torch module without parameters.
+    """One layer's routed experts, computed on the CPU by the runtime; a torch module without parameters.
 
-    layer       its number in the model and in the converted directory
+    layer       its number in the model and in the directory of the weights
     experts     the loaded weights
     zero_ids    ids from E on are identity experts, which return their input (LongCat-Flash); otherwise they add nothing
     hot         experts that torch computes; `experts` skips them
@@ -89,12 +91,12 @@ class Place:
     zero_ids: bool
 
 
-def find_experts(model: torch.nn.Module) -> list[Place]:
+def find_experts(model: torch.nn.Module, swiglu_of: Callable[[int], Swiglu] = lambda layer: PLAIN) -> list[Place]:
     """Every routed-experts module of a transformers model: called `experts`, with 3-D gate_up_proj and down_proj.
 
     Where a model has several stacks of layers (a talker beside the thinker), the one named in the table of
-    architectures is used. Raises UnsupportedError for a model without such modules, and for experts that compute
-    another function than ours.
+    architectures is used. swiglu_of: what a layer's weights are to compute. Raises UnsupportedError for a model without
+    such modules, and for experts that compute another function than the weights.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -119,12 +121,13 @@ def find_experts(model: torch.nn.Module) -> list[Place]:
     layers = Counter(layer for layer, _, _ in modules[prefixes[0]])
     if repeated := [layer for layer, count in layers.items() if count > 1]:
         raise UnsupportedError(f"{what}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights")
-    for _, name, module in modules[prefixes[0]]:
+    for layer, name, module in modules[prefixes[0]]:
+        swiglu = swiglu_of(layer)
         for differs, why in REFUSALS:
-            if differs(module):
+            if differs(module, swiglu):
                 raise UnsupportedError(
-                    f"{what}: {name} ({type(module).__name__}) {why}, and converted experts compute"
-                    " silu(gate) * up with the routing weights on the output; load it without cpu_weights"
+                    f"{what}: {name} ({type(module).__name__}) {why}, and these experts compute {_formula(swiglu)} with"
+                    " the routing weights on the output; load it without cpu_weights"
                 )
     return [
         Place(name, layer, *_sizes(module), zero_ids=hasattr(module, "identity_expert"))
@@ -143,12 +146,23 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
     return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
 
 
-def _other_call(module: torch.nn.Module) -> bool:
+def _formula(swiglu: Swiglu) -> str:
+    return "silu(gate) * up" + (f" with {kt_methods.settings(swiglu)}" if any(swiglu) else "")
+
+
+def _has_biases(module: torch.nn.Module, swiglu: Swiglu) -> bool:
+    return any("bias" in name for name in module._parameters)
+
+
+def _other_call(module: torch.nn.Module, swiglu: Swiglu) -> bool:
     return list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS
 
 
-def _other_gate(module: Any) -> bool:
-    """Whether it computes something else than silu(gate) * up; tried on samples, large ones among them (clamping)."""
+def _other_gate(module: Any, swiglu: Swiglu) -> bool:
+    """Whether it computes something else than Experts with these settings; tried on samples, large ones among them
+    (clamping). Which side of silu is clamped above, and a clamp of gate below beside an alpha, make no difference that
+    counts: at most 1e-3 of the limits that models have.
+    """
     gate_up = (
         torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32).sinh().reshape(4, 32)
     )  # to 548; most are small
@@ -158,13 +172,20 @@ def _other_gate(module: Any) -> bool:
     except (AttributeError, RuntimeError, TypeError):
         return True
     return result.shape != up.shape or not torch.allclose(
-        result, torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-5
+        result, _activated(gate, up, swiglu), rtol=1e-3, atol=1e-3 if swiglu.alpha else 1e-5
     )
 
 
+def _activated(gate: torch.Tensor, up: torch.Tensor, swiglu: Swiglu) -> torch.Tensor:
+    limit, alpha = swiglu
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1) if alpha else torch.nn.functional.silu(gate) * up
+
+
 # Modules that our experts cannot replace, and the reason given in the message.
-REFUSALS: tuple[tuple[Callable[[torch.nn.Module], bool], str], ...] = (
-    (lambda module: any("bias" in name for name in module._parameters), "has biases"),
+REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
+    (_has_biases, "has biases"),
     (_other_call, f"is not called with {', '.join(ARGUMENTS)}"),
     (_other_gate, "has another activation"),
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant._ktq import lib
 
 NOT_YET = (
@@ -41,6 +45,17 @@ CHECKPOINTS_ONLY = ("FP8_PERCHANNEL", "MXFP8", "NVFP4")
 INT8 = ("AMXINT4", "AMXINT8")  # computed with int8 activations (NUMERICS.md, section 5), the others with BF16 (5b)
 
 
+class Swiglu(NamedTuple):
+    """The settings swiglu_limit and swiglu_alpha, which Experts explains; 0: not limited, silu."""
+
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+PLAIN = Swiglu()
+OAI = Swiglu(7.0, 1.702)  # of families with "swiglu_oai", where config.json does not say
+
+
 def check(mode: str, method: str, swiglu_limit: float, swiglu_alpha: float) -> None:
     """Raise ValueError for what kt-kernel does not know either, NotImplementedError for what only we lack."""
     if mode not in ("inference", "sft"):
@@ -72,6 +87,43 @@ def check_swiglu(method: str, limit: float, alpha: float) -> None:
             raise ValueError(f"{name} must be a number from 0 on, not {value}")
 
 
-def activation(limit: float, alpha: float) -> str:
+def activation(swiglu: Swiglu) -> str:
     """What ACTIVATIONS of the table of architectures calls the activation with these settings."""
-    return "swiglu_oai" if alpha else "swiglu_limit" if limit else "silu"
+    return "swiglu_oai" if swiglu.alpha else "swiglu_limit" if swiglu.limit else "silu"
+
+
+def settings(swiglu: Swiglu) -> str:
+    """For messages."""
+    alpha = f" and swiglu_alpha={swiglu.alpha:g}" if swiglu.alpha else ""
+    return f"swiglu_limit={swiglu.limit:g}{alpha}"
+
+
+def stated(config: dict[str, Any], activation: str, layer: int) -> Swiglu | None:
+    """The settings of a layer by config.json, which may list a limit per layer; None where it does not say.
+
+    activation  of the model, by the table of architectures. Raises InputError for what is no number from 0 on.
+    """
+    limit = _setting(config, ("swiglu_limit", "swiglu_limits"), layer)
+    if activation == "swiglu_oai":
+        alpha = _setting(config, ("swiglu_alpha",), layer)
+        return Swiglu(OAI.limit if limit is None else limit, OAI.alpha if alpha is None else alpha)
+    return None if limit is None else Swiglu(limit)
+
+
+def swiglu_of(config: dict[str, Any], activation: str, layer: int, method: str) -> Swiglu:
+    """The same as far as the method has such settings, for which the experts are then loaded or refused."""
+    limit, alpha = stated(config, activation, layer) or PLAIN
+    return Swiglu(limit if method in LIMITED else 0.0, alpha if method in WITH_ALPHA else 0.0)
+
+
+def _setting(config: dict[str, Any], keys: tuple[str, ...], layer: int) -> float | None:
+    found = cfg.find(config, keys)
+    if found is None:
+        return None
+    key, value = found
+    if isinstance(value, list):
+        value = value[layer] if layer < len(value) else 0
+    value = 0 if value is None else value
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise InputError(f"config.json: {key} must be a number from 0 on for layer {layer}, not {value!r}")
+    return float(value)

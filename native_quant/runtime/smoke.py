@@ -1,15 +1,16 @@
-"""A smoke test: random tokens through every expert of one layer of an output, against a reference in float.
+"""A smoke test: random tokens through every expert of one layer, against a reference in float.
 
-The reference multiplies the dequantized weights (Form.unpack) in float32, without rounding. The runtime rounds
-activations to 8 bits twice: a measured error of 2 to 7 % (relative L2) with rows of very different sizes; with BF16
-activations it is below 1 %. A wrong scale, row, part or expert gives about 100 %. The bounds lie between. Both sides
-read the same files, so exchanged weights are not detected here, but by hashes and by comparison with the source
-(`ktconvert verify`).
+The reference multiplies the dequantized weights (Form.unpack, or a checkpoint's decoders) in float32, without rounding.
+The runtime rounds activations to 8 bits twice: a measured error of 2 to 7 % (relative L2) with rows of very different
+sizes; with BF16 activations it is below 1 %. A wrong scale, row, part or expert gives about 100 %. The bounds lie
+between. Both sides read the same files, so exchanged weights are not detected here, but by hashes and by comparison
+with the source (`ktconvert verify`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.outputs import FORMS
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods, weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.wanted import Wanted
 
 F32 = npt.NDArray[np.float32]
+Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
 
 # Relative L2 distance from the reference: of an expert's outputs, of a strip of rows over all experts, of a token.
 BOUND, BOUND_BF16 = 0.25, 0.05
@@ -52,12 +56,15 @@ class Smoke:
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     """Compare the outputs in each mode that the method has with the reference: each expert alone, then topk per token.
 
-    Raises the errors of weights.load.
+    Raises the errors of sources.Kind.load.
     """
-    packed = weights.load(path, layer, "auto", pool)
+    kind = kind_of(path)
+    swiglu = kind.swiglu_of(path, layer)
+    packed = kind.load(path, layer, pool, Wanted(swiglu=swiglu))
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
-    wanted = reference(packed, widen(hidden), pool.threads)  # [inputs, E, H]
+    linears = functools.partial(kind.linears, path, packed)
+    wanted = reference(packed, linears, widen(hidden), swiglu, pool.threads)  # [inputs, E, H]
     problems = list(_implausible(layer, wanted))
     error: dict[str, float] = {}
     alone = np.arange(packed.experts, dtype=np.int64)[:, None]
@@ -67,7 +74,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     if packed.form.name not in kt_methods.INT8:
         modes, bound = {"default": False}, BOUND_BF16
     for mode, exact in modes.items():
-        with Experts(packed, pool=pool, exact=exact) as experts:
+        with Experts(packed, pool=pool, exact=exact, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
             one, many = (_forward(experts, hidden, ids) for ids in (alone, together))
         where = f"layer {layer}, {mode} mode"
         bad = np.flatnonzero(~np.isfinite(one).all(axis=(0, 2)))
@@ -87,15 +94,19 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     return Smoke(layer, packed.experts, INPUTS * (len(alone) + len(together)), error, bound, tuple(problems))
 
 
-def reference(packed: weights.LayerWeights, hidden: F32, threads: int = 1) -> F32:
-    """down(silu(gate x) * up x) of every expert for every row of hidden [n, H], in float32: [n, E, H]."""
+def reference(
+    packed: weights.LayerWeights, linears: Linears, hidden: F32, swiglu: Swiglu = PLAIN, threads: int = 1
+) -> F32:
+    """down(silu(gate x) * up x) of every expert for every row of hidden [n, H], in float32: [n, E, H].
+
+    linears  the expert's number -> gate, up and down of each of its parts. swiglu: as Experts explains it.
+    """
     out = np.zeros((len(hidden), packed.experts, packed.grid.hidden), np.float32)
 
     def one(expert: int) -> None:
         with np.errstate(all="ignore"):
-            for gate, up, down in _matrices(packed, expert):
-                inner = hidden @ gate.T
-                out[:, expert] += (inner / (1 + np.exp(-inner)) * (hidden @ up.T)) @ down.T
+            for gate, up, down in linears(expert):
+                out[:, expert] += activated(hidden @ gate.T, hidden @ up.T, swiglu) @ down.T
 
     with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
         for done in [executor.submit(one, expert) for expert in range(packed.experts)]:
@@ -103,12 +114,13 @@ def reference(packed: weights.LayerWeights, hidden: F32, threads: int = 1) -> F3
     return out
 
 
-def _matrices(packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-    """gate, up and down of each NUMA part of an expert, dequantized; one part in memory at a time."""
-    by_part = zip(*(packed.grid.parts(expert, projection) for projection in ("gate", "up", "down")), strict=True)
-    for parts in by_part:
-        gate, up, down = (FORMS[packed.form.name].unpack(packed.arrays[part], part.n, part.k) for part in parts)
-        yield gate, up, down
+def activated(gate: F32, up: F32, swiglu: Swiglu) -> F32:
+    """silu(gate) * up, or with a limit or an alpha what Experts explains."""
+    limit, alpha = swiglu
+    if limit:
+        gate, up = np.clip(gate, -limit if alpha else None, limit), np.clip(up, -limit, limit)
+    out: F32 = gate / (1 + np.exp(-alpha * gate)) * (up + 1) if alpha else gate / (1 + np.exp(-gate)) * up
+    return out
 
 
 def _forward(experts: Experts, hidden: npt.NDArray[np.uint16], ids: npt.NDArray[np.int64]) -> F32:

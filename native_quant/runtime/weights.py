@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files.mapped import MappedFiles
-from ktconvert.layouts.outputs import PROJECTIONS, Form
+from ktconvert.layouts.outputs import FORMS, PROJECTIONS, Form
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.legal import require_legal
@@ -28,8 +28,12 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods, scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
+from ktconvert.native_quant.runtime.kt_methods import Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stated import require_as_in_manifest
+from ktconvert.native_quant.runtime.wanted import Wanted
+
+F32 = npt.NDArray[np.float32]
 
 MEMORY = ("auto", "map", "copy")
 ROOMY = 0.8  # share of the available memory that copies may take
@@ -69,15 +73,55 @@ class LayerWeights:
         return sum(data.nbytes for stored in self.arrays.values() for data in stored)
 
 
-def layers_of(path: Path | str) -> list[int]:
+def layers_of(path: Path) -> list[int]:
     """The layers whose experts a converted directory holds."""
-    return sorted(_opened(Path(path)).measured.shapes)
+    return sorted(_opened(path).measured.shapes)
+
+
+def require_computable(path: Path) -> None:
+    """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
+    measured = _opened(path).measured
+    if measured.form is None or measured.method not in kt_methods.FORMATS:
+        raise UnsupportedError(
+            f"{path}: its method is {measured.method}, which this runtime cannot compute; "
+            "convert the model with `ktconvert cpu`."
+        )
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """config.json of a converted directory; {} where there is none."""
+    return _opened(path).output.config
+
+
+def swiglu_of(path: Path, layer: int) -> Swiglu:
+    """What a layer's experts compute by config.json, as far as their method can."""
+    opened = _opened(path)
+    stated = (metadata.get("activation") for metadata in opened.output.metadata.values())
+    activation = next(filter(None, stated), "silu")
+    return kt_methods.swiglu_of(opened.output.config, activation, layer, opened.measured.method)
+
+
+def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+    """Gate, up and down of each NUMA part of an expert, decoded; one part in memory at a time."""
+    by_part = zip(*(packed.grid.parts(expert, projection) for projection in PROJECTIONS), strict=True)
+    for parts in by_part:
+        gate, up, down = (FORMS[packed.form.name].unpack(packed.arrays[part], part.n, part.k) for part in parts)
+        yield gate, up, down
+
+
+def shape_of(path: Path, layer: int) -> tuple[int, int, int]:
+    """E, H and I of a layer that has experts."""
+    return _opened(path).measured.shapes[layer]
+
+
+def damage_of(path: Path) -> list[str]:
+    """The files of a converted directory that are damaged or missing, one text each."""
+    return _unreadable(_opened(path).output)
 
 
 def require_readable(path: Path, layer: int) -> None:
     """Raise InputError where a missing layer may be in a file that is damaged or missing."""
-    because = "; ".join(_unreadable(_opened(path).output)[:3])
-    if because:
+    if because := "; ".join(damage_of(path)[:3]):
         raise InputError(f"{path}: layer {layer} cannot be read ({because}); {AGAIN}.")
 
 
@@ -87,31 +131,16 @@ def _unreadable(output: Output) -> list[str]:
     return [*output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(output.shards)))]
 
 
-def load(
-    path: Path,
-    layer: int,
-    memory: str,
-    pool: Pool,
-    swiglu_limit: float = 0.0,
-    swiglu_alpha: float = 0.0,
-    *,
-    method: str | None = None,
-    experts: int | None = None,
-    hidden: int | None = None,
-    intermediate: int | None = None,
-) -> LayerWeights:
+def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     """One layer of a converted directory, merged or loose, ours or kt-kernel's, in the memory of the pool's nodes.
 
-    method .. intermediate, unless None, must agree with the files' sizes. Raises UnsupportedError where they do not or
-    where the directory is of another kind, InputError where the layer is damaged or incomplete.
+    Raises UnsupportedError where the files are not as wanted or where the directory is of another kind, InputError
+    where the layer is damaged or incomplete.
     """
     opened = _opened(path)
     output, measured = opened.output, opened.measured
-    if measured.form is None or measured.method not in kt_methods.FORMATS:
-        raise UnsupportedError(
-            f"{path}: its method is {measured.method}, which this runtime cannot compute; "
-            "convert the model with `ktconvert cpu`."
-        )
+    require_computable(path)
+    assert measured.form is not None
     if layer not in measured.shapes:
         require_readable(path, layer)
         raise UnsupportedError(
@@ -119,19 +148,14 @@ def load(
             "Give one of these, or convert again with it."
         )
     count, h, i = measured.shapes[layer]
-    actual: dict[str, str | int] = {
-        "method": measured.method,
-        "num_experts": count,
-        "hidden_size": h,
-        "moe_intermediate_size": i,
-    }
-    wanted = {"method": method, "num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": intermediate}
-    check_wanted(path, layer, actual, wanted, "byte counts")
-    _compare_metadata(output, layer, measured, kt_methods.activation(swiglu_limit, swiglu_alpha))
+    wanted.require_method(path, layer, measured.method, "byte counts")
+    wanted.require_sizes(path, layer, (count, h, i), "byte counts")
+    _compare_metadata(output, layer, measured, wanted.swiglu)
     require_as_in_manifest(output, measured)
     grid = ExpertGrid(layer, h, i, measured.numa)
     check_sizes(measured.form, grid)
     stored = dict(_stored(output, measured.form, grid, count))
+    memory = wanted.memory
     if memory == "auto":
         memory = "copy" if opened.is_roomy or output.loose else "map"
     if memory == "map" and not output.loose:
@@ -235,20 +259,8 @@ def _opened(path: Path) -> _Opened:
     return _opened_at(path.resolve(), path.stat().st_mtime_ns)
 
 
-def check_wanted(
-    path: Path, layer: int, actual: Mapping[str, str | int], wanted: Mapping[str, str | int | None], by: str
-) -> None:
-    """Raise UnsupportedError where the sizes that the caller expects are not those of the files. by: how we know."""
-    for name, value in wanted.items():
-        if value is not None and value != actual[name]:
-            raise UnsupportedError(
-                f"{path}: layer {layer} has {name} {actual[name]} by its {by}, not {value}; "
-                f"give the directory that belongs to this model, or {name}={actual[name]}."
-            )
-
-
-def _compare_metadata(output: Output, layer: int, measured: Measure, activation: str) -> None:
-    """Compare the metadata in our own shards with their byte counts."""
+def _compare_metadata(output: Output, layer: int, measured: Measure, swiglu: Swiglu) -> None:
+    """Compare the metadata in our own shards with their byte counts, and with the settings to compute with."""
     count, hidden, intermediate = measured.shapes[layer]
     actual = {
         "method": measured.method,
@@ -257,11 +269,13 @@ def _compare_metadata(output: Output, layer: int, measured: Measure, activation:
         "hidden_size": str(hidden),
         "moe_intermediate_size": str(intermediate),
         "weights_on": "output",
-        "activation": activation,
+        "activation": kt_methods.activation(swiglu),
     }
     for shard, metadata in output.metadata.items():
         if metadata.get("layer") != str(layer):
             continue
+        if "activation" in metadata and _is_stated(output, layer, measured.method, metadata["activation"], swiglu):
+            actual["activation"] = metadata["activation"]
         for name, value in actual.items():
             if name in metadata and metadata[name] != value:
                 given = name == "activation" and measured.method in kt_methods.LIMITED
@@ -270,6 +284,20 @@ def _compare_metadata(output: Output, layer: int, measured: Measure, activation:
                     f"{output.root / shard}: its header says {name} {metadata[name]}, "
                     f"its bytes and this runtime say {value}; {remedy}."
                 )
+
+
+def _is_stated(output: Output, layer: int, method: str, activation: str, swiglu: Swiglu) -> bool:
+    """Whether these are just the settings that config.json has for the layer, which may have none where others do.
+
+    Raises UnsupportedError where the method could compute what config.json says and the settings are others.
+    """
+    stated = kt_methods.stated(output.config, activation, layer)
+    if stated in (None, swiglu) or method not in kt_methods.LIMITED:
+        return stated == swiglu
+    raise UnsupportedError(
+        f"{output.root}: the experts of layer {layer} have {kt_methods.settings(stated)} by config.json, not "
+        f"{kt_methods.settings(swiglu)}; give what config.json says."
+    )
 
 
 def _stored(output: Output, form: Form, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], Stored]]:

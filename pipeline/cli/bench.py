@@ -31,6 +31,7 @@ Examples:
   ktconvert bench /models/Qwen3-30B-A3B-INT4
   ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
   ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
+  ktconvert bench /models/Qwen3-30B-A3B                                              its experts as they are stored
 """
 
 
@@ -72,7 +73,7 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
 def bench(
     output: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, as_json: bool, plot: Path | None
 ) -> None:
-    """Measure how fast this machine computes a layer of an output, next to how fast it reads memory.
+    """Measure how fast this machine computes a layer of an output or a checkpoint, next to how fast it reads memory.
 
     Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
     from a cache."""
@@ -95,21 +96,22 @@ def bench(
 
 def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None) -> dict[str, Any]:
     """Measure; the JSON document. Sizes in bytes, times in seconds."""
-    from ktconvert.layouts.outputs.opening import open_output
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
     from ktconvert.native_quant.runtime.experts import Experts
     from ktconvert.native_quant.runtime.pool import shared_pool
-    from ktconvert.native_quant.runtime.weights import layers_of
+    from ktconvert.native_quant.runtime.sources import kind_of
     from ktconvert.pipeline.verify.output import require_finished
 
     require_finished(path)
-    opened = open_output(path)
-    if opened.damaged:
-        raise VerificationError(f"{path}: {next(iter(opened.damaged.values()))}; see `ktconvert verify {path}`.")
-    config, layers = opened.config, layers_of(path)
-    pool = shared_pool(threads)
-    with Experts.load(path, layers[0] if layer is None else layer, pool=pool) as experts:
+    kind = kind_of(path)
+    if damage := kind.damage_of(path):
+        raise VerificationError(f"{path}: {damage[0]}; see `ktconvert verify {path}`.")
+    kind.require_computable(path)
+    config, layers = kind.config_of(path), kind.layers_of(path)
+    layer = layers[0] if layer is None else layer
+    pool, swiglu = shared_pool(threads), kind.swiglu_of(path, layer)
+    with Experts.load(path, layer, pool=pool, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
         topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
         memory = benchmark.read_bandwidth(pool.threads)
         benchmark.warm_up(experts, topk)

@@ -20,7 +20,10 @@ Examples:
 @click.command("eval", epilog=EPILOG)
 @click.argument("model", type=options.PathOrHubId())
 @click.option(
-    "--cpu-weights", type=options.FilePath(), default=None, help="What MODEL was converted into, for the CPU."
+    "--cpu-weights",
+    type=options.FilePath(),
+    default=None,
+    help="What MODEL was converted into for the CPU, or a checkpoint of the same model.",
 )
 @click.option(
     "--gpu-weights", type=options.FilePath(), default=None, help="What MODEL was converted into, for the GPU."

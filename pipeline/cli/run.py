@@ -17,7 +17,8 @@ Examples:
   ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
   ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
   ktconvert run /models/Qwen3-30B-A3B-W4A16 --cpu-weights /models/Qwen3-30B-A3B-INT8 --num-gpu-experts 32 --chat
-  ktconvert run examples/qwen3-moe-small --prompt "def add("                              as it is, for comparison
+  ktconvert run examples/qwen3-moe-small --prompt "def add("               its experts as they are stored
+  ktconvert run examples/qwen3-moe-small --prompt "def add(" --torch-experts               by transformers, to compare
 """
 
 
@@ -27,8 +28,9 @@ Examples:
     "--cpu-weights",
     type=options.FilePath(),
     default=None,
-    help="What MODEL was converted into; its experts are computed from it. [default: MODEL as it is]",
+    help="What MODEL was converted into, or a checkpoint; its experts are computed from it. [default: MODEL]",
 )
+@click.option("--torch-experts", is_flag=True, help="Leave the experts to transformers, for comparison.")
 @options.gpu_experts
 @click.option("--prompt", default=None, help="The text to continue, as it stands.")
 @click.option("--chat", is_flag=True, help="Talk with the model, line by line; Ctrl-D ends.")
@@ -44,14 +46,18 @@ Examples:
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
 def run(model: str, **params: Any) -> None:
-    """Let a model write, through transformers, with its routed experts computed from converted weights.
+    """Let a model write, through transformers, with its routed experts computed by ktconvert's runtime.
 
-    MODEL is a directory or a hub id (org/name), in BF16 or from `ktconvert gpu`. Text goes to stdout as it comes,
-    tokens per second to stderr.
+    MODEL is a directory or a hub id (org/name), in BF16, FP8 or from `ktconvert gpu`. Without --cpu-weights its experts
+    are computed as they are stored, where the runtime can (`transformers` does it otherwise, and a note says why). Text
+    goes to stdout as it comes, tokens per second to stderr.
     """
+    if params["torch_experts"] and params["cpu_weights"] is not None:
+        raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
     if params["chat"] == (params["prompt"] is not None):
         raise UsageError("give either --prompt TEXT or --chat")
     from ktconvert.pipeline.models import generate
+    from ktconvert.pipeline.tell.report import Reporter
 
     options.check_kernels("the command again")
     generate.require("run")
@@ -64,7 +70,11 @@ def run(model: str, **params: Any) -> None:
         "threads",
         "exact",
     )
-    loaded = generate.load(generate.Choice(model, **{name: params[name] for name in settings}))
+    choice = generate.Choice(model, **{name: params[name] for name in settings})
+    if params["torch_experts"] or params["cpu_weights"] is not None:
+        loaded = generate.load(choice)
+    else:
+        loaded = generate.load_as_stored(choice, Reporter().note)
 
     def write(inputs: Any) -> str:
         text, speed = generate.write(

@@ -11,6 +11,7 @@ from ktconvert.pipeline.cli import options
 EPILOG = """\b
 Examples:
   ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
+  ktconvert serve /models/Qwen3-30B-A3B-FP8                                          its experts as they are stored
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
 """
@@ -20,9 +21,9 @@ Examples:
 @click.argument("model", type=options.PathOrHubId())
 @click.option(
     "--cpu-weights",
-    required=True,
     type=options.FilePath(),
-    help="What MODEL was converted into; its experts are computed from it.",
+    default=None,
+    help="What MODEL was converted into, or a checkpoint; its experts are computed from it. [default: MODEL]",
 )
 @options.gpu_experts
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -31,9 +32,10 @@ Examples:
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
 def serve(model: str, **params: Any) -> None:
-    """Serve a model behind transformers' OpenAI-compatible server, its experts computed from converted weights.
+    """Serve a model behind transformers' OpenAI-compatible server, its experts computed by ktconvert's runtime.
 
-    MODEL is a directory or a hub id (org/name). The server answers for this model only; Ctrl-C ends it.
+    MODEL is a directory or a hub id (org/name). Without --cpu-weights its experts are computed as they are stored. The
+    server answers for this model only; Ctrl-C ends it.
     """
     from ktconvert.pipeline.models import generate
     from ktconvert.pipeline.models.server import listen
@@ -41,4 +43,5 @@ def serve(model: str, **params: Any) -> None:
     options.check_kernels("the command again")
     generate.require("serve")
     settings = ("cpu_weights", "gpu_experts_mask", "num_gpu_experts", "trust_remote_code", "threads", "exact")
-    listen(generate.Choice(model, **{name: params[name] for name in settings}), params["host"], params["port"])
+    choice = generate.Choice(model, **{name: params[name] for name in settings})
+    listen(generate.with_own_experts(choice), params["host"], params["port"])

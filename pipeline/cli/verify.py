@@ -28,6 +28,7 @@ Examples:
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel      which tensors differ?
   ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8              what it will be loaded as
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                                    does it compute here?
+  ktconvert verify /models/Qwen3-30B-A3B-FP8 --run                                     and a checkpoint as it is stored?
   ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B         does it predict the same?
 """
 
@@ -70,8 +71,8 @@ def verify(output: Path, **params: Any) -> None:
 
     With --against SOURCE every expert is quantized again and must give the same bytes, and the error is measured.
     With --against ANOTHER OUTPUT the tensors that differ are named. With --run one layer is computed, every expert of
-    it. An output for the GPU is also loaded by transformers, where it is installed: without weights, and whole with
-    --against SOURCE. Exit code 6 if anything is not as it should be.
+    it; OUTPUT may then be a checkpoint, too. An output for the GPU is also loaded by transformers, where it is
+    installed: without weights, and whole with --against SOURCE. Exit code 6 if anything is not as it should be.
     """
     from ktconvert.pipeline.models.evaluate import read_text
     from ktconvert.pipeline.tell.report import Reporter
@@ -94,6 +95,7 @@ def verify(output: Path, **params: Any) -> None:
         load=params["load"],
         text=None if params["text"] is None else read_text(params["text"]),
         threads=options.threads(params["cpuinfer_threads"], reporter),
+        run=params["run"],
     )
     report = verify_output(wish, reporter)
     if params["run"]:
@@ -114,29 +116,31 @@ def verify(output: Path, **params: Any) -> None:
 def run_check(report: Report, threads: int) -> Check:
     """Push a few tokens through the first layer: finite, and close to what the weights give in float.
 
-    Raises UnsupportedError for a method that this runtime cannot compute.
+    Raises UnsupportedError for a method that this runtime cannot compute, InputError for a damaged checkpoint.
     """
-    from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-    from ktconvert.native_quant.runtime import kt_methods, smoke
+    from ktconvert.layouts.errors import InputError, UnsupportedError
+    from ktconvert.native_quant.runtime import from_checkpoint, kt_methods, smoke
     from ktconvert.native_quant.runtime.pool import shared_pool
+    from ktconvert.native_quant.runtime.sources import kind_of
     from ktconvert.pipeline.cli.bench import experts_per_token
     from ktconvert.pipeline.verify.checks import AGAIN, Check
     from ktconvert.pipeline.verify.structure import weights_whole
 
     output, measure = report.output, report.measure
-    if not output.methods:
-        raise UsageError(f"{output.root} is a checkpoint, which transformers runs: leave out --run.")
-    if not weights_whole(output) or not measure.shapes:
+    kind = kind_of(output.root)
+    if output.methods and (not weights_whole(output) or not measure.shapes):
         return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
-    if measure.method != "unknown" and measure.method not in kt_methods.FORMATS:
+    if measure.method not in ("unknown", *kt_methods.FORMATS) and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be computed here; verify them without --run."
         )
-    layer = min(measure.shapes)
-    topk, _ = experts_per_token(output.config, layer, measure.shapes[layer][0])
+    layer = kind.layers_of(output.root)[0]
+    topk, _ = experts_per_token(output.config, layer, kind.shape_of(output.root, layer)[0])
     try:
         result = smoke.smoke(output.root, layer, topk, shared_pool(threads))
     except (InputError, UnsupportedError, VerificationError) as error:
+        if output.manifest is None and not output.methods:  # a checkpoint, of which there is no report of its damage
+            raise
         return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
     errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
     summary = (

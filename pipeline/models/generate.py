@@ -9,18 +9,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
-from ktconvert.native_quant.runtime.weights import layers_of
+from ktconvert.native_quant.runtime.sources import kind_of
 
 # extra -> the packages without which its commands cannot start
 NEEDS = {
@@ -58,7 +59,7 @@ class Choice:
     """Which model, and who computes its experts.
 
     model        a directory or a hub id
-    cpu_weights  what the model was converted into; None: the experts stay in the model
+    cpu_weights  what the model was converted into, or a checkpoint; None: the experts stay in the model
     threads      None: the physical cores that this process may use
     gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: experts that come from the model nevertheless
     """
@@ -112,7 +113,8 @@ class Choice:
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:
-            layers_of(self.cpu_weights.expanduser())  # a wrong directory is reported at once
+            weights = self.cpu_weights.expanduser()
+            kind_of(weights).require_computable(weights)  # reported at once
 
     def device(self) -> str:
         """Where all that is no expert lies: beside the hot experts, for they wait for each other."""
@@ -203,7 +205,7 @@ def prepare(choice: Choice) -> Any:
                 f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
             )
         return config
-    if own and (method != METHOD or own.get("format") != FORMAT):
+    if method == METHOD and own.get("format") != FORMAT:
         raise UnsupportedError(
             f"{choice.model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can "
             f"be combined with others; give what `ktconvert dequantize {choice.model} BF16` writes, with the same "
@@ -212,6 +214,30 @@ def prepare(choice: Choice) -> Any:
     for part in quantized:  # transformers takes one quantization per model, and the config's before an argument
         vars(part).pop("quantization_config", None)
     return config
+
+
+def with_own_experts(choice: Choice) -> Choice:
+    """The choice with the model's own experts as its CPU weights; one that was converted stays as it is.
+
+    Raises UnsupportedError where the runtime cannot compute them as they are stored, and what Choice.check raises.
+    """
+    choice.check()
+    if is_output(Path(choice.model)) or choice.cpu_weights is not None:
+        return choice
+    root = hub.resolve(choice.model, choice.revision)
+    kind_of(root).require_computable(root)
+    return replace(choice, cpu_weights=root)
+
+
+def load_as_stored(choice: Choice, note: Callable[[str], None]) -> tuple[Any, Any]:
+    """The model and its tokenizer, its experts computed as they are stored; by transformers where the runtime cannot,
+    and then note(why).
+    """
+    try:
+        return load(with_own_experts(choice))
+    except UnsupportedError as error:
+        note(f"transformers computes the experts, since: {error}")
+    return load(choice)
 
 
 def load(choice: Choice) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.runtime import from_checkpoint
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
@@ -50,6 +51,7 @@ class Wish:
     load          whether transformers is to load an output for the GPU: its names, and against its source its
                   predictions
     text          what source and output then read; None: our own
+    run           whether the experts will be computed, so that the output may be a checkpoint
     """
 
     output: Path
@@ -62,6 +64,7 @@ class Wish:
     load: bool = True
     text: str | None = None
     threads: int = 1
+    run: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     require_finished(wish.output)
     if is_decoded(wish.output):
         return _verify_decoded(wish, reporter)
+    if wish.run and not is_output(wish.output) and from_checkpoint.is_checkpoint(wish.output):
+        return _open_checkpoint(wish)
     output = open_output(wish.output)
     if output.whole and wish.numa is not None:
         raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
@@ -179,6 +184,18 @@ def _verify_decoded(wish: Wish, reporter: Reporter) -> Report:
             source.close()
     notes = [note for check in checks for note in check.notes] + notes
     return Report(output, MEASURE, tuple(checks), tuple(notes), against=wish.against)
+
+
+def _open_checkpoint(wish: Wish) -> Report:
+    """A checkpoint whose experts are to be computed as they are stored: what its headers tell."""
+    if wish.numa is not None or wish.method is not None or wish.against is not None:
+        raise UsageError(f"{wish.output} is a checkpoint: leave out --numa, --quant-method and --against.")
+    root = wish.output
+    from_checkpoint.require_computable(root)
+    shapes = {layer: from_checkpoint.shape_of(root, layer) for layer in from_checkpoint.layers_of(root)}
+    measured = Measure(from_checkpoint.method_of(root, min(shapes)), None, 1, False, shapes)
+    result = f"{len(shapes)} layers with all their experts, none of another size"
+    return Report(open_decoded(root), measured, (Check("tensors", result),))
 
 
 def _load(

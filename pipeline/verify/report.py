@@ -16,6 +16,7 @@ from ktconvert.pipeline.verify.checks import worst
 from ktconvert.pipeline.verify.output import Report
 from ktconvert.pipeline.verify.structure import sizes_of
 
+CHECKPOINT = "checkpoint"  # as it was released
 SHOWN = 10  # problems printed per check; --json has them all
 
 
@@ -23,6 +24,7 @@ FORMS = {
     "merged": "{shards} safetensors shards",
     "loose": "loose .kt folders",
     "pack-quantized": "a whole model for the GPU, pack-quantized, in {shards} safetensors shards",
+    CHECKPOINT: "a checkpoint, in {shards} safetensors shards",
     decoded.ARRANGEMENT: "a whole checkpoint, not quantized, in {shards} safetensors shards",
 }
 
@@ -54,7 +56,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
 
 def _arrangement(output: Output) -> str:
     if output.loose or not output.methods:
-        return "loose" if output.loose else decoded.ARRANGEMENT
+        return "loose" if output.loose else decoded.ARRANGEMENT if output.manifest else CHECKPOINT
     return forms_of_names(output)[0].arrangement
 
 
@@ -73,13 +75,15 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         ("method", document["method"]),
         *([("scales", document["scale"])] if "scale" in document else []),
-        *([("NUMA parts", _text(document["numa"]))] if document["form"] != "pack-quantized" else []),
+        *([("NUMA parts", _text(document["numa"]))] if document["form"] in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
         ("experts", _text(document["experts"])),
         ("hidden size", _text(document["hidden"] or "unknown")),
         ("expert width", _text(document["intermediate"] or "unknown")),
-        ("weights", f"{size(document['expert_bytes'])} in {document['tensors']} tensors"),
     ]
+    if document["form"] == CHECKPOINT:
+        return [*rows, ("weights", f"{size(document['other_bytes'])} in {document['other_tensors']} tensors")]
+    rows.append(("weights", f"{size(document['expert_bytes'])} in {document['tensors']} tensors"))
     if document["backward"]:
         rows.append(("backward", "yes"))
     if document["other_tensors"]:

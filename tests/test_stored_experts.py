@@ -1,0 +1,330 @@
+"""Commands and transformers with the experts of a checkpoint as they are stored: the same model as their decoded numbers
+give, or one sentence before anything is computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.native_quant.runtime import smoke
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.pipeline.cli.bench import bench
+from ktconvert.pipeline.cli.eval import eval as evaluate
+from ktconvert.pipeline.cli.run import run
+from ktconvert.pipeline.cli.verify import verify
+from rig import families, native, stored
+from rig.safetensors import Tensor, Tensors, edit_file
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ktconvert.native_quant import KTConvertConfig  # noqa: E402
+from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts  # noqa: E402
+
+METHODS = ("BF16", "FP8", "MXFP4")
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+    """The bundled model, stored in each way."""
+    root = tmp_path_factory.mktemp("models")
+    return {method: stored.model(example, root / method, method) for method in METHODS}
+
+
+def call(command: Any, *arguments: object) -> Result:
+    """The command in this process, which has imported transformers already."""
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def loaded(model: Path, **settings: Any) -> Any:
+    """The model with the experts of a checkpoint; its own quantization gives way to ours."""
+    config = transformers.AutoConfig.from_pretrained(model)
+    vars(config).pop("quantization_config", None)
+    ours, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, config=config, quantization_config=KTConvertConfig(**settings), output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return ours
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(torch.arange(3, 40)[None]).logits.float()[0]
+
+
+def distance(got: Any, want: Any) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+# ---- what is computed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_with_its_own_experts(method: str, models: dict[str, Path], example: Path) -> None:
+    """Near what transformers computes with the same numbers: in FP8 it dequantizes them, of MXFP4 it has BF16 only."""
+    own = loaded(models[method], threads=2)
+    modules = [module for module in own.modules() if isinstance(module, RoutedExperts)]
+    assert [module.experts.method for module in modules] == [method] * 2
+    named = loaded(models["BF16"], cpu_weights=models[method])
+    if method != "FP8":  # whose other weights are in FP8, too
+        assert torch.equal(logits(own), logits(named))
+    theirs = logits(transformers.AutoModelForCausalLM.from_pretrained(models["BF16" if method == "MXFP4" else method]))
+    assert distance(logits(own), theirs) < (0.15 if method == "MXFP4" else 0.02)
+
+
+some = pytest.mark.parametrize("method", ["FP8", *(pytest.param(m, marks=pytest.mark.long) for m in ("BF16", "MXFP4"))])
+
+
+@some
+def test_run_needs_the_model_alone(method: str, models: dict[str, Path]) -> None:
+    options = ("--prompt", "def add(", "--max-new-tokens", 6, "--threads", 1)
+    done = call(run, models[method], *options)
+    assert done.exit_code == 0 and "note" not in done.stderr, done.exception
+    named = call(run, models["BF16"], "--cpu-weights", models[method], *options)
+    by_torch = call(run, models["BF16"], "--torch-experts", *options)
+    assert done.stdout == named.stdout == by_torch.stdout
+
+
+def test_what_the_runtime_cannot_compute_is_left_to_transformers(example: Path, tmp_path: Path) -> None:
+    """run says so; --cpu-weights and verify refuse it."""
+    model = stored.model(example, tmp_path / "gelu", "BF16")
+    stored.configure(model, hidden_act="gelu")
+    options = ("--prompt", "def add(", "--max-new-tokens", 4)
+    done, by_torch = call(run, model, *options), call(run, model, *options, "--torch-experts")
+    assert (done.exit_code, done.stdout) == (0, by_torch.stdout), done.exception
+    assert re.search(r"note: transformers computes the experts, since: .*layer 0 compute gelu", done.stderr)
+    refused = call(run, model, *options, "--cpu-weights", model).exception
+    assert isinstance(refused, UnsupportedError) and "layer 0 compute gelu" in str(refused)
+    both = call(run, model, *options, "--cpu-weights", model, "--torch-experts").exception
+    assert isinstance(both, UsageError) and "leave out --cpu-weights" in str(both)
+
+
+def test_eval_gives_the_divergence_of_stored_experts(models: dict[str, Path], example: Path) -> None:
+    text = ("--text", example.parent / "heldout.txt", "--window", 64, "--max-windows", 2, "--json")
+    means = {}
+    for method in METHODS:
+        done = call(evaluate, models["BF16"], "--cpu-weights", models[method], *text)
+        document = json.loads(done.stdout)
+        assert document["method"] == method
+        means[method] = document["kl"]["mean"]
+    assert 0 < means["BF16"] < means["FP8"] < means["MXFP4"] < 0.02
+    done = call(evaluate, models["FP8"], "--cpu-weights", models["FP8"], *text)  # its other weights are dequantized
+    assert json.loads(done.stdout)["kl"]["mean"] < 0.001
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_verify_computes_a_layer(method: str, models: dict[str, Path]) -> None:
+    done = call(verify, models[method], "--run", "--json")
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["ok"], report["form"]) == (0, True, "checkpoint")
+    assert (report["method"], report["layers"], report["experts"], report["hidden"]) == (method, [0, 1], 8, 256)
+    check = next(check for check in report["checks"] if check["name"] == "run")
+    assert "layer 0, 8 experts, 24 tokens: finite" in check["result"]
+    lines = call(verify, models[method], "--run").stdout.splitlines()
+    assert "form          a checkpoint, in 1 safetensors shards" in lines and lines[-1] == "verified"
+    refused = call(verify, models[method], "--run", "--numa", 2).exception
+    assert isinstance(refused, UsageError) and "leave out --numa" in str(refused)
+
+
+def test_a_runtime_that_computes_wrong_is_found(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Experts.forward
+
+    def broken(self: Experts, hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
+        return forward(self, hidden, np.ascontiguousarray(np.where(ids == 4, 1, ids)), weights, **rest)
+
+    monkeypatch.setattr(Experts, "forward", broken)
+    problems = smoke.smoke(models["FP8"], 0, 3, shared_pool(1)).problems
+    assert any("expert 4" in problem for problem in problems), problems
+
+
+@some
+def test_bench(method: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktconvert.native_quant.runtime import benchmark
+
+    for name, value in (("SECONDS", 0), ("CACHES", 0), ("SLICE", 1 << 20)):
+        monkeypatch.setattr(benchmark, name, value)
+    report = json.loads(call(bench, models[method], "--json", "--tokens", 4, "--layer", 1).stdout)
+    assert (report["method"], report["layer"], report["layers"]) == (method, 1, [0, 1])
+    assert (report["experts"], report["experts_per_token"]) == (8, 2)
+
+
+def test_layouts_of_kt_kernel_are_checkpoints(models: dict[str, Path], tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """`ktconvert cpu --layout kt` writes experts alone: with another model, and in verify with all its other checks."""
+    out = tmp_path / "out"
+    cli("cpu", "-i", models["BF16"], "-o", out, "--layout", "kt", "--quant-method", "fp8")
+    ours, same = (loaded(models["BF16"], cpu_weights=path) for path in (out, models["FP8"]))
+    assert torch.equal(logits(ours), logits(same))
+    report = json.loads(call(verify, out, "--run", "--json").stdout)
+    assert report["ok"] and {"hashes", "run"} <= {check["name"] for check in report["checks"]}
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def cut_short(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4096])
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda model: edit_file(model / "model.safetensors", lambda tensors: tensors.pop(name))
+
+
+def with_nan(name: str) -> Callable[[Path], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name] = tensors[name]._replace(data=b"\x00\x00\xc0\x7f" + tensors[name].data[4:])
+
+    return lambda model: edit_file(model / "model.safetensors", change)
+
+
+def with_dtype(dtype: str, name: str) -> Callable[[Path], None]:
+    def change(tensors: Tensors) -> None:
+        size = len(tensors[name].data) // (2 if dtype == "I8" else 1)
+        tensors[name] = Tensor(dtype, tensors[name].shape, tensors[name].data[:size])
+
+    return lambda model: edit_file(model / "model.safetensors", change)
+
+
+FAULTS: list[tuple[str, Callable[[Path], None], type[KtconvertError], str]] = [
+    ("BF16", cut_short, InputError, r"model\.safetensors: .*(cut short|shorter)"),
+    ("BF16", without(GATE), InputError, rf"tensor '{re.escape(GATE)}' is missing, though layer 1 has other"),
+    ("BF16", with_dtype("I8", GATE), InputError, rf"tensor '{re.escape(GATE)}' is I8, and its scales .* are missing"),
+    ("BF16", with_dtype("F16", GATE), UnsupportedError, "layer 1 are BF16 and FP16, which no method of this runtime"),
+    ("FP8", with_nan(f"{GATE}_scale_inv"), InputError, rf"'{re.escape(GATE)}_scale_inv': scale \[0, 0\] is nan"),
+]
+
+
+@pytest.mark.parametrize(("method", "break_", "kind", "why"), FAULTS, ids=["cut", "missing", "dtype", "two", "nan"])
+def test_damage_is_one_sentence(
+    method: str,
+    break_: Callable[[Path], None],
+    kind: type[KtconvertError],
+    why: str,
+    models: dict[str, Path],
+    example: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By each command, and nothing is computed."""
+    model = stored.model(example, tmp_path / "model", method)
+    break_(model)
+    monkeypatch.setattr(Experts, "forward", None)
+    prompt, text = ("--prompt", "x"), ("--text", example.parent / "heldout.txt")
+    commands: list[tuple[Any, ...]] = [
+        (run, models["BF16"], "--cpu-weights", model, *prompt),
+        (evaluate, models["BF16"], "--cpu-weights", model, *text),
+        (bench, model, "--layer", 1),
+        (verify, model, "--run"),
+    ]
+    if kind is InputError:  # else transformers is asked what it can do with it
+        commands.append((run, model, *prompt))
+    for command, *options in commands:
+        if command is verify and method == "FP8":
+            continue  # layer 0 is sound
+        error = call(command, *options).exception
+        assert isinstance(error, kind), (command.name, error)
+        assert re.search(why, str(error)) and "\n" not in str(error) and str(model) in str(error)
+
+
+def test_a_damaged_scale_in_the_layer_that_verify_computes(example: Path, tmp_path: Path) -> None:
+    model = stored.model(example, tmp_path / "model", "FP8")
+    with_nan(GATE.replace("layers.1", "layers.0") + "_scale_inv")(model)
+    error = call(verify, model, "--run").exception
+    assert isinstance(error, InputError) and "scale [0, 0] is nan; download it again" in str(error)
+
+
+def test_exit_codes(example: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """In processes of their own; serve before it listens."""
+    model = stored.model(example, tmp_path / "model", "BF16")
+    without(GATE)(model)
+    assert f"tensor '{GATE}' is missing" in cli("bench", model, code=5).stderr.splitlines()[-1]
+    gelu = stored.model(example, tmp_path / "gelu", "BF16")
+    stored.configure(gelu, hidden_act="gelu")
+    assert "layer 0 compute gelu" in cli("serve", gelu, "--port", 9, code=3).stderr
+
+
+def test_a_model_that_transformers_cannot_dequantize(models: dict[str, Path], example: Path, tmp_path: Path) -> None:
+    """Codes are never taken for numbers."""
+    model = stored.model(example, tmp_path / "model", "FP8")
+    stored.configure(model, quantization_config={"quant_method": "other"})
+    name = "model.layers.0.self_attn.k_proj.weight"
+    error = call(run, models["BF16"], "--cpu-weights", model, "--prompt", "x", "--max-new-tokens", 1)
+    assert error.exit_code == 0, error.exception
+    with pytest.raises(UnsupportedError, match=rf"{re.escape(name)} is quantized itself \(other\).*dequantize {model}"):
+        loaded(model)
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+V4 = {"model_type": "deepseek_v4", "n_routed_experts": 2, "hidden_size": 256, "moe_intermediate_size": 256}
+
+
+def limited(folder: Path, layers: int = 1, **config: Any) -> Path:
+    """DeepSeek-V4's experts in MXFP4, the same in each layer."""
+    layer = native.read("MXFP4_v4")
+    tensors = {
+        name.replace("layers.0", f"layers.{number}"): tensor
+        for number in range(layers)
+        for name, tensor in layer.tensors.items()
+    }
+    return layer.write(folder, tensors, **V4, num_experts_per_tok=2, num_hidden_layers=layers, **config)
+
+
+def test_limits_may_differ_from_layer_to_layer(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """From the checkpoint and from what it is converted into; as Step-3.5 lists them, 0 for none."""
+    model, limits = limited(tmp_path / "in", layers=3, swiglu_limits=[0.25, 0, 0.5]), (0.25, 0.0, 0.5)
+    cli("cpu", "-i", model, "-o", tmp_path / "numa", "--quant-method", "mxfp4", "--threadpool-count", 2)
+    cli("cpu", "-i", model, "-o", tmp_path / "kt", "--quant-method", "mxfp4", "--layout", "kt")
+    layer = native.read("MXFP4_v4")
+    outs: list[list[Any]] = []
+    for path in (model, tmp_path / "numa", tmp_path / "kt"):
+        assert tuple(kind_of(path).swiglu_of(path, n).limit for n in range(3)) == limits
+        experts = [Experts.load(path, n, parts=2, swiglu_limit=limit) for n, limit in enumerate(limits)]
+        outs.append([one.forward(layer.hidden, layer.ids, layer.weights) for one in experts])
+        for n in range(3):
+            assert not smoke.smoke(path, n, 2, shared_pool(2)).problems
+            with pytest.raises(UnsupportedError, match="swiglu_limit"):
+                Experts.load(path, n, parts=2, swiglu_limit=0.125)
+        with pytest.raises(UnsupportedError, match="swiglu_limit"):
+            Experts.load(path, 1, swiglu_limit=0.25)
+    np.testing.assert_array_equal(outs[0], outs[1])
+    np.testing.assert_array_equal(outs[0], outs[2])
+    assert (outs[0][0] != outs[0][1]).any() and (outs[0][1] != outs[0][2]).any()
+
+
+@pytest.mark.parametrize("limit", ["7", -1, [1, "x"], float("nan"), True, {"a": 1}])
+def test_a_limit_that_is_no_number(limit: Any, tmp_path: Path) -> None:
+    model = limited(tmp_path / "in", layers=2, swiglu_limit=limit)
+    with pytest.raises(InputError, match="swiglu_limit must be a number from 0 on for layer 1, not"):
+        kind_of(model).swiglu_of(model, 1)
+
+
+def limited_experts(family: str, **config: Any) -> Any:
+    """A tiny model of transformers, whose experts are limited."""
+    with torch.device("meta"):
+        sizes = {**families.COMMON, **families.WIDTHS, "head_dim": 32, **config}
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **sizes))
+
+
+def test_experts_with_a_limit_take_the_place_of_the_same(tmp_path: Path) -> None:
+    from ktconvert.native_quant.runtime.kt_methods import Swiglu
+
+    model = limited_experts("deepseek_v4", swiglu_limit=7.0, num_local_experts=8)
+    assert [place.layer for place in find_experts(model, lambda layer: Swiglu(7.0))] == [0, 1]
+    for other in (Swiglu(), Swiglu(6.5), Swiglu(7.0, 1.702)):
+        with pytest.raises(UnsupportedError, match=r"DeepseekV4Experts\) has another activation, and these experts"):
+            find_experts(model, lambda layer, other=other: other)
+    mixed = {0: Swiglu(7.0), 1: Swiglu(10.0)}
+    with pytest.raises(UnsupportedError, match=r"layers\.1\..* silu\(gate\) \* up with swiglu_limit=10 with"):
+        find_experts(model, mixed.__getitem__)
