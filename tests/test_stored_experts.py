@@ -265,6 +265,19 @@ def test_a_model_that_transformers_cannot_dequantize(models: dict[str, Path], ex
         loaded(model)
 
 
+def test_gguf_is_one_sentence(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for place in (tmp_path, tmp_path / "model.gguf"):
+        for command, *options in (
+            (run, models["BF16"], "--cpu-weights", place, "--prompt", "x"),
+            (bench, place),
+        ):
+            error = call(command, *options).exception
+            assert isinstance(error, UnsupportedError), error
+            assert str(error).startswith(f"{place}: holds experts as GGUF (kt-kernel's method LLAMAFILE), which no")
+            assert "`ktconvert cpu`" in str(error)
+
+
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 V4 = {"model_type": "deepseek_v4", "n_routed_experts": 2, "hidden_size": 256, "moe_intermediate_size": 256}

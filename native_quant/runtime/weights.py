@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.legal import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
-from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.strip_form import StripForm
@@ -254,6 +254,11 @@ def _opened_at(path: Path, mtime_ns: int) -> _Opened:
 
 def _opened(path: Path) -> _Opened:
     """An output, read again only if the directory changes."""
+    if path.suffix == ".gguf" or (path.is_dir() and not is_output(path) and any(path.glob("*.gguf"))):
+        raise UnsupportedError(
+            f"{path}: holds experts as GGUF (kt-kernel's method LLAMAFILE), which no method of this runtime computes; "
+            "convert the model with `ktconvert cpu`."
+        )
     if not path.is_dir():
         raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
     return _opened_at(path.resolve(), path.stat().st_mtime_ns)
