@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_golden import GOLDEN, parts, same
-from test_kernels import ugly
+from test_kernels import KINDS, source, transposed, ugly
+from test_kernels import Matrix as of_kind
 
 from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8
 from ktconvert.native_quant import kernels
@@ -182,6 +183,21 @@ def test_no_output_holds_the_code_that_has_no_negative(seed: int, bits: int, kin
         assert np.isfinite(form.unpack((weight, scale), n, k)).all()
         assert not ((scales < reference.SMALLEST_NORMAL) & (scales != 0)).any()
         assert not codes[scales == 0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_encodings_are_decoded_some_rows_at_a_time(bits: int, kind: str) -> None:
+    """Also where columns are contiguous: as for the matrices of fine-tuning."""
+    form, n, k = FORMS[bits], 384, 128
+    for turn in (np.asarray, transposed):
+        values, about = source(kind, n, k, block=(48, 80))
+        matrix = of_kind(turn(values), kind, **about)
+        codes, scale = scale_search.search(bits, reference.decode(matrix))
+        weight, scales = (np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k))
+        quantize(form, MSE, matrix, (weight, scales))
+        same("weight", weight, reference.pack(bits, codes))
+        same("scale", scales.view(np.float32), scale)
 
 
 def test_zeros_and_subnormals_become_what_absmax_makes_of_them() -> None:

@@ -337,7 +337,7 @@ def test_a_damaged_manifest(text: str, copy: Callable[[str], Path]) -> None:
     assert "manifest" in refused(output)[1]
 
 
-def test_types_of_a_manifest_are_not_trusted(copy: Callable[[str], Path]) -> None:
+def test_types_of_a_manifest_are_not_trusted(copy: Callable[[str], Path], example: Path) -> None:
     output = copy("int4-merged")
     path = output / manifest.NAME
     good = json.loads(path.read_bytes())
@@ -345,11 +345,14 @@ def test_types_of_a_manifest_are_not_trusted(copy: Callable[[str], Path]) -> Non
         ("model", "numa", "2"),
         ("model", "layers", ["0"]),
         ("model", "experts", None),
+        ("model", "scale", ["mse"]),
+        ("model", "scale", 5),
+        ("model", "quant_method", ["RTN"]),
         ("tool", "version", 1),
     ]:
         document = json.loads(path.read_bytes()) | {part: good[part] | {name: value}}
         path.write_text(json.dumps(document))
-        run(output)  # whatever the damage, no traceback
+        run(output, "--against", example)  # whatever the damage, no traceback
         path.write_text(json.dumps(good))
 
 

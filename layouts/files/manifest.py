@@ -32,6 +32,8 @@ MANIFEST = {
         "layers?": LAYERS,
         "kept_layers?": LAYERS,
         "numa?": PARTS,
+        "quant_method?": str,
+        "scale?": str,
         "resplit_from?": [PARTS],
         "experts?": (EXPERTS, [EXPERTS], str),
         "hidden?": SIZES,
