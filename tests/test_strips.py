@@ -22,7 +22,7 @@ from ktconvert.native_quant import kernels, kernels_strips
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
 from ktconvert.quantizers import strips
 from ktconvert.quantizers.reference import decode
-from rig import conversion
+from rig import conversion, killpoint
 
 SIZES = st.sampled_from((32, 64, 96, 160))
 
@@ -115,6 +115,16 @@ def test_refusals(output: tuple[Path, Path, int], tmp_path: Path) -> None:
         assert done.returncode == 2 and text in done.stderr
     done = ktconvert("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", "bf16", "--threadpool-count", 4)
     assert done.returncode == 3 and "is not a multiple of 32" in done.stderr
+
+
+def test_killed_and_resumed_to_the_same_bytes(output: tuple[Path, Path, int], tmp_path: Path) -> None:
+    source, out, parts = output
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+    options = ("--quant-method", "bf16", "--threadpool-count", str(parts), "-q")
+    command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(tmp_path / "out"), *options]
+    assert killpoint.run(command, tmp_path / "out", 40, shim, log).returncode == killpoint.KILLED
+    assert killpoint.run(command, tmp_path / "out", 0, shim, log).returncode == 0
+    assert conversion.tree(tmp_path / "out") == conversion.tree(out)
 
 
 def test_damage_is_found(output: tuple[Path, Path, int]) -> None:
