@@ -56,7 +56,8 @@ def quantize(bf16: U16) -> tuple[U8, U8]:
 def dequantize(codes: U8, exponents: U8) -> F32:
     """float32 [n, k], exact."""
     n, groups = exponents.shape
-    values: F32 = E2M1.take(codes).reshape(n, groups, GROUP) * e8m0(exponents)[:, :, None]
+    values: F32 = E2M1.take(codes).reshape(n, groups, GROUP)
+    values *= e8m0(exponents)[:, :, None]
     return values.reshape(n, groups * GROUP)
 
 

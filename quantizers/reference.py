@@ -29,7 +29,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 def bf16_to_f32(bits: U16) -> F32:
     """BF16 is the upper half of a float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 def f32_to_bf16(x: F32) -> U16:

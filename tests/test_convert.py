@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 
+from ktconvert.layouts.files.shards import index_json
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
 from rig.safetensors import bits_of, data_start, read_file, read_folder
@@ -76,6 +79,34 @@ def test_every_instruction_set_and_thread_count_gives_the_same_output(
         cli("cpu", "-i", example, "-o", out, "--cpuinfer-threads", threads, env={"KTCONVERT_ISA": isa})
         trees.append(read_tree(out))
     assert all(t == trees[0] for t in trees)
+
+
+@pytest.mark.parametrize("batch", [1, 20_000])
+def test_output_does_not_depend_on_how_much_a_thread_makes_at_a_time(
+    batch: int, tmp_path: Path, cli: Any, example: Path, read_tree: Any
+) -> None:
+    command = ["cpu", "-i", example, "--quant-method", "int8", "--threadpool-count", "2", "-o"]
+    cli(*command, tmp_path / "default")
+    code = """
+import sys
+from ktconvert.pipeline import cli
+from ktconvert.pipeline.stages import expert_files
+expert_files.BATCH = int(sys.argv.pop(1))
+cli.main()
+"""
+    subprocess.run([sys.executable, "-c", code, str(batch), *map(str, command), str(tmp_path / "out")], check=True)
+    assert read_tree(tmp_path / "out") == read_tree(tmp_path / "default")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=5), st.lists(st.text(max_size=5)), st.integers(0, 1 << 50)), max_size=3))
+def test_the_index_is_indented_as_python_does_it(shards: list[tuple[str, list[str], int]]) -> None:
+    shard_of = {key: name for name, keys, _ in shards for key in keys}
+    document = {
+        "metadata": {"total_size": sum(nbytes for *_, nbytes in shards)},
+        "weight_map": dict(sorted(shard_of.items())),
+    }
+    assert index_json(shards) == (json.dumps(document, indent=2) + "\n").encode()
 
 
 def test_output_does_not_depend_on_where_and_when(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:

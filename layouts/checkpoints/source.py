@@ -131,13 +131,16 @@ class TensorSource:
 
     def release(self, info: TensorInfo) -> None:
         """Returns the tensor's pages to the system; a later access reads them again from the file."""
-        self._advise(info.shard, info.start, info.nbytes, mmap.MADV_DONTNEED)
+        # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
+        first = info.start - info.start % mmap.PAGESIZE
+        if info.nbytes and self.shards[info.shard].path in self._maps:
+            self._map(info.shard).madvise(mmap.MADV_DONTNEED, first, info.start + info.nbytes - first)
 
     def prefetch(self, info: TensorInfo) -> None:
         """Asks the system to start reading the tensor's pages."""
-        for start in range(info.start, info.start + info.nbytes, READ_AHEAD_PIECE):
-            length = min(READ_AHEAD_PIECE, info.start + info.nbytes - start)
-            self._advise(info.shard, start, length, mmap.MADV_WILLNEED)
+        mapped, stop = self._map(info.shard), info.start + info.nbytes
+        for start in range(info.start - info.start % mmap.PAGESIZE, stop, READ_AHEAD_PIECE):
+            mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD_PIECE, stop - start))
 
     def companions(self) -> list[str]:
         """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
@@ -172,12 +175,6 @@ class TensorSource:
     def _map(self, index: int) -> mmap.mmap:
         shard = self.shards[index]
         return self._maps.map(shard.path, shard.size)
-
-    def _advise(self, shard: int, start: int, nbytes: int, advice: int) -> None:
-        # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
-        first = start - start % mmap.PAGESIZE
-        if nbytes and (advice != mmap.MADV_DONTNEED or self.shards[shard].path in self._maps):
-            self._map(shard).madvise(advice, first, start + nbytes - first)
 
 
 def open_checkpoint(where: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
 
 SUFFIXES = ("codes", "scales")
-PIECE = 1 << 16  # codes that are looked at at a time
+PIECE = 1 << 12  # codes that are looked at at a time
 
 
 def numa_names(facts: Mapping[str, Any]) -> KtNames:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.shards import ALIGNMENT, Entry, ShardPlan, plan_shard
+from ktconvert.layouts.files.shards import ALIGNMENT, Entry, ShardPlan, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS, Form, loose
 from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import Bytes
@@ -19,8 +20,20 @@ from ktconvert.pipeline.stages.expert_stream import items
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 
+# First tensors of a shard that a thread makes and writes at a time, in bytes: handing small ones over one by one would
+# take longer than packing them.
+BATCH = 2 << 20
+
 Item = tuple[int, str]  # expert, projection
 Packed = list[Bytes]  # the tensors of one part, in the form's order
+
+
+class Batch(NamedTuple):
+    """Items whose first tensors lie side by side in a shard, `offset` bytes after its header."""
+
+    items: tuple[Item, ...]
+    offset: int
+    nbytes: int
 
 
 class Experts(Protocol):
@@ -94,28 +107,27 @@ def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     """One safetensors shard: header, all first tensors straight from the packing threads, then the others."""
     work = unit.work
     plan = plan_parts(work.form, work.names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
-    todo = list(items(work.start, work.stop))
-    sizes = {item: _first_bytes(work, item) for item in todo}
-    offsets: dict[Item, int] = {}
-    at = len(plan.header)
-    for item in todo:
-        offsets[item] = at
-        at += sizes[item]
+    sizes = _first_bytes(work)
     in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
     others: list[Packed] = []
     with publish.DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
-        def make(item: Item, place: Bytes) -> list[tuple[Part, Packed]]:
-            packed = _checked(work, item, place, context)
+        def make(batch: Batch, place: Bytes) -> list[tuple[Part, Packed]]:
+            packed, at = [], 0
+            for expert, projection in batch.items:
+                packed += _checked(work, (expert, projection), place[at:], context)
+                at += sizes[projection]
             if in_pages:
-                file.write_at(offsets[item], place[: sizes[item]])
+                file.write_at(len(plan.header) + batch.offset, place[: batch.nbytes])
             return packed
 
-        for item, place, packed in in_order(context.pool, work.coming(), _places(work, context), make):
-            (file.skip if in_pages else file.append)(place[: sizes[item]])
+        places = _places(context, batch_bytes(sizes.values(), work.stop - work.start))
+        for batch, place, packed in in_order(context.pool, _batches(work, sizes), places, make):
+            (file.skip if in_pages else file.append)(place[: batch.nbytes])
             others += [tensors[1:] for _, tensors in packed]
-            work.made(item, context.reporter)
+            for item in batch.items:
+                work.made(item, context.reporter)
         append_others(file, others)
         digest = file.close()
     return Result((Written("", plan.size, digest),), len(plan.entries), work.figures())
@@ -134,7 +146,8 @@ def write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
         ]
 
     files: list[Written] = []
-    for item, _, written in in_order(context.pool, work.coming(), _places(work, context), make):
+    places = _places(context, max(_first_bytes(work).values()))
+    for item, _, written in in_order(context.pool, work.coming(), places, make):
         files += written
         work.made(item, context.reporter)
     publish.sync_tree(partial)
@@ -166,11 +179,29 @@ def _checked(work: Experts, item: Item, place: Bytes, context: Context) -> list[
     return packed
 
 
-def _first_bytes(work: Experts, item: Item) -> int:
-    return sum(work.form.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(*item))
+def _first_bytes(work: Experts) -> dict[str, int]:
+    """Bytes of the first tensors of all parts of a projection."""
+    return {
+        projection: sum(work.form.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(0, projection))
+        for projection in PROJECTIONS
+    }
 
 
-def _places(work: Experts, context: Context) -> list[Bytes]:
-    """Page-aligned buffers, each for the first tensors of one item."""
-    size = max(_first_bytes(work, (0, projection)) for projection in PROJECTIONS)
+def _batches(work: Experts, sizes: Mapping[str, int]) -> Iterator[Batch]:
+    """The items in file order, as many at a time as fit into BATCH, or one."""
+    coming, offset = work.coming(), 0
+    nbytes = [sizes[projection] for _, projection in items(work.start, work.stop)]
+    for start, stop in group_by_limit(nbytes, BATCH):
+        batch = Batch(tuple(islice(coming, stop - start)), offset, sum(nbytes[start:stop]))
+        offset += batch.nbytes
+        yield batch
+
+
+def batch_bytes(sizes: Collection[int], experts: int) -> int:
+    """The most that a batch holds, if the projections of each of so many experts have first tensors of these sizes."""
+    return max(*sizes, min(BATCH, sum(sizes) * experts))
+
+
+def _places(context: Context, size: int) -> list[Bytes]:
+    """Page-aligned buffers of so many bytes, as many as there are items or batches under way."""
     return [publish.aligned_buffer(size) for _ in range(context.window)]

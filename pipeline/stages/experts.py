@@ -18,7 +18,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.loop import LANES
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages.expert_files import Item, Packed, room, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Choice
@@ -77,7 +77,11 @@ class ExpertsWork:
         return packed
 
     def error(self, expert: int, projection: str) -> dict[str, float]:
-        """Quantize one projection again and compare with the source, as error_figures says."""
+        """Quantize one projection again and compare with the source, as error_figures says; what stays as it is, is
+        equal.
+        """
+        if self.form.exact(self.model):
+            return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
         linear = self.model.linear(self.grid.layer, expert, projection)
         sums = np.zeros(4)
         for part, packed in self.make((expert, projection)):
@@ -181,18 +185,19 @@ def _chosen(choice: Choice) -> tuple[tuple[str, object], ...]:
 
 
 def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
-    """Bytes for so many projections under way, and for what waits for its place in the shards in flight; the source is
-    only mapped.
+    """Bytes for so many batches of projections under way, and for what waits for its place in the shards in flight;
+    the source is only mapped.
     """
     each = scratch = measured = waiting = 0
     for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
-        rest = 0
+        firsts, rest = [], []
         for projection in PROJECTIONS:
             parts = work.grid.parts(0, projection)
             sizes = [[tensor.nbytes for tensor in work.form.tensors(part.n, part.k)] for part in parts]
-            each = max(each, sum(map(sum, sizes)))
-            rest += sum(sum(others) for _, *others in sizes)
-        waiting = max(waiting, rest * (work.stop - work.start))
+            firsts.append(sum(first for first, *_ in sizes))
+            rest.append(sum(sum(others) for _, *others in sizes))
+        each = max(each, batch_bytes(firsts, work.stop - work.start) + max(rest))
+        waiting = max(waiting, sum(rest) * (work.stop - work.start))
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
         chosen = 0 if work.choice.choose is None else 4 * ROWS * widest  # BF16 and codes of some rows

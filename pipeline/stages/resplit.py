@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs.resplit import Parted
 from ktconvert.pipeline.engine.loop import LANES
 from ktconvert.pipeline.engine.plan import SourceFile
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages.expert_files import Item, Packed, room, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, items
 from ktconvert.pipeline.stages.experts import layer_metadata
 from ktconvert.pipeline.tell.report import Reporter
@@ -220,7 +220,7 @@ def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
     """Bytes for so many projections under way, old and new, and for the scales that wait for their place in the shards
     in flight.
     """
-    largest = scratch = waiting = 0
+    largest = scratch = waiting = batch = 0
     for unit in units:
         work = unit.work
         parts = [work.grid.parts(0, projection) for projection in PROJECTIONS]
@@ -233,4 +233,9 @@ def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
         )
         scratch = max(scratch, SCRATCH * work.form.multiple * max(work.grid.hidden, work.grid.intermediate))
         waiting = max(waiting, rest * (work.stop - work.start))
-    return (packing + 2 * LANES) * largest + packing * (2 * largest + scratch) + LANES * (2 * largest + waiting)
+        batch = max(batch, batch_bytes([sum(first for first, *_ in own) for own in sizes], work.stop - work.start))
+    return (
+        (packing + 2 * LANES) * max(largest, batch)
+        + packing * (2 * largest + scratch)
+        + LANES * (2 * largest + waiting)
+    )
