@@ -49,4 +49,5 @@ def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, F3
 
 ABSMAX = Choice("absmax", 1, None, grids=None)
 MSE = Choice("mse", 1, least_squares)
-QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE)}
+IMATRIX = Choice("imatrix", 1, least_squares, importance=True)
+QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE, IMATRIX)}

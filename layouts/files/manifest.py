@@ -28,6 +28,8 @@ MANIFEST = {
         "activation?": str,
         "dtypes?": [str],
         "method?": str,
+        "imatrix?": str,
+        "without_counts?": [str],
         "backward?": bool,
         "layers?": LAYERS,
         "kept_layers?": LAYERS,

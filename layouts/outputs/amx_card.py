@@ -72,6 +72,8 @@ def card(facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_e
         rows=(
             ("method", f"{method} ({facts['bits']} bits, one scale per output row and part)"),
             *([("scales", f"`--scale {facts['scale']}`")] if "scale" in facts else []),
+            *([("importance matrix", f"sha256 `{facts['imatrix']}`")] if "imatrix" in facts else []),
+            *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
             ("NUMA parts", f"{numa}: load with `--kt-threadpool-count {numa}` and no other"),
             *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
             ("experts per layer", f"{facts['experts']}"),

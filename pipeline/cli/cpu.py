@@ -65,8 +65,10 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     type=click.Choice(tuple(QUANTIZERS), case_sensitive=False),
     default=ABSMAX.name,
     show_default=True,
-    help="How int4 and int8 choose scales: absmax gives kt-kernel's bytes, mse the least squared error.",
+    help="How int4 and int8 choose scales: absmax gives kt-kernel's bytes, mse the least squared error, imatrix the "
+    "same weighted by the inputs.",
 )
+@options.importance
 @options.cpuinfer_threads
 @click.option(
     "--threadpool-count",
@@ -169,6 +171,7 @@ def cpu(**params: Any) -> None:
             "revision": params["revision"],
             "resume_layer": params["resume_layer"],
             "input_type": params["input_type"],
+            **({} if (imatrix := options.imatrix_of(params)) is None else {"imatrix": str(imatrix)}),
         },
     )
     plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))

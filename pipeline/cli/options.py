@@ -153,6 +153,32 @@ def gpu_experts(command: F) -> F:
     return command
 
 
+def importance(command: F) -> F:
+    """Where the importance of inputs is read from: --imatrix, --statistics."""
+    for option in (
+        click.option(
+            "--statistics", type=FilePath(), default=None, help="Of --scale imatrix, instead: DIR/imatrix.gguf."
+        ),
+        click.option(
+            "--imatrix",
+            type=FilePath(),
+            default=None,
+            help="Of --scale imatrix: llama.cpp's importance matrix of the model, GGUF or .dat.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def imatrix_of(params: Mapping[str, Any]) -> Path | None:
+    """The file that --imatrix or --statistics names. Raises UsageError for both."""
+    file, folder = params["imatrix"], params["statistics"]
+    if file is not None and folder is not None:
+        raise UsageError("--imatrix and --statistics both name an importance matrix; give one of them.")
+    path: Path | None = file if folder is None else folder / "imatrix.gguf"
+    return None if path is None else path.expanduser().absolute()
+
+
 def reporting(command: F) -> F:
     """Options for what is reported, and how: --json, -q, -v."""
     for option in (

@@ -63,6 +63,7 @@ Examples:
     default=None,
     help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]",
 )
+@options.importance
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.cpuinfer_threads
 @options.reporting
@@ -94,6 +95,7 @@ def verify(output: Path, **params: Any) -> None:
         full=params["full"],
         load=params["load"],
         text=None if params["text"] is None else read_text(params["text"]),
+        imatrix=options.imatrix_of(params),
         threads=options.threads(params["cpuinfer_threads"], reporter),
         run=params["run"],
     )

@@ -42,6 +42,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "non_experts": ("skip", *CALLED),
         "layout?": ("kt",),
         "scale?": tuple(QUANTIZERS),
+        "imatrix?": str,
         "config?": str,
         **COMMON,
     },
@@ -88,6 +89,7 @@ TUNING = {
     "max_gpu_memory?": (SIZE, None),
     "allow_machine_change?": bool,
     "original_path?": (str, None),
+    "imatrix?": (str, None),
 }
 
 

@@ -32,6 +32,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     source_files,
 )
+from ktconvert.pipeline.plans.importance import facts_of, importance_for, notes_of
 from ktconvert.pipeline.stages import carry_over, experts
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Choice
 
@@ -66,6 +67,8 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
             f"--scale {choice.name} is for --quant-method {able}; {form.name} has one way to choose codes: leave out "
             "--scale."
         )
+    imatrix = importance_for(choice, request, model)
+    settings |= {} if imatrix is None else {"imatrix": imatrix.sha256}
     parts = int(settings["threadpool_count"])
     settings |= _choose_layers(request, settings, model, form, parts)
     layers = parse_layers(settings["layers"], model.layers)
@@ -75,8 +78,9 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         legal.require_legal(form, *model.shape(layer)[1:], parts, comparable)
 
     merge = not settings["no_merge_safetensor"]
-    facts = _facts(model, form, parts, layers, settings)
-    about = ("method", "layout_version", "numa", "activation", "weights_on", *(["scale"] if "scale" in facts else []))
+    facts = _facts(model, form, parts, layers, settings) | facts_of(imatrix, layers)
+    stated = [name for name in ("scale", "imatrix") if name in facts]
+    about = ("method", "layout_version", "numa", "activation", "weights_on", *stated)
     metadata = shard_metadata(facts, source, about)
     quantizing = experts.stage(
         model,
@@ -88,6 +92,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         loose_files=not merge,
         max_shard_size=settings["max_shard_size"],
         metadata=metadata,
+        imatrix=imatrix,
     )
     stages: list[Stage[Any]] = [quantizing]
     others = carry_over.not_experts(model, settings["non_experts"])
@@ -102,7 +107,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         source=files,
         stages=number_shards(stages) if merge else tuple(stages),
         facts=facts | ({"kept_layers": list(kept)} if kept else {}),
-        notes=(*notes, *_gains(form, choice)),
+        notes=(*notes, *notes_of(facts), *_gains(form, choice)),
         assembly=Assembly(
             companions=companions(source.companion_root, source.companions()),
             config=config,

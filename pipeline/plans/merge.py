@@ -27,6 +27,8 @@ CARRIED = (
     "dtypes",
     "weights_on",
     "scale",
+    "imatrix",
+    "without_counts",
     "resplit_from",
 )  # facts of the layers' manifest that hold for the merged output, too
 
@@ -194,7 +196,7 @@ def recorded_facts(root: Path) -> dict[str, Any] | None:
     facts = dict(document["model"])
     for key in (key for key in CARRIED if key != "resplit_from"):  # whose type manifest.read checks
         texts = facts.get(key, "")
-        texts = texts if isinstance(texts, list) and key == "dtypes" else [texts]
+        texts = texts if isinstance(texts, list) and key in ("dtypes", "without_counts") else [texts]
         if not all(isinstance(text, str) and text.isprintable() for text in texts):
             raise VerificationError(
                 f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."

@@ -51,6 +51,7 @@ STATED = (
     "activation",
     "weights_on",
     "scale",
+    "imatrix",
     "source",
 )  # what shards say of their experts, whatever the number of parts
 SAMPLED = 3  # units whose rounding is measured for the plan

@@ -49,6 +49,10 @@ def advice(plan: Plan, against: str, revision: str | None = None) -> str:
     scale = plan.facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
         raise UnsupportedError(f"{plan.request.input}: {scale} weights cannot be converted again here.")
+    if QUANTIZERS[scale].importance:
+        raise UnsupportedError(
+            f"{plan.request.input}: was made with --scale {scale}, which needs its statistics; leave out --against."
+        )
     errors = Errors(np.zeros(4), np.zeros(4), np.zeros(4))
     with open_checkpoint(against, revision) as source:
         model = recognise(source, rows_for(plan.request.settings.get("arch_file")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ktconvert.layouts.outputs.form import Extent, expert_bytes
 from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.loop import LANES
@@ -135,8 +137,11 @@ def stage(
     loose_files: bool = False,
     max_shard_size: int | None,
     metadata: Mapping[str, str],
+    imatrix: Imatrix | None = None,
 ) -> Stage[ExpertsWork]:
-    """The stage that converts these layers; the plan gives shards their final names."""
+    """The stage that converts these layers; the plan gives shards their final names. imatrix: for a choice that asks
+    how important columns are.
+    """
     shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
     names = form.names(model)
     units = []
@@ -155,13 +160,13 @@ def stage(
                     stage=form.stage,
                     key=f"layer-{layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
                     versions=(VERSION, form.grid.version, form.version),
-                    params=(*form.params(extent), *_chosen(choice)),
+                    params=(*form.params(extent), *_chosen(choice, imatrix)),
                     inputs=tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
                     final=loose.layer_folder(layer) if loose_files else "",
                     bytes_in=sum(t.nbytes for t in tensors),
                     bytes_out=each * (stop - start),
                     folder=loose_files,
-                    work=ExpertsWork(model, form, choice, grid, start, stop, about),
+                    work=ExpertsWork(model, form, choice, grid, start, stop, about, importance_of(imatrix, layer)),
                 )
             )
     return Stage(form.stage, form.title, ("source",), tuple(units), write_folder if loose_files else write_shard)
@@ -179,9 +184,15 @@ def layer_metadata(layer: int, shape: tuple[int, int, int], metadata: Mapping[st
     }
 
 
-def _chosen(choice: Choice) -> tuple[tuple[str, object], ...]:
+def importance_of(imatrix: Imatrix | None, layer: int) -> Callable[[int, str], F32 | None] | None:
+    """ExpertsWork.importance for the experts of a layer."""
+    return None if imatrix is None else partial(imatrix.importance, layer)
+
+
+def _chosen(choice: Choice, imatrix: Imatrix | None) -> tuple[tuple[str, object], ...]:
     """The default came first and is not named."""
-    return () if choice == ABSMAX else (("quantizer", choice.name), ("quantizer_version", choice.version))
+    chosen = () if choice == ABSMAX else (("quantizer", choice.name), ("quantizer_version", choice.version))
+    return chosen if imatrix is None else (*chosen, ("imatrix", imatrix.sha256))
 
 
 def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
@@ -201,6 +212,7 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
         chosen = 0 if work.choice.choose is None else 4 * ROWS * widest  # BF16 and codes of some rows
+        chosen += 0 if work.importance is None else 12 * widest  # as it is read, as numbers, divided
         scratch = max(scratch, 2 * work.form.decoded_rows * widest + reading + chosen)
         measured = max(measured, work.form.error_bytes(widest))
     return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)

@@ -18,9 +18,11 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import from_checkpoint
 from ktconvert.pipeline.engine.workdir import locate
+from ktconvert.pipeline.plans.importance import open_for
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.checks import Check, LayerError
@@ -51,6 +53,7 @@ class Wish:
     load          whether transformers is to load an output for the GPU: its names, and against its source its
                   predictions
     text          what source and output then read; None: our own
+    imatrix       the importance matrix that the output was made with
     run           whether the experts will be computed, so that the output may be a checkpoint
     """
 
@@ -63,6 +66,7 @@ class Wish:
     full: bool = False
     load: bool = True
     text: str | None = None
+    imatrix: Path | None = None
     threads: int = 1
     run: bool = False
 
@@ -121,6 +125,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
             model = _open_source(wish, output)
             if measured.form is None:
                 measured = measure(output, hidden=model.shape(model.layers[0])[1])
+    imatrix = _open_imatrix(wish, output, model)
     checks = check_structure(output, measured)
     asked = check_options(measured, wish.numa, wish.method) if output.tensors else None
     checks += [asked] if asked else []
@@ -143,7 +148,13 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         elif model is not None and whole:
             notes += _other_source(output, model.source)
             check, errors = compare_source(
-                output, measured, model, full=wish.full, threads=wish.threads, reporter=reporter
+                output,
+                measured,
+                model,
+                imatrix=imatrix,
+                full=wish.full,
+                threads=wish.threads,
+                reporter=reporter,
             )
             checks.append(check)
         elif model is not None:
@@ -294,6 +305,27 @@ def _open_source(wish: Wish, output: Output) -> MoeModel:
     row = wish.arch or (output.manifest or {"settings": {}})["settings"].get("arch_file")
     source = open_checkpoint(wish.against, wish.revision)
     return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
+
+
+def _open_imatrix(wish: Wish, output: Output, model: MoeModel | None) -> Imatrix | None:
+    """The importance matrix that the output was made with; None where it was made without, or there is no source."""
+    made_with = output.facts.get("imatrix")
+    if made_with is None and wish.imatrix is not None:
+        raise UsageError(f"{output.root}: was not made with --scale imatrix; leave out --imatrix and --statistics.")
+    if made_with is None or model is None:
+        return None
+    if wish.imatrix is None:
+        raise UsageError(
+            f"{output.root}: was made with --scale imatrix, and can be made again from its statistics only: give "
+            f"--imatrix FILE (sha256 {made_with[:12]}) or --statistics DIR, or leave out --against."
+        )
+    opened = open_for(wish.imatrix, model)
+    if opened.sha256 != made_with:
+        raise InputError(
+            f"{wish.imatrix}: is not the file that {output.root} was made with (its sha256 is {opened.sha256[:12]}, "
+            f"the manifest says {made_with[:12]}); give that file."
+        )
+    return opened
 
 
 def _other_source(output: Output, source: TensorSource) -> list[str]:

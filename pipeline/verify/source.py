@@ -21,9 +21,10 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Bytes, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.resplit import Parted
+from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages import carry_over
-from ktconvert.pipeline.stages.experts import ExpertsWork
+from ktconvert.pipeline.stages.experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.stages.resplit import resplit
 from ktconvert.pipeline.tell.report import Reporter
@@ -64,12 +65,20 @@ def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
 
 
 def compare_source(
-    output: Output, measure: Measure, model: MoeModel, *, full: bool, threads: int, reporter: Reporter
+    output: Output,
+    measure: Measure,
+    model: MoeModel,
+    *,
+    imatrix: Imatrix | None = None,
+    full: bool,
+    threads: int,
+    reporter: Reporter,
 ) -> tuple[Check, list[LayerError]]:
     """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
     all.
 
-    Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales,
+    imatrix: that which the output was made with, where it was. Codes that rounding chose are chosen again and must be
+    the same bytes. Calibrated ones must have the same scales,
     and an error that is plausible beside rounding's. Raises UnsupportedError where we cannot make these bytes or judge
     these codes, InputError for a source that holds NaN or Inf or cannot be read.
     """
@@ -96,7 +105,7 @@ def compare_source(
     def one(layer: int, expert: int) -> ExpertComparison:
         count, hidden, intermediate = model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, form.forward)
-        work = ExpertsWork(model, form, choice, grid, expert, expert + 1, {})
+        work = ExpertsWork(model, form, choice, grid, expert, expert + 1, {}, importance_of(imatrix, layer))
         return _compare_expert(compared, work, measured=full or expert in sample(count))
 
     differing, equal, errors = gather(model, layers, one, threads, reporter)

@@ -1,0 +1,62 @@
+"""The importance matrix of a conversion: opened when it is planned, held against the model, known by its sha256."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.statistics.imatrix import Imatrix, open_imatrix
+from ktconvert.pipeline.engine.plan import Request
+from ktconvert.quantizers.choice import Choice
+
+
+def importance_for(choice: Choice, request: Request, model: MoeModel) -> Imatrix | None:
+    """The importance matrix that the request names, for a choice of codes that asks for one; None for others.
+
+    Raises UsageError where one is named and not asked for, or the other way round; InputError for a file of another
+    model, and for another one than that with which the conversion was begun.
+    """
+    path = request.tuning.get("imatrix")
+    if not choice.importance:
+        if path is not None:
+            raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {choice.name}; leave them out.")
+        return None
+    if path is None:
+        raise UsageError(f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR.")
+    opened = open_for(Path(path), model)
+    begun_with = request.settings.get("imatrix")
+    if begun_with not in (None, opened.sha256):
+        raise InputError(
+            f"{path}: is not the file that this conversion was begun with (its sha256 is {opened.sha256[:12]}, and was "
+            f"{begun_with[:12]}); put the old file back and resume."
+        )
+    return opened
+
+
+def open_for(path: Path, model: MoeModel) -> Imatrix:
+    """A file's importance matrix. Raises InputError for one that is damaged, or of another model."""
+    shapes = {layer: model.shape(layer) for layer in model.layers}
+    return open_imatrix(path, str(model.source.root), shapes, model.mtp_layers)
+
+
+def facts_of(imatrix: Imatrix | None, layers: Sequence[int]) -> dict[str, Any]:
+    """What manifest and card say: `imatrix`, its sha256, and `without_counts`, the experts of these layers that have
+    none and are made by mse.
+    """
+    if imatrix is None:
+        return {}
+    unreached = {layer: imatrix.unreached(layer) for layer in layers}
+    listed = [f"layer {layer}: {ranges(experts)}" for layer, experts in unreached.items() if experts]
+    return {"imatrix": imatrix.sha256, **({"without_counts": listed} if listed else {})}
+
+
+def notes_of(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Sentences for the plan."""
+    listed = facts.get("without_counts")
+    if not listed:
+        return ()
+    return (f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}",)

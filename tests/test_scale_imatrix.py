@@ -1,0 +1,311 @@
+"""`ktconvert cpu --scale imatrix`: the bytes of the weighted search, what is recorded of the statistics, and what is
+refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.statistics.imatrix import open_imatrix
+from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
+from ktconvert.pipeline.cli import group
+from ktconvert.quantizers import reference, scale_search
+from rig import conversion, killpoint
+from rig.conversion import HIDDEN, KTCONVERT, WIDTH
+from rig.golden import FOLDER
+from rig.safetensors import metadata_of, read_file
+
+LAYERS, EXPERTS = 2, 3
+SHAPES = dict.fromkeys(range(LAYERS), (EXPERTS, HIDDEN, WIDTH))
+COUNTS = np.array([9, 0, 400], np.int64)  # no token came to expert 1
+
+
+def statistics(path: Path, shapes: Any = SHAPES, seed: int = 0) -> Path:
+    """Importances between 1e-3 and 1e3, other ones for each expert."""
+
+    def load(layer: int) -> LayerSums:
+        rng = np.random.default_rng([seed, layer])
+        experts, hidden, width = shapes[layer]
+        inputs, middle = (10.0 ** rng.uniform(-3, 3, (experts, k)) for k in (hidden, width))
+        counts = np.resize(COUNTS, experts)
+        return LayerSums(counts, *((counts[:, None] * x).astype(np.float32) for x in (inputs, middle)))
+
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    write_imatrix(path, shapes, load, datasets=["made up"], chunks=1, chunk_size=409)
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("imatrix") / "source", layers=LAYERS, experts=EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def imatrix(source: Path) -> Path:
+    """In the folder that --statistics would name."""
+    return statistics(source.parent / "statistics" / "imatrix.gguf")
+
+
+def here(*arguments: object) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(group, [*map(str, arguments)])
+
+
+def convert(source: Path, output: Path, imatrix: Path, *more: object) -> Result:
+    done = here("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", imatrix, *more)
+    assert done.exception is None, done.exception
+    return done
+
+
+def refused(done: Result, code: int, *words: str) -> None:
+    """One sentence, this exit code, these words."""
+    error = done.exception
+    assert isinstance(error, KtconvertError) and error.exit_code == code, error
+    for word in words:
+        assert word in str(error), f"{word!r} is not in {str(error)!r}"
+    assert "\n" not in str(error)
+
+
+@pytest.fixture(scope="module", params=["int4", "int8"])
+def output(request: pytest.FixtureRequest, source: Path, imatrix: Path) -> Path:
+    path = source.with_name(request.param)
+    convert(source, path, imatrix, "--quant-method", request.param)
+    return path
+
+
+# --- the bytes ------------------------------------------------------------------------------------
+
+
+def test_the_bytes_are_those_of_the_definition(source: Path, imatrix: Path, output: Path) -> None:
+    """Each part is searched by itself, weighted by its own columns' mean squares; where there are none, not weighted."""
+    opened, importance = open_output(output), open_imatrix(imatrix, "small", SHAPES)
+    form = FORMS[measure(opened).method]
+    differ = 0
+    for layer in range(LAYERS):
+        tensors = read_file(source / f"model-{layer + 1:05d}-of-{LAYERS + 1:05d}.safetensors")
+        for expert in range(EXPERTS):
+            for projection in ("gate", "up", "down"):
+                weights = tensors[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"].bits
+                mean = importance.importance(layer, expert, projection)
+                assert (mean is None) == (expert == 1)
+                for numa in range(2):
+                    half = slice(numa * WIDTH // 2, (numa + 1) * WIDTH // 2)
+                    part = np.ascontiguousarray(weights[:, half] if projection == "down" else weights[half])
+                    own = mean[half] if projection == "down" and mean is not None else mean
+                    codes, scales = scale_search.search(form.grid.bits, part, own)
+                    place = Place(layer, expert, projection, False, numa)
+                    stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
+                    wanted = [np.empty_like(data) for data in stored]
+                    form.pack(codes, scales[:, None], wanted)
+                    for got, data in zip(stored, wanted, strict=True):
+                        np.testing.assert_array_equal(got, data)
+                    differ += not np.array_equal(scales, scale_search.search(form.grid.bits, part)[1])
+    assert differ > 20  # of 24 weighted parts, or the weights would change nothing
+
+
+def test_what_counts_has_less_error(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    """The error weighted by importance is less than that of mse, for every expert with counts; of the other one it is
+    the same.
+    """
+    convert(source, tmp_path / "imatrix", imatrix)
+    done = here("cpu", "-i", source, "-o", tmp_path / "mse", "--scale", "mse")
+    assert done.exception is None, done.exception
+    importance = open_imatrix(imatrix, "small", SHAPES)
+    tensors = read_file(source / f"model-00001-of-{LAYERS + 1:05d}.safetensors")
+    outputs = {name: open_output(tmp_path / name) for name in ("imatrix", "mse")}
+    for expert in range(EXPERTS):
+        weights = tensors[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"].bits[: WIDTH // 2]
+        mean = importance.importance(0, expert, "gate")
+        error = {}
+        for name, opened in outputs.items():
+            place = Place(0, expert, "gate", False, 0)
+            stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
+            difference = FORMS["AMXINT4"].unpack(stored, *weights.shape) - reference.bf16_to_f32(weights)
+            error[name] = float((difference.astype(np.float64) ** 2 * (1 if mean is None else mean)).sum())
+        assert error["imatrix"] == error["mse"] if mean is None else error["imatrix"] < 0.95 * error["mse"]
+
+
+def test_llama_cpp_files_and_loose_output(example: Path, tmp_path: Path) -> None:
+    """The example model with llama.cpp's own statistics of it, in both forms."""
+    for form in ("gguf", "dat"):
+        convert(example, tmp_path / form, FOLDER / f"llama_cpp.imatrix.{form}", "--no-merge-safetensor")
+    sizes = [{path.name: path.stat().st_size for path in (tmp_path / form).rglob("*.kt")} for form in ("gguf", "dat")]
+    assert sizes[0] == sizes[1] and sizes[0]
+
+
+def test_backward_weights_are_those_of_mse(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    """A row of a transpose is a column of the linear: its importance is the same all along the row."""
+    convert(source, tmp_path / "imatrix", imatrix, "--save-backward-weights", "--layers", "0")
+    more = ("--save-backward-weights", "--layers", "0")
+    assert here("cpu", "-i", source, "-o", tmp_path / "mse", "--scale", "mse", *more).exception is None
+    ours, theirs = (open_output(tmp_path / name) for name in ("imatrix", "mse"))
+    backward = [key for key in ours.tensors if key[0].backward]
+    assert backward
+    for key in backward:
+        np.testing.assert_array_equal(ours.read(ours.tensors[key]), theirs.read(theirs.tensors[key]))
+
+
+# --- what is recorded -----------------------------------------------------------------------------
+
+
+def test_the_statistics_are_recorded(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    digest = hashlib.sha256(imatrix.read_bytes()).hexdigest()
+    for scale, path in (("first", tmp_path / "a"), ("again", tmp_path / "b")):
+        other = statistics(tmp_path / f"{scale}.gguf")  # the same content elsewhere: the same output
+        done = convert(source, path, other)
+    assert conversion.tree(tmp_path / "a") == conversion.tree(tmp_path / "b")
+    document = json.loads((path / "manifest.json").read_bytes())
+    assert document["settings"]["imatrix"] == document["model"]["imatrix"] == digest
+    assert document["model"]["scale"] == document["settings"]["scale"] == "imatrix"
+    assert document["model"]["without_counts"] == ["layer 0: 1", "layer 1: 1"]
+    assert str(tmp_path) not in (path / "manifest.json").read_text()
+    for shard in path.glob("*.safetensors"):
+        assert metadata_of(shard)["imatrix"] == digest and metadata_of(shard)["scale"] == "imatrix"
+    card = (path / "README.md").read_text()
+    assert digest in card and "layer 0: 1; layer 1: 1" in card
+    assert "no token reached these experts" in done.stderr and "layer 0: 1; layer 1: 1" in done.stderr
+
+
+def test_other_statistics_are_another_conversion(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    plans = []
+    for path in (imatrix, statistics(tmp_path / "other.gguf", seed=1)):
+        command = ("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", path, "--dry-run", "--json")
+        plans.append(json.loads(here(*command).stdout.splitlines()[-1]))
+    fingerprints = [[unit["fingerprint"] for unit in plan["units"]] for plan in plans]
+    assert not set(fingerprints[0]) & set(fingerprints[1])
+    convert(source, output, imatrix)
+    done = here("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", tmp_path / "other.gguf")
+    refused(done, 7, "--imatrix was ", str(output))
+    again = convert(source, output, imatrix)
+    assert "finished" in again.stderr
+
+
+def test_the_plan_counts_the_memory(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    def planned(*how: object) -> int:
+        done = here("cpu", "-i", source, "-o", tmp_path / "out", *how, "--dry-run", "--json")
+        return int(json.loads(done.stdout.splitlines()[-1])["peak_memory"])
+
+    assert planned("--scale", "imatrix", "--imatrix", imatrix) > planned("--scale", "mse")
+
+
+def test_merge_and_resplit_keep_what_is_recorded(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    loose, merged, four = (tmp_path / name for name in ("loose", "merged", "one"))
+    convert(source, loose, imatrix, "--no-merge-safetensor")
+    for command in (("merge", "-i", loose, "-o", merged), ("resplit", merged, four, "--threadpool-count", "1")):
+        done = here(*command)
+        assert done.exception is None, done.exception
+    for path in (merged, four):
+        model = json.loads((path / "manifest.json").read_bytes())["model"]
+        assert (model["scale"], model["without_counts"]) == ("imatrix", ["layer 0: 1", "layer 1: 1"])
+        assert model["imatrix"] in (path / "README.md").read_text()
+        done = here("verify", path, "--against", source, "--imatrix", imatrix)
+        assert done.exception is None, done.exception
+    refused(here("resplit", merged, tmp_path / "x", "--threadpool-count", "1", "--against", source), 3, "statistics")
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def test_it_is_verified(source: Path, imatrix: Path, output: Path, tmp_path: Path) -> None:
+    for how in (("--imatrix", imatrix), ("--statistics", imatrix.parent)):
+        report = json.loads(here("verify", output, "--against", source, *how, "--json").stdout)
+        assert report["ok"] and report["errors"] and report["scale"] == "imatrix"
+    assert here("verify", output).exception is None
+    refused(here("verify", output, "--against", source), 2, "--imatrix FILE", "or leave out --against")
+    other = statistics(tmp_path / "other.gguf", seed=1)
+    refused(here("verify", output, "--against", source, "--imatrix", other), 5, str(other), "is not the file")
+
+
+def test_verify_finds_a_changed_scale(source: Path, imatrix: Path, output: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(output, broken)
+    shard = next(broken.glob("*.safetensors"))
+    conversion.edit(shard, -2)
+    done = here("verify", broken, "--against", source, "--imatrix", imatrix)
+    refused(done, 6)
+    assert "quantizing the source gives" in done.stdout
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_options_that_do_not_go_together(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for how, words in (
+        (("--scale", "imatrix"), "needs the importance of inputs"),
+        (("--scale", "mse", "--imatrix", imatrix), "not mse"),
+        (("--statistics", imatrix.parent), "not absmax"),
+        (("--scale", "imatrix", "--imatrix", imatrix, "--statistics", imatrix.parent), "one of them"),
+        (("--scale", "imatrix", "--imatrix", imatrix, "--quant-method", "mxfp4"), "leave out --scale"),
+    ):
+        refused(here("cpu", "-i", source, "-o", output, *how), 2, words)
+    done = here("verify", source.parent / "none", "--imatrix", imatrix)
+    assert isinstance(done.exception, KtconvertError)
+    assert not output.exists() and not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({**SHAPES, 2: SHAPES[0]}, ("in layers 0-2, and ", "in layers 0-1")),
+        (dict.fromkeys(SHAPES, (EXPERTS + 1, HIDDEN, WIDTH)), ("has 4 experts of", "has 3 experts of")),
+        (dict.fromkeys(SHAPES, (EXPERTS, HIDDEN, 2 * WIDTH)), (f"of {2 * WIDTH} columns", f"of {WIDTH} columns")),
+    ],
+    ids=["layers", "experts", "width"],
+)
+def test_statistics_of_another_model(source: Path, tmp_path: Path, shapes: Any, words: tuple[str, ...]) -> None:
+    """One sentence names both."""
+    other, output = statistics(tmp_path / "other.gguf", shapes), tmp_path / "out"
+    done = here("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", other)
+    refused(done, 5, str(other), str(source), *words)
+    assert not output.exists()
+
+
+def test_damaged_and_missing_statistics(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    path = tmp_path / "i.gguf"
+    command = ("cpu", "-i", source, "-o", tmp_path / "out", "--scale", "imatrix")
+    refused(here(*command, "--imatrix", path), 5, str(path))
+    path.write_bytes(imatrix.read_bytes()[:-1000])
+    refused(here(*command, "--imatrix", path), 5, str(path), "cut short")
+    refused(here(*command, "--statistics", tmp_path), 5, str(tmp_path / "imatrix.gguf"))
+
+
+# --- cut off and resumed --------------------------------------------------------------------------
+
+
+def test_it_is_resumed(source: Path, imatrix: Path, output: Path, tmp_path: Path) -> None:
+    """From any kill to identical bytes; with other statistics, or without them, not at all."""
+    shim, log = killpoint.build(tmp_path), tmp_path / "log"
+    again, given = tmp_path / "out", tmp_path / "given.gguf"
+    shutil.copy(imatrix, given)
+    command = [*KTCONVERT, "cpu", "-i", source, "-o", again, "--quant-method", output.name]
+    command += ["--scale", "imatrix", "--imatrix", given]
+    assert killpoint.run(command, again, 0, shim, log).returncode == 0
+    calls = killpoint.count(log)
+    for n in (calls // 3,) if output.name == "int4" else (2 * calls // 3,):
+        shutil.rmtree(again)
+        assert killpoint.run(command, again, n, shim).returncode == killpoint.KILLED
+        statistics(given, seed=1)
+        refused(here("resume", again), 5, str(given), "put the old file back")
+        given.unlink()
+        refused(here("resume", again), 5, str(given))
+        shutil.copy(imatrix, given)
+        os.utime(given, (1, 1))
+        assert here("resume", again).exception is None
+        assert conversion.tree(again) == conversion.tree(output)
