@@ -4,6 +4,7 @@
 python benchmarks/forward.py                    both shapes and methods; about ten minutes, 8 GB of memory, 8 GB of disk
 python benchmarks/forward.py --quick            one shape, a minute
 python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point experts; 10 GB of disk more
+python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4     those that are loaded from checkpoints alone
 python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
 python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
 kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone.
@@ -22,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slice", type=float, default=0.12, metavar="SECONDS", help="how long one turn lasts")
     parser.add_argument("--loads", type=int, default=2, help="rounds of quantizing a layer from tensors; 0: none")
     parser.add_argument(
+        "--layers", type=int, help="that calls rotate over; as many as make four times the last-level cache, at least 3"
+    )
+    parser.add_argument(
         "--isa", choices=kernels.available_isas(), help="instruction set of ours; kt-kernel uses the matching variant"
     )
     parser.add_argument("--memory", choices=["map", "copy"], default="map", help="how ours holds the weights")
@@ -146,7 +150,7 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
 
 
 def measure_shape(
-    scratch: Path, shape: Shape, sides: Sequence[Side], options: argparse.Namespace
+    scratch: Path, shape: Shape, all_sides: Sequence[Side], options: argparse.Namespace
 ) -> Iterator[Cell | Load]:
     """All cells of one shape, printed as they are measured."""
     folder = scratch / shape.name.replace(" ", "-")
@@ -160,17 +164,18 @@ def measure_shape(
         if routing == "balanced" or tokens > 1  # one token goes to TOPK experts either way
     ]
     for method in options.methods:
-        if not options.vary and mixtures.METHODS[method].rows:
+        made = mixtures.METHODS[method]
+        sides = [replace(side, env=side.env | made.env) if side.name == PEER else side for side in all_sides]
+        if not options.vary and made.made == "tensors":
             yield from measure_loads(folder, source, shape, method, sides, max(options.threads), options.loads)
-        layers = max(3, -(-4 * l3_bytes() // (shape.experts * shape.expert_bytes(method))))
+        layers = options.layers or max(3, -(-4 * l3_bytes() // (shape.experts * shape.expert_bytes(method))))
         weights = make_weights(folder, source, shape, method, layers, sides, max(options.threads))
         for threads in options.threads:
             with _workers(sides, scratch, threads) as workers:
                 for worker, side in zip(workers, sides, strict=True):
                     more = {"memory": side.memory} if side.memory else {}
                     sizes = {"experts": shape.experts, "hidden": shape.hidden, "intermediate": shape.intermediate}
-                    name = mixtures.METHODS[method].name
-                    worker.ask("open", folder=str(weights[side.name]), layers=layers, method=name, **sizes, **more)
+                    worker.ask("open", folder=str(weights[side.name]), layers=layers, method=made.name, **sizes, **more)
                 operations = [workers[0].ask("operations") for _ in range(options.rounds)]
                 ceilings = {what: statistics.median(one[what] for one in operations) for what in operations[0]}
                 forward_report.show_heading(shape, method, threads, layers, ceilings, [side.name for side in sides])
@@ -186,11 +191,14 @@ def measure_shape(
 def make_weights(
     folder: Path, source: Path, shape: Shape, method: str, layers: int, sides: Sequence[Side], threads: int
 ) -> dict[str, Path]:
-    """The directory that each side loads. AMXINT4 and AMXINT8 are one for all; of other methods ours is in strips, and
-    kt-kernel's in its own layout, which for BF16 is the checkpoint.
+    """The directory that each side loads. AMXINT4, AMXINT8 and what is stored in a checkpoint are one for all; of other
+    methods ours is in strips, and kt-kernel's in its own layout, which for BF16 is the checkpoint.
     """
     ours = folder / method
-    if mixtures.METHODS[method].rows:
+    if mixtures.METHODS[method].made == "stored":
+        mixtures.write_stored(ours, shape, layers, method)
+        return {side.name: ours for side in sides}
+    if mixtures.METHODS[method].made == "tensors":
         with _workers(sides[:1], folder, threads) as (worker,):
             worker.ask("quantize", source=str(source), method=mixtures.METHODS[method].name, out=str(folder / "loose"))
         mixtures.merge_layers(folder / "loose", ours, layers)
@@ -221,7 +229,9 @@ def measure_cell(
     for worker in workers:
         worker.ask("batch", folder=str(batch.folder))
     differing, distance, turns = compare(batch.folder, workers)
-    differing = differing if mixtures.METHODS[method].rows else None  # the others have no mode with kt-kernel's bits
+    differing = (
+        differing if mixtures.METHODS[method].made == "tensors" else None
+    )  # the others have no mode with kt-kernel's bits
     first = {name: turn["walls"][0] for name, (turn,) in turns.items()}
     for worker in workers:
         if first[worker.name] < LONG:  # the first call was a cold one

@@ -7,8 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +18,31 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Method:
-    """A format of experts: what both sides call it, bits per weight with its scales (those of whole rows aside), and
-    whether it has scales of rows.
+    """A format of experts.
+
+    name    what both sides call it
+    bits    per weight, with its scales, those of whole rows aside
+    rows    whether it has a float32 scale for each row
+    made    "tensors": by our runtime; "cpu": from a checkpoint; "stored": in a checkpoint, which both sides load
+    env     of kt-kernel's process
     """
 
     name: str
     bits: float
     rows: bool = False
+    made: str = "cpu"
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
-# By --quant-method. The first two are made from tensors, the others by converting a checkpoint.
 METHODS = {
-    "int4": Method("AMXINT4", 4, rows=True),
-    "int8": Method("AMXINT8", 8, rows=True),
+    "int4": Method("AMXINT4", 4, rows=True, made="tensors"),
+    "int8": Method("AMXINT8", 8, rows=True, made="tensors"),
     "bf16": Method("BF16", 16),
     "fp8": Method("FP8", 8 + 32 / 128**2),
     "mxfp4": Method("MXFP4", 4 + 8 / 32),
+    "fp8_perchannel": Method("FP8_PERCHANNEL", 8, rows=True, made="stored"),
+    "mxfp8": Method("MXFP8", 8 + 8 / 32, made="stored"),
+    "nvfp4": Method("NVFP4", 4 + 8 / 16, made="stored", env={"KT_MXFP4_BACKEND": "avx2"}),  # it has no other for it
 }
 TOPK = 8
 ZIPF = 1.5  # concentrated: the expert of rank r is as likely as r ** -1.5
@@ -138,21 +149,72 @@ def write_checkpoint(source: Path, out: Path, shape: Shape, layers: int) -> None
         "num_hidden_layers": layers,
     }
     (out / "config.json").write_text(json.dumps(config))
+    stacks = {name: np.load(source / f"{name}.npy", mmap_mode="r") for name in PROJECTIONS}
+    experts = [
+        (f"mlp.experts.{expert}.{name}_proj.weight", "BF16", stack[expert])
+        for name, stack in stacks.items()
+        for expert in range(shape.experts)
+    ]
+    _write_layers(out, layers, experts)
+
+
+def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
+    """A checkpoint in one of the methods that no command writes, under the names that kt-kernel reads: random codes,
+    which are finite, and scales that make weights of about 0.02. All layers have the same experts.
+    """
+    out.mkdir()
+    rng = np.random.default_rng(0)
+    signs = rng.integers(0, 2, 5_000_011, np.uint8) << 7
+    e4m3 = rng.integers(0x28, 0x40, signs.size).astype(np.uint8) | signs  # 1/4 to 2
+    e2m1 = rng.integers(0, 256, signs.size, np.uint8)
+    scales = rng.random(signs.size, np.float32) * 0.01 + 0.01
+    tensors: list[tuple[str, str, npt.NDArray[Any]]] = []
+    for expert in range(shape.experts):
+        for name, theirs in zip(PROJECTIONS, ("w1", "w3", "w2"), strict=True):
+            n, k = (shape.hidden, shape.intermediate) if name == "down" else (shape.intermediate, shape.hidden)
+            shift, base = 7919 * len(tensors), f"mlp.experts.{expert}.{name}_proj.weight"
+
+            def taken(piece: npt.NDArray[Any], *of: int, shift: int = shift) -> npt.NDArray[Any]:
+                return np.resize(np.roll(piece, shift), of)
+
+            if method == "nvfp4":
+                tensors += [
+                    (base, "U8", taken(e2m1, n, k // 2)),
+                    (f"{base}_scale", "F8_E4M3", taken(e4m3 & 0x7F, n, k // 16)),
+                    (f"{base}_scale_2", "F32", np.float32([0.01]).reshape(())),
+                ]
+            elif method == "mxfp8":
+                base = f"block_sparse_moe.experts.{expert}.{theirs}.weight"
+                tensors += [
+                    (base, "F8_E4M3", taken(e4m3, n, k)),
+                    (f"{base}_scale_inv", "U8", taken(e2m1 % 3 + 120, n, k // 32)),
+                ]
+            else:
+                tensors += [
+                    (base, "F8_E4M3", taken(e4m3, n, k)),
+                    (f"{base}_scale", "F32", taken(scales, n, 1)),
+                ]
+    _write_layers(out, layers, tensors)
+
+
+def _write_layers(out: Path, layers: int, tensors: Sequence[tuple[str, str, npt.NDArray[Any]]]) -> None:
+    """A shard for each layer, all with these tensors: name within the layer, dtype, values."""
     for layer in range(layers):
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
-        stacks = [np.load(source / f"{name}.npy", mmap_mode="r") for name in PROJECTIONS]
-        for name, stack in zip(PROJECTIONS, stacks, strict=True):
-            for expert, matrix in enumerate(stack):
-                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
-                header[key] = {"dtype": "BF16", "shape": matrix.shape, "data_offsets": [at, at + matrix.nbytes]}
-                at += matrix.nbytes
+        for name, dtype, values in tensors:
+            header[f"model.layers.{layer}.{name}"] = {
+                "dtype": dtype,
+                "shape": values.shape,
+                "data_offsets": [at, at + values.nbytes],
+            }
+            at += values.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with (out / f"model-{layer + 1:05d}-of-{layers:05d}.safetensors").open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for stack in stacks:
-                stack.tofile(file)
+            for _, _, values in tensors:
+                values.tofile(file)
 
 
 def ktconvert(*arguments: object) -> None:
