@@ -27,9 +27,9 @@ from ktconvert.quantizers.choice import ABSMAX, Choice
 from ktconvert.quantizers.reference import F32
 
 VERSION = 1
-# Rows of a part whose codes are chosen and packed at a time, while they lie in cache: whole blocks of rows of every
-# form that packs chosen codes, so that their bytes lie together.
-ROWS = 128
+# Codes are chosen and packed for some rows of a part at a time, while they lie in cache: about so many weights, in
+# whole blocks of rows of every form that packs chosen codes, so that their bytes lie together.
+CHOSEN, ROWS = 1 << 18, 128
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,10 @@ def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], i
     if choice.choose is None:
         form.quantize(matrix, out)
         return
-    n = matrix.shape[0]
-    for first in range(0, n, ROWS):
-        stop = min(first + ROWS, n)
+    n, k = matrix.shape
+    step = max(1, CHOSEN // (ROWS * k)) * ROWS
+    for first in range(0, n, step):
+        stop = min(first + step, n)
         try:
             codes, scales = choice.choose(bf16_rows(matrix.rows(first, stop)), form.grid, importance)
         except kernels.NonFinite as error:
@@ -211,7 +212,7 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         waiting = max(waiting, sum(rest) * (work.stop - work.start))
         widest = max(work.grid.hidden, work.grid.intermediate)
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
-        chosen = 0 if work.choice.choose is None else 4 * ROWS * widest  # BF16 and codes of some rows
+        chosen = 0 if work.choice.choose is None else 4 * max(ROWS * widest, CHOSEN)  # BF16 and codes
         chosen += 0 if work.importance is None else 12 * widest  # as it is read, as numbers, divided
         scratch = max(scratch, 2 * work.form.decoded_rows * widest + reading + chosen)
         measured = max(measured, work.form.error_bytes(widest))
