@@ -245,7 +245,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_read(source: Path, outpu
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
     words = (
         "needed (",
-        "of weights",
+        "of finished files",
         "of companion files",
         "to spare for headers, index, manifest and journal",
         "free",

@@ -19,6 +19,7 @@ import click
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "cpu": ("cpu", "Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights."),
     "gpu": ("gpu", "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU."),
+    "calibrate": ("calibrate", "Measure what a model's routed experts read: importance matrix and routing counts."),
     "dequantize": ("dequantize", "Write a quantized checkpoint as a BF16 release."),
     "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
     "resplit": ("resplit", "Rewrite an AMX INT4/INT8 output for another number of NUMA nodes."),

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs import forms_of
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import calibration, options
 from ktconvert.pipeline.tell.report import Reporter
 
 EPILOG = """\b
@@ -24,17 +25,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 
 # Options that one method does not use, and why: a note says so to users who give them.
 FOR_GPTQ = "is for GPTQ only and changes nothing here"
-CALIBRATION = (
-    "num_calibration_samples",
-    "max_sequence_length",
-    "dampening_frac",
-    "dataset",
-    "dataset_split",
-    "random_seed",
-    "calibrate",
-    "min_expert_tokens",
-    "engine",
-)
+CALIBRATION = (*calibration.DATA, "dampening_frac", "calibrate", "min_expert_tokens", "engine")
 UNUSED_BY_RTN = {
     **dict.fromkeys((*CALIBRATION, "allow_machine_change"), FOR_GPTQ),
     "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
@@ -111,28 +102,7 @@ class SeveralValues(click.Command):
     multiple=True,
     help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.",
 )
-@click.option(
-    "--dataset",
-    type=options.PathOrHubId(),
-    default="HuggingFaceH4/ultrachat_200k",
-    show_default=True,
-    help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.",
-)
-@click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set.")
-@click.option(
-    "--num-calibration-samples",
-    type=options.Number(min=1),
-    default=512,
-    show_default=True,
-    help="Samples: the first rows of the split.",
-)
-@click.option(
-    "--max-sequence-length",
-    type=options.Number(min=2),
-    default=2048,
-    show_default=True,
-    help="Tokens at which a sample is cut.",
-)
+@calibration.data(samples=512)
 @click.option(
     "--dampening-frac",
     type=options.Real(min=0, max=1),
@@ -140,9 +110,7 @@ class SeveralValues(click.Command):
     show_default=True,
     help="Part of the mean of the Hessian's diagonal that is added to it.",
 )
-@click.option(
-    "--random-seed", type=options.Number(min=0), default=42, show_default=True, help="For the order of samples."
-)
+@calibration.random_seed
 @click.option(
     "--calibrate",
     type=click.Choice(["all", "routed"], case_sensitive=False),
@@ -164,6 +132,7 @@ class SeveralValues(click.Command):
     show_default=True,
     help="Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.",
 )
+@calibration.save_statistics
 @click.option("--allow-machine-change", is_flag=True, help="Go on with a conversion that was begun on another machine.")
 @click.option(
     "--torch-dtype",
@@ -210,6 +179,12 @@ def gpu(**params: Any) -> None:
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     require_available(params["quant_method"], params["torch_dtype"])
+    if params["save_statistics"] is not None and (params["quant_method"], params["engine"]) != ("GPTQ", "stream"):
+        raise UsageError(
+            "--save-statistics needs GPTQ's engine stream, which goes through the model; give it to that, or use "
+            "`ktconvert calibrate`."
+        )
+    statistics, folder = calibration.statistics_settings(params)
     note_unused(reporter, UNUSED_BY_GPTQ if params["quant_method"] == "GPTQ" else UNUSED_BY_RTN)
     options.check_kernels()
     output = params["output_dir"].expanduser().absolute()
@@ -226,7 +201,8 @@ def gpu(**params: Any) -> None:
             "torch_dtype": params["torch_dtype"],
             "max_shard_size": params["max_shard_size"],
             "arch_file": options.text_of("--arch-file", params["arch_file"]),
-            **(calibration(params, output, threads, reporter) if params["quant_method"] == "GPTQ" else {}),
+            **(of_gptq(params, output, threads, reporter) if params["quant_method"] == "GPTQ" else {}),
+            **statistics,
         },
         tuning={
             "cpuinfer_threads": threads,
@@ -235,28 +211,21 @@ def gpu(**params: Any) -> None:
             "revision": params["revision"],
             "tp_size": sorted(set(params["tp_size"])),
             **{name: params[name] for name in ("force_cpu", "max_gpu_memory", "allow_machine_change")},
+            **folder,
         },
     )
     plan = plan_gpu(request, None if params["dry_run"] else options.hashing(reporter))
     options.carry_out(plan, reporter, params)
 
 
-def calibration(params: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
-    """The settings of GPTQ. A conversion that has begun keeps the machine that it was begun on,
-    unless it starts over.
-    """
-    from ktconvert.pipeline.engine.existing import begun_with
-    from ktconvert.pipeline.walk.calibration import local_files
+def of_gptq(params: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
+    """The settings of GPTQ."""
     from ktconvert.pipeline.walk.environment import this_machine
 
-    local_files(params["dataset"])  # reports one that is missing before anything else is done
-    machine = this_machine(threads, params["force_cpu"], params["max_gpu_memory"])
-    if params["max_gpu_memory"] is not None and machine["device_type"] == "cpu":
-        reporter.note("--max-gpu-memory changes nothing here: no GPU is used")
-    afresh = params["overwrite"] and not params["allow_machine_change"]
-    begun = None if afresh else (begun_with(output) or {}).get("machine")
-    settings = {name: params[name] for name in (*CALIBRATION, "trust_remote_code")}
-    return {**settings, "dataset": options.stored_input(params["dataset"]), "machine": begun or machine}
+    def machine() -> dict[str, Any]:
+        return this_machine(threads, params["force_cpu"], params["max_gpu_memory"])
+
+    return calibration.settings(params, CALIBRATION, output, reporter, machine)
 
 
 def note_unused(reporter: Reporter, unused: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Print what is done, what is left, and why; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Convert again what came from input files that were touched since.")
 @click.option(
-    "--allow-machine-change", is_flag=True, help="Go on with a GPTQ conversion that was begun on another machine."
+    "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
 )
 @options.cpuinfer_threads
 @options.max_memory
@@ -49,8 +49,8 @@ def resume(output: Path, **params: Any) -> None:
             reporter.say(f"{output} is finished: nothing to do")
             return
         raise OutputError(
-            f"{output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `dequantize`, "
-            "`merge` or `resplit`."
+            f"{output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
+            "`dequantize`, `merge` or `resplit`."
         )
     options.check_kernels()
     request = saved_request(output, old)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.apart import require_delivered, require_free
 from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan
 from ktconvert.pipeline.engine.loop import StopFlag, recorded, run_units
@@ -24,6 +25,7 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
     """Do what the plan says, from wherever it stands. Returns False when there was nothing to do."""
     places = locate(plan.request.output, adopt=adopts(plan))
     if already_finished(plan, overwrite):
+        require_delivered(plan)
         tidy(places)
         reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
         reporter.say(f"{plan.request.output} is finished: nothing to do")
@@ -31,6 +33,7 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
     plan.conversion.require_ready()
     with WorkDir(places) as work:
         _adopt_plan(plan, work, reporter, overwrite)
+        require_free(plan, work)
         _report_death(work, plan, reporter)
         threads = require_room(plan, work, reporter)
         stop = StopFlag()

@@ -174,6 +174,8 @@ def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
         leaves=work.places.partial / unit.left_name if unit.leaves else None,
         scratch=scratch,
         store={u.key: store / u.stored_name for u in stage.units[: at + 1]},
+        side=work.places.partial / unit.side_name if unit.side else None,
+        sides={u.key: store / u.side_name for u in stage.units[:at] if u.side},
     )
 
 
@@ -195,6 +197,8 @@ def run_one(plan: Plan, work: WorkDir, stage: Stage[Any], unit: Unit[Any], conte
     link = context.chain
     if link is not None:
         publish.remove_tree(link.scratch)
+        if link.side is not None:
+            publish.publish(link.side, work.places.store / unit.side_name)
         if link.leaves is not None:
             publish.publish(link.leaves, work.places.store / unit.left_name)
     publish.publish(partial, stored)

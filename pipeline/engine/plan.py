@@ -65,19 +65,32 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """A second folder that a plan fills, with units that are no part of the output, each a file under its final name.
+
+    keys  of the units
+    """
+
+    folder: Path
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Assembly:
     """What goes beside the weights.
 
     companions   (path below the output, file to copy)
     config       config.json, to be written; None where there is none
-    loose        whether the weights are loose folders (then there is no index)
+    loose        whether there is no index: weights are loose folders, or there are none
     kept_layers  loose layer folders that lay in the output before and stay as they are
+    apart        what goes to another folder; None where nothing does
     """
 
     companions: tuple[tuple[str, Path], ...]
     config: bytes | None
     loose: bool
     kept_layers: tuple[int, ...] = ()
+    apart: Apart | None = None
 
 
 class Sources(Protocol):
@@ -134,6 +147,12 @@ class Plan:
     scratch_bytes: int = 0
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
+
+    @property
+    def units_apart(self) -> tuple[Unit[Any], ...]:
+        """The units whose files go to another folder."""
+        apart = self.assembly.apart
+        return () if apart is None else tuple(unit for unit in self.units if unit.key in apart.keys)
 
     @functools.cached_property
     def extra_bytes(self) -> int:

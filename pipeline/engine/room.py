@@ -52,9 +52,10 @@ def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> dict[str, int]:
     todo = list(todo)
     chained = any(unit.stage == stage.name for stage in plan.stages if stage.chain for unit in todo)
     return {
-        "of weights": sum(unit.bytes_out for unit in todo),
+        "of finished files": sum(unit.bytes_out + unit.side for unit in todo),
         "of files that exist only meanwhile": plan.scratch_bytes if chained else 0,
         "of companion files": plan.extra_bytes,
+        "of files for another folder": sum(unit.bytes_out for unit in plan.units_apart),
         "to spare for headers, index, manifest and journal": SLACK,
     }
 

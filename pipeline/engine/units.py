@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from ktconvert.pipeline.tell.report import Reporter
 
 LEFT = ".left"  # what a unit leaves to the next one of its chain ends so
+SIDE = ".side"  # and its side file so
 Work = TypeVar("Work")
 
 
@@ -29,6 +30,7 @@ class Unit(Generic[Work]):
     final     path below the output, where the finished thing will appear (not part of the fingerprint)
     kept      whether it becomes a part of the output; else it stays in the store for other units, and goes with it
     leaves    bytes of the file that it leaves to the next unit of its chain; 0 for none
+    side      bytes of a second file, for later units of its chain, that stays in the store with its own; 0 for none
     work      what the stage needs to know to run it; follows from the above
     """
 
@@ -44,6 +46,7 @@ class Unit(Generic[Work]):
     folder: bool = False
     kept: bool = True
     leaves: int = 0
+    side: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -60,6 +63,11 @@ class Unit(Generic[Work]):
     def left_name(self) -> str:
         """What it leaves to the next unit of its chain, in the store."""
         return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{LEFT}"
+
+    @property
+    def side_name(self) -> str:
+        """Its side file, in the store."""
+        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{SIDE}"
 
 
 @dataclass(frozen=True)
@@ -88,12 +96,16 @@ class Link:
     leaves   where to put what the next one needs; None where that is nothing
     scratch  folder for files that are gone when the unit is done
     store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
+    side     where to put the unit's side file; None where it has none
+    sides    unit key -> the side file of an earlier unit of the chain
     """
 
     before: Path | None
     leaves: Path | None
     scratch: Path
     store: Mapping[str, Path]
+    side: Path | None = None
+    sides: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ class WorkDir:
         """Let a finished unit be made again."""
         self.journal.append({"event": "forgotten", "fingerprint": unit.fingerprint}, sync=True)
         self.finished.pop(unit.fingerprint, None)
-        publish.remove_tree(self.places.store / unit.stored_name)
+        for name in (unit.stored_name, unit.side_name):
+            publish.remove_tree(self.places.store / name)
 
     def drop(self) -> None:
         """Let everything be made again: it was begun with other options or another input."""
@@ -199,12 +200,12 @@ def records(work: WorkDir, units: Iterable[Unit[Any]]) -> dict[Unit[Any], dict[s
 
 def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[Any]) -> str | None:
     """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in
-    place.
+    place; a side file, always in the store.
 
     A name in the store says what the content is; a final name does not, so a file that lies only there has to have the
     hash."""
     record = finished.get(unit.fingerprint)
-    if record is None:
+    if record is None or (unit.side and not (places.store / unit.side_name).exists()):
         return None
     stored = places.store / unit.stored_name
     reason = "finished before"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.pipeline.walk import needs
 from ktconvert.pipeline.walk.calibration import Calibration
+
+INSTEAD = "use --quant-method RTN"  # advice where a model cannot be calibrated
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,7 @@ def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
     """The stage's settings, from those of a request."""
     machine = chosen["machine"]
     return Settings(
-        calibration=Calibration(
-            dataset=chosen["dataset"],
-            split=chosen["dataset_split"],
-            samples=chosen["num_calibration_samples"],
-            max_length=chosen["max_sequence_length"],
-            seed=chosen["random_seed"],
-        ),
+        calibration=Calibration.of(chosen),
         dampening=chosen["dampening_frac"],
         rounding=chosen["rounding"],
         sees=chosen["calibrate"],
@@ -71,37 +65,26 @@ def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
 
 def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     """How many experts of the widest layer, with Hessians and working copies, fit into `budget` bytes; at least one."""
-    experts, hidden, width = max((model.shape(layer) for layer in model.layers), key=lambda shape: shape[1] * shape[2])
-    weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
-    hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
-    working = 0 if routed else needs.working_bytes(2 * width, hidden) - needs.working_bytes(0, hidden)
-    return max(1, min(experts, budget // (weights + hessians + working)))
+
+    def bytes_of(hidden: int, width: int) -> int:
+        weights = 2 * 3 * hidden * width * 2  # as they are, and rounded
+        hessians = 4 * width * width + (4 * hidden * hidden if routed else 0)
+        working = 0 if routed else needs.working_bytes(2 * width, hidden) - needs.working_bytes(0, hidden)
+        return weights + hessians + working
+
+    return needs.experts_at_a_time(model, budget, bytes_of)
 
 
 def facts(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """The calibration, for the manifest and the model card."""
-    local = Path(chosen["dataset"]).is_absolute()  # as the command line stores a local one
     return {
         "calibration": {
-            "dataset": Path(chosen["dataset"]).name if local else chosen["dataset"],
-            "split": chosen["dataset_split"],
-            "samples": chosen["num_calibration_samples"],
-            "max_length": chosen["max_sequence_length"],
-            "seed": chosen["random_seed"],
+            **Calibration.of(chosen).told(),
             "dampening": chosen["dampening_frac"],
             "calibrate": chosen["calibrate"],
             "engine": chosen["engine"],
         }
     }
-
-
-def check_model(model: MoeModel) -> None:
-    """Raise UnsupportedError for experts that GPTQ would calibrate wrongly."""
-    if model.activation != "silu" or model.weights_on != "output":
-        raise UnsupportedError(
-            f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "
-            "output, which GPTQ cannot calibrate yet; use --quant-method RTN."
-        )
 
 
 def shape_of(model: MoeModel, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:

@@ -25,7 +25,7 @@ from ktconvert.pipeline.gptq.settings import Settings
 from ktconvert.pipeline.stages import expert_files, experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
 from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.walk.consumers import Tokens
+from ktconvert.pipeline.walk.consumers import Tokens, spread
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers.choice import Choice
 from ktconvert.quantizers.reference import F32
@@ -190,12 +190,7 @@ def report(work: LayerWork, tokens: Tokens, done: Compensate, reporter: Reporter
         )
     return {
         "layer": work.layer,
-        "routed_tokens": {
-            "least": int(tokens.min()),
-            "median": int(np.median(tokens)),
-            "most": int(tokens.max()),
-            "none": int((tokens == 0).sum()),
-        },
+        "routed_tokens": spread(tokens),
         "rounded_experts": done.too_few,
         "rounded_linears": fell_back,
     }

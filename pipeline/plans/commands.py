@@ -11,6 +11,7 @@ from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.plans.calibrate import plan_calibrate
 from ktconvert.pipeline.plans.cpu import plan_cpu
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
@@ -22,6 +23,7 @@ from ktconvert.quantizers.choice import QUANTIZERS
 PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
     "cpu": plan_cpu,
     "gpu": plan_gpu,
+    "calibrate": plan_calibrate,
     "dequantize": plan_dequantize,
     "merge": plan_merge,
     "resplit": plan_resplit,
@@ -31,6 +33,23 @@ PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] 
 # What the settings and tuning of a saved plan must be, by command (documents.mismatch); settings of GPTQ only where
 # that is the method.
 COMMON = {"max_shard_size": (SIZE, None), "arch_file": (str, None)}
+CALIBRATION = {
+    "dataset": str,
+    "dataset_split": str,
+    "num_calibration_samples": COUNT,
+    "max_sequence_length": COUNT,
+    "random_seed": NUMBER,
+    "trust_remote_code": bool,
+    "machine": {"threads": COUNT, "group_bytes": SIZE, "device_type": str, "device": str},
+}
+GPTQ = {
+    **CALIBRATION,
+    "dampening_frac": (float, int),
+    "calibrate": ("all", "routed"),
+    "min_expert_tokens": COUNT,
+    "engine": ("stream", "oneshot"),
+    "save_statistics?": (True,),
+}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
         "quant_method": tuple(forms_of("cpu")),
@@ -54,6 +73,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "torch_dtype": str,
         **COMMON,
     },
+    "calibrate": {"arch_file": COMMON["arch_file"], **CALIBRATION},
     "dequantize": {"max_shard_size": COMMON["max_shard_size"]},
     "merge": {"max_tensors": COUNT, "companions": bool, "layers?": (str, None)},
     "resplit": {
@@ -63,19 +83,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "layers?": str,
         "arch_file?": str,
     },
-}
-GPTQ = {
-    "dataset": str,
-    "dataset_split": str,
-    "num_calibration_samples": COUNT,
-    "max_sequence_length": COUNT,
-    "dampening_frac": (float, int),
-    "random_seed": NUMBER,
-    "calibrate": ("all", "routed"),
-    "min_expert_tokens": COUNT,
-    "engine": ("stream", "oneshot"),
-    "trust_remote_code": bool,
-    "machine": {"threads": COUNT, "group_bytes": SIZE, "device_type": str, "device": str},
 }
 TUNING = {
     "cpuinfer_threads": COUNT,
@@ -90,6 +97,7 @@ TUNING = {
     "allow_machine_change?": bool,
     "original_path?": (str, None),
     "imatrix?": (str, None),
+    "save_statistics?": (str, None),
 }
 
 

@@ -20,6 +20,7 @@ from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
+from ktconvert.pipeline.plans import statistics
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     CheckpointFiles,
@@ -33,7 +34,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     source_files,
 )
-from ktconvert.pipeline.stages import carry_over, experts, gptq_layers
+from ktconvert.pipeline.stages import carry_over, chain, experts, gptq_layers
 from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
 
@@ -112,7 +113,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         stages=stages,
         facts=facts,
         notes=(*notes, *quantizing.notes),
-        assembly=Assembly(companions=copied, config=config, loose=False),
+        assembly=Assembly(companions=copied, config=config, loose=False, apart=statistics.apart(request)),
         conversion=GpuConversion(CheckpointFiles(source, files), form, quantizing, tensors, facts, notes),
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
@@ -163,9 +164,10 @@ def _rtn(request: Request, model: MoeModel, form: Form, _rest: Beside, metadata:
 
 def _gptq(request: Request, model: MoeModel, form: Form, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
     chosen, tuning = request.settings, request.tuning
-    of_gptq.check_model(model)
+    chain.require_calibratable(model, of_gptq.INSTEAD)
     settings = of_gptq.settings_of(model, chosen)
     shape = of_gptq.shape_of(model, settings, chosen)
+    document = statistics.describe(model, request) if chosen.get("save_statistics") else None
     beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}
 
     def require_ready() -> None:
@@ -173,7 +175,7 @@ def _gptq(request: Request, model: MoeModel, form: Form, rest: Beside, metadata:
         machine.require_same(chosen["machine"], now, request.output, tuning["allow_machine_change"])
 
     return Quantizing(
-        gptq_layers.stage(model, form, settings, beside_experts, metadata),
+        gptq_layers.stage(model, form, settings, beside_experts, metadata, document=document),
         lambda _: _peak(model, settings, shape),
         scratch_bytes=needs.needs(shape).disk if settings.engine == "stream" else 0,
         notes=() if settings.engine == "stream" else (ONESHOT,),

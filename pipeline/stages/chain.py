@@ -4,13 +4,14 @@ states of all sequences to the next. What a layer's unit writes, and which consu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.errors import ResourceError
+from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.pipeline.engine.units import Link, Unit
 from ktconvert.pipeline.stages.carry_over import Carried
@@ -44,6 +45,33 @@ class Step:
     def key(self) -> str:
         """The key of its unit."""
         return f"layer-{self.layer:03d}"
+
+
+def require_calibratable(model: MoeModel, instead: str) -> None:
+    """Raise UnsupportedError, which advises `instead`, for experts that would be calibrated wrongly."""
+    if model.activation != "silu" or model.weights_on != "output":
+        raise UnsupportedError(
+            f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "
+            f"output, which cannot be calibrated yet; {instead}."
+        )
+
+
+def skeleton_of(
+    model: MoeModel, rest: Mapping[str, Carried], machine: Mapping[str, Any], *, trusted: bool, instead: str
+) -> Callable[[], LayeredModel]:
+    """A function that builds the layered model when it is first called.
+
+    rest     the checkpoint's tensors outside the routed experts, by name
+    trusted  whether Python code that comes with the model may run
+    instead  what messages advise where the model cannot be walked through
+    """
+
+    @functools.cache
+    def skeleton() -> LayeredModel:
+        device = machine["device_type"]
+        return LayeredModel(model.source, rest, trust_remote_code=trusted, device=device, instead=instead)
+
+    return skeleton
 
 
 def boundary_bytes(model: MoeModel, calibration: Calibration) -> int:

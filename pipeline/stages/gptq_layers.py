@@ -16,13 +16,11 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
 from ktconvert.pipeline.gptq.compensate import Compensate
-from ktconvert.pipeline.gptq.settings import Settings
+from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
 from ktconvert.pipeline.gptq.shard import LayerWork, error_of_sample, nearest, report, writer
-from ktconvert.pipeline.stages import chain
+from ktconvert.pipeline.stages import chain, statistics
 from ktconvert.pipeline.stages.carry_over import Carried
 from ktconvert.pipeline.stages.experts import layer_metadata
-from ktconvert.pipeline.walk.consumers import Counts
-from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.pipeline.walk.needs import REMEDIES
 from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import gptq
@@ -30,7 +28,7 @@ from ktconvert.quantizers.choice import ABSMAX, Choice
 
 NAME = "gptq"
 VERSION = 1
-Work = SamplesWork | LayerWork
+Work = SamplesWork | LayerWork | statistics.Closing
 
 
 def stage(
@@ -43,13 +41,16 @@ def stage(
     choice: Choice = ABSMAX,
     numa: int = 1,
     loose_files: bool = False,
+    document: Mapping[str, Any] | None = None,
 ) -> Stage[Work]:
-    """The chain. rest: the checkpoint's tensors outside the routed experts, by name; choice: how scales are chosen."""
+    """The chain.
 
-    @functools.cache
-    def skeleton() -> LayeredModel:
-        code, device = settings.trust_remote_code, settings.machine["device_type"]
-        return LayeredModel(model.source, rest, trust_remote_code=code, device=device)
+    rest      the checkpoint's tensors outside the routed experts, by name
+    choice    how scales are chosen
+    document  what statistics.json says of model, data and settings; None where no statistics are gathered
+    """
+    trusted = settings.trust_remote_code
+    skeleton = chain.skeleton_of(model, rest, settings.machine, trusted=trusted, instead=INSTEAD)
 
     @functools.cache
     def library(samples: Path) -> oneshot.Quantized:
@@ -87,9 +88,12 @@ def stage(
                 bytes_in=step.bytes_in,
                 bytes_out=experts * expert_bytes(form, grid),
                 leaves=step.leaves,
+                side=0 if document is None else statistics.layer_bytes(model, step.layer),
                 work=LayerWork(model, form, settings, grid, choice, step.before, about, skeleton, library, loose_files),
             )
         )
+    if document is not None:
+        units += statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
     return Stage(
         NAME, f"calibrate, and quantize experts to {form.name}", ("source",), tuple(units), run_unit, chain=True
     )
@@ -112,6 +116,8 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
     import torch
 
     work = unit.work
+    if isinstance(work, statistics.Closing):
+        return statistics.run_closing(work, partial, context)
     with chain.memory_explained(unit.key, REMEDIES):
         if isinstance(work, SamplesWork):
             torch.set_num_threads(work.threads)
@@ -126,14 +132,17 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
 def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
     link: Link = context.chain  # type: ignore[assignment]
-    settings, counts = work.settings, Counts()
+    settings, gathering = work.settings, statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
         compensate = Compensate(work.form, *options, nearest(work), files.write, work.grid.numa)
-        consumers = (counts, compensate)
+        gathered = (gathering.counts,) if link.side is None else gathering.consumers
+        consumers = (*gathered, compensate)
         chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)
         written, tensors = files.finish()
-    reported = report(work, counts.tokens[work.layer], compensate, context.reporter)
+    if link.side is not None:
+        gathering.write(link.side)
+    reported = report(work, gathering.counts.tokens[work.layer], compensate, context.reporter)
     return written, tensors, {**error_of_sample(work, partial), **reported}
 
 

@@ -61,7 +61,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
         "",
         f"read          {size(document['bytes_in'])}",
         f"write         {size(document['bytes_out'])} in {document['shards']} "
-        f"{'folders' if document['loose'] else 'shards'}, "
+        f"{'folders' if document['loose'] else 'files' if plan.assembly.loose else 'shards'}, "
         f"and {size(plan.extra_bytes)} of companion files",
         f"disk          {room_sentence(document['disk'])}, {size(document['disk_free'])} free",
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",

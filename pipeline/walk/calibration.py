@@ -1,4 +1,4 @@
-"""Calibration data of GPTQ: from a data set to token ids, one array per sample, in the order in which the library
+"""Calibration data: from a data set to token ids, one array per sample, in the order in which the library
 visits them.
 
 Rows become samples as in kt-kernel's convert_gpu_weights.py: the first N of the split, shuffled by the seed, the chat
@@ -8,9 +8,10 @@ template applied, cut at max_length tokens, no special tokens added.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,23 @@ class Calibration:
     samples: int
     max_length: int
     seed: int
+
+    @classmethod
+    def of(cls, chosen: Mapping[str, Any]) -> Calibration:
+        """From the settings of a request."""
+        return cls(
+            dataset=chosen["dataset"],
+            split=chosen["dataset_split"],
+            samples=chosen["num_calibration_samples"],
+            max_length=chosen["max_sequence_length"],
+            seed=chosen["random_seed"],
+        )
+
+    def told(self) -> dict[str, Any]:
+        """For manifests and descriptions: a local data set by its name alone."""
+        local = Path(self.dataset).is_absolute()  # as the command line stores a local one
+        dataset = Path(self.dataset).name if local else self.dataset
+        return {**vars(self), "dataset": dataset}
 
 
 def token_ids(wanted: Calibration, tokenizer: Any, note: Callable[[str], None] | None = None) -> list[Ids]:

@@ -106,3 +106,13 @@ class Counts:
     def take(self, group: ExpertGroup) -> None:
         """Store the layer's token counts."""
         self.tokens[group.layer] = group.tokens
+
+
+def spread(tokens: Tokens) -> dict[str, int]:
+    """How evenly the tokens of a layer went to its experts, for reports; none: the number of experts without any."""
+    return {
+        "least": int(tokens.min()),
+        "median": int(np.median(tokens)),
+        "most": int(tokens.max()),
+        "none": int((tokens == 0).sum()),
+    }

@@ -1,10 +1,10 @@
-"""The environment of GPTQ: the packages that it needs, and the properties of the machine that can change bytes."""
+"""The environment of a walk: the packages that it needs, and the properties of the machine that can change bytes."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,20 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.pipeline.models.generate import share_cores
 
-NEEDS = ("torch", "transformers", "accelerate", "datasets", "llmcompressor", "compressed_tensors")
-PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")  # their versions can change bytes
+WALK = ("torch", "transformers", "accelerate", "datasets")
+NEEDS = (*WALK, "llmcompressor", "compressed_tensors")
+# Packages whose versions can change bytes: of statistics, and of GPTQ.
+WALK_PACKAGES = ("torch", "transformers")
+PACKAGES = (*WALK_PACKAGES, "llmcompressor", "compressed-tensors")
 GROUP_BYTES = 1 << 30  # of experts with their Hessians and working copies that are in memory at a time, on a CPU
 GPU_SHARE = 4  # such a group takes this fraction (1/4) of a GPU's memory
 
 
-def require() -> None:
-    """Raise KtconvertError, which names what to install, where a package is missing."""
-    missing = [name for name in NEEDS if find_spec(name) is None]
+def require(what: str = "--quant-method GPTQ", needs: Sequence[str] = NEEDS) -> None:
+    """Raise KtconvertError, which names what to install, where a package that `what` needs is missing."""
+    missing = [name for name in needs if find_spec(name) is None]
     if missing:
-        raise KtconvertError(
-            f"--quant-method GPTQ needs {', '.join(missing)}, not installed here: pip install 'ktconvert[gpu]'"
-        )
+        raise KtconvertError(f"{what} needs {', '.join(missing)}, not installed here: pip install 'ktconvert[gpu]'")
     share_cores()
     quiet()
 
@@ -41,13 +42,15 @@ def hide_gpus() -> None:
     os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 
-def this_machine(threads: int, force_cpu: bool, max_gpu_memory: int | None) -> dict[str, Any]:
+def this_machine(
+    threads: int, force_cpu: bool, max_gpu_memory: int | None, packages: Sequence[str] = PACKAGES
+) -> dict[str, Any]:
     """The properties of this machine that can change bytes, sorted by name: other machines add in another order."""
     if force_cpu:
         hide_gpus()
     import torch
 
-    facts: dict[str, Any] = {"threads": threads, **{name: importlib.metadata.version(name) for name in PACKAGES}}
+    facts: dict[str, Any] = {"threads": threads, **{name: importlib.metadata.version(name) for name in packages}}
     if not force_cpu and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         group = min(total, max_gpu_memory or total) // GPU_SHARE

@@ -53,6 +53,7 @@ class LayeredModel:
 
     tensors  the checkpoint's tensors outside the routed experts
     device   where layers are computed
+    instead  what messages advise where the model cannot be calibrated
     Raises UnsupportedError for a model whose experts transformers holds in another way, or that has code of its own
     unless that is trusted."""
 
@@ -63,6 +64,7 @@ class LayeredModel:
         *,
         trust_remote_code: bool = False,
         device: str = "cpu",
+        instead: str = "use another model",
     ) -> None:
         import transformers
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -72,15 +74,15 @@ class LayeredModel:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         self.source, self.tensors, self.device = source, tensors, device
-        self._trusted = trust_remote_code
-        self.model = build_skeleton(source, trust_remote_code)
+        self._trusted, self._instead = trust_remote_code, instead
+        self.model = build_skeleton(source, trust_remote_code, instead)
         places = find_experts(self.model)
         self._experts: dict[int, Any] = {}
         for place in places:
             if place.zero_ids:
                 raise UnsupportedError(
-                    f"{source.root}: {place.name} has experts that give back what they get, which GPTQ cannot "
-                    "calibrate yet; use --quant-method RTN."
+                    f"{source.root}: {place.name} has experts that give back what they get, which cannot be "
+                    f"calibrated yet; {instead}."
                 )
             module = self.model.get_submodule(place.name)
             for name in list(module._parameters):
@@ -181,8 +183,8 @@ class LayeredModel:
         kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
         if kind is None:
             raise UnsupportedError(
-                f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which GPTQ cannot "
-                "compute with; use the model's BF16 release, or --quant-method RTN."
+                f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which cannot be "
+                f"computed with; take the model's BF16 release, or {self._instead}."
             )
         if carried.stored is info and info.start % kind.itemsize == 0:
             raw = self.source.view(info).reshape(-1).view(np.uint8)
@@ -302,5 +304,5 @@ class LayeredModel:
         if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
             raise VerificationError(
                 f"{self.source.root}: in layer {layer} a token sees those after it, so that calibration would be "
-                "wrong; use --quant-method RTN, and tell us the model."
+                f"wrong; {self._instead}, and tell us the model."
             )

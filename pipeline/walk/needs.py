@@ -1,4 +1,4 @@
-"""The memory and disk that GPTQ needs, computed from a model's sizes for the plan, before anything is loaded.
+"""The memory and disk that a walk through a model needs, computed from its sizes for the plan: nothing is loaded.
 
 H hidden size, I expert width, E experts of a layer, N samples of T tokens. Sizes are bytes. No torch.
 """
@@ -6,7 +6,7 @@ H hidden size, I expert width, E experts of a layer, N samples of T tokens. Size
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.pipeline.tell.report import size
 
 GIB = 1 << 30
-HALF, FLOAT, ID = 2, 4, 4  # bytes of BF16, float32 and an expert's number
+HALF, FLOAT, DOUBLE, ID = 2, 4, 8, 4  # bytes of BF16, float32, float64 and an expert's number
 LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
 # Beside tensors, on the card: CUDA itself, its kernels and what its allocator cannot use. Not measured: there was no
 # GPU.
@@ -31,10 +31,13 @@ CARDS = (24, 48, 80)  # GiB
 # kt-kernel's own advice for GPTQ: no more than this part of a card for weights, by the card's size from which it holds.
 SHARES = ((48, 0.625), (0, 0.5))
 
-REMEDIES = (
-    "To need less memory, in this order: --quant-method RTN, which needs no calibration; fewer samples "
-    "(--num-calibration-samples 256); "
-    "shorter sequences (--max-sequence-length 1024); --force-cpu, where it is the GPU that is too small."
+REMEDIES_TO_CALIBRATE = (
+    "To need less memory, in this order: fewer samples (--num-calibration-samples 64); shorter sequences "
+    "(--max-sequence-length 1024); --force-cpu, where it is the GPU that is too small."
+)
+REMEDIES = REMEDIES_TO_CALIBRATE.replace(
+    ": fewer samples (--num-calibration-samples 64)",
+    ": --quant-method RTN, which needs no calibration; fewer samples (--num-calibration-samples 256)",
 )
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -49,7 +52,9 @@ class Shape:
                MLP
     dense      whether layers without experts lie before one with, and are run with it
     top_k      experts that a token is routed to
+    method     "GPTQ"; "RTN", which needs no walk; "calibrate", which gathers statistics and quantizes nothing
     calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own
+    statistics whether GPTQ gathers statistics, too
     group      experts that are in memory together
     on_gpu     computed on a GPU
     """
@@ -69,6 +74,12 @@ class Shape:
     dense: bool = False
     top_k: int = 8
     on_gpu: bool = False
+    statistics: bool = False
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether there are Hessians and codes."""
+        return self.method == "GPTQ"
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ class Needs:
     layer     the routed experts of one layer in BF16
     weights   what is computed with at a time: the layer without its experts, and one group of experts, in BF16
     hessians  of one group: gate and up's, shared or one per expert, and down's, one per expert
+    squares   sums of squares of a layer and of one group, where statistics are gathered
     working   what quantizing a linear takes beside itself and its Hessian
     scores    of eager attention, one sequence
     boundary  the activations that enter a layer, a file
@@ -94,6 +106,7 @@ class Needs:
     layer: int = 0
     weights: int = 0
     hessians: int = 0
+    squares: int = 0
     working: int = 0
     scores: int = 0
     boundary: int = 0
@@ -111,28 +124,30 @@ def needs(shape: Shape) -> Needs:
     """The arithmetic. Two steps of a layer are counted, of which the larger is the peak: attention, and a group of
     experts.
     """
-    if shape.method != "GPTQ":
+    if shape.method == "RTN":
         return Needs()
     h, i, group = shape.hidden, shape.width, min(shape.group, shape.experts)
     expert = 3 * h * i * HALF
     tokens = shape.samples * shape.length
-    shared = h * h * FLOAT
-    hessians = (shared if shape.calibrate == "all" else group * shared) + group * i * i * FLOAT
+    shared = h * h * FLOAT if shape.quantizes else 0
+    hessians = (shared if shape.calibrate == "all" else group * shared) + group * i * i * FLOAT * shape.quantizes
+    squares = (shape.experts + group) * (h + i) * DOUBLE if shape.statistics or not shape.quantizes else 0
     # Gate and up of a group, or of an expert, share a Hessian and are quantized as one tall matrix; down expert by
     # expert.
-    tall = 2 * i * (group if shape.calibrate == "all" else 1)
-    working = max(working_bytes(tall, h), working_bytes(h, i))
+    tall = 2 * i * (group if shape.calibrate == "all" else 1) * shape.quantizes
+    working = max(working_bytes(tall, h), working_bytes(h, i)) if shape.quantizes else 0
     scores = shape.heads * shape.length**2 * SCORE
     sequence = ROWS * shape.length * (h + shape.heads * shape.head) * HALF
-    added = (
-        shared + 2 * shape.length * h * FLOAT
-    )  # one sequence that goes into a Hessian: its product, its float32 copies
+    # One sequence that goes into a Hessian: its product, its float32 copies; into a sum of squares: its float32 and
+    # float64 copies.
+    added = shared + (2 * FLOAT if shape.quantizes else FLOAT + DOUBLE) * shape.length * h
     attention = shape.rest + scores + sequence + shared + added
-    codes = group * 3 * h * i * shape.bits // 8
+    codes = group * 3 * h * i * shape.bits // 8 * shape.quantizes
     # Experts as the file has them (mapped), in BF16, and rounded; gate and up once more as one matrix; codes by both
     # ways.
-    held = (2 if shape.on_gpu else 3) * group * expert + tall * h * HALF + 2 * codes
-    quantizing = held + hessians + max(working, sequence + added)
+    copies = (1 if shape.on_gpu else 2) + shape.quantizes
+    held = copies * group * expert + tall * h * HALF + 2 * codes
+    quantizing = held + hessians + squares + max(working, sequence + added)
     peak = max(attention, quantizing)
     boundary = tokens * h * HALF
     routing = tokens * shape.top_k * (ID + FLOAT)  # of all tokens, in main memory
@@ -144,6 +159,7 @@ def needs(shape: Shape) -> Needs:
         layer=shape.experts * expert,
         weights=shape.rest + group * expert,
         hessians=hessians,
+        squares=squares,
         working=working,
         scores=scores,
         boundary=boundary,
@@ -167,16 +183,28 @@ def shape_of(model: MoeModel, settings: Mapping[str, Any], *, group: int, on_gpu
         heads=heads,
         samples=settings["num_calibration_samples"],
         length=settings["max_sequence_length"],
-        bits=4 if settings["quant_type"] == "W4A16" else 8,
-        method=settings["quant_method"],
-        calibrate=settings["calibrate"],
+        bits=4 if settings.get("quant_type") == "W4A16" else 8,
+        method=settings.get("quant_method", "calibrate"),
+        calibrate=settings.get("calibrate", "routed"),
         group=group,
         head=max(widths) or hidden // heads,
         rest=_rest(model),
         dense=model.layers != tuple(range(len(model.layers))),
         top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
         on_gpu=on_gpu,
+        statistics=bool(settings.get("save_statistics")),
     )
+
+
+def experts_at_a_time(model: MoeModel, budget: int, bytes_of: Callable[[int, int], int]) -> int:
+    """How many experts of the widest layer fit into `budget` bytes, at least one. bytes_of: (H, I) -> bytes of one."""
+    experts, hidden, width = max((model.shape(layer) for layer in model.layers), key=lambda shape: shape[1] * shape[2])
+    return max(1, min(experts, budget // bytes_of(hidden, width)))
+
+
+def squares_bytes(hidden: int, width: int) -> int:
+    """Bytes of an expert whose statistics are gathered: its weights, as stored and in BF16, and its sums of squares."""
+    return 2 * 3 * hidden * width * HALF + (hidden + width) * DOUBLE
 
 
 def _number(config: Mapping[str, Any], default: int, *keys: str) -> int:
@@ -213,11 +241,16 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
     if not needed.host:
         return []
     shared = "shared by all its experts" if shape.calibrate == "all" else "for each expert"
+    hessians = (
+        f"the Hessian of gate and up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down "
+        f"{size(shape.width**2 * FLOAT)} for each expert"
+    )
+    what = "GPTQ" if shape.quantizes else "calibration"
     sentences = [
-        f"GPTQ keeps {size(needed.disk)} of activations on disk while it runs: {shape.samples} samples of "
-        f"{shape.length} tokens are {size(needed.boundary)} at each layer's entrance",
-        f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; the Hessian of gate and "
-        f"up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down {size(shape.width**2 * FLOAT)} for each expert",
+        f"{what} keeps {size(needed.disk)} of activations on disk while it runs: "
+        f"{shape.samples} samples of {shape.length} tokens are {size(needed.boundary)} at each layer's entrance",
+        f"one layer's experts are {size(needed.layer)} in BF16 and are taken {_count(shape)}; "
+        + (hessians if shape.quantizes else f"the sums of squares of their inputs are {size(needed.squares)}"),
     ]
     on_gpu = needed if shape.on_gpu else needs(replace(shape, on_gpu=True))
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
@@ -227,9 +260,12 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
         f"{'it takes' if shape.on_gpu else 'on a GPU it would take'} {size(on_gpu.gpu)} of the card's memory"
     )
     if fitting:
-        sentences.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for activations and Hessians")
+        rest = "activations and Hessians" if shape.quantizes else "activations"
+        sentences.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for {rest}")
     if small:
-        sentences.append(f"too small are cards of {', '.join(small)}. {REMEDIES}")
+        sentences.append(
+            f"too small are cards of {', '.join(small)}. {REMEDIES if shape.quantizes else REMEDIES_TO_CALIBRATE}"
+        )
     return sentences
 
 

@@ -9,10 +9,10 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.pipeline.walk.dataset import first_line
 
 
-def build_skeleton(source: TensorSource, trust_remote_code: bool) -> Any:
+def build_skeleton(source: TensorSource, trust_remote_code: bool, instead: str) -> Any:
     """The model on the meta device, its buffers real, in BF16 with eager attention.
 
-    Raises UnsupportedError where transformers cannot build it.
+    instead: what to do where it cannot be built. Raises UnsupportedError there.
     """
     import torch
     import transformers
@@ -33,6 +33,6 @@ def build_skeleton(source: TensorSource, trust_remote_code: bool) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UnsupportedError(
             f"{source.root}: transformers {transformers.__version__} cannot build this model ({first_line(error)}); "
-            "--quant-method RTN needs no model."
+            f"{instead}."
         ) from error
     return model.eval()

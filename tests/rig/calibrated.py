@@ -33,6 +33,7 @@ MODULES = (
     "compressed_tensors.compressors",
     "llmcompressor.modifiers.gptq.gptq_quantize",
     "transformers.modeling_utils",
+    "ktconvert.pipeline.cli.calibrate",
     "ktconvert.pipeline.cli.gpu",
     "ktconvert.pipeline.plans.gpu",
     "ktconvert.pipeline.walk.layered",

@@ -1,0 +1,150 @@
+"""A folder with the statistics of one model's experts: imatrix.gguf, counts.safetensors, and statistics.json, which
+says what they are of. Written by `ktconvert calibrate` and by GPTQ with --save-statistics.
+
+The places of experts that a layer does not have are zeros in counts.safetensors. The blocks of an MTP part are in
+neither file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.files import documents
+from ktconvert.layouts.files.documents import COUNT, NUMBER
+from ktconvert.layouts.files.publish import sha256_file
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.statistics.counts import FILE as COUNTS
+from ktconvert.layouts.statistics.counts import read_counts
+from ktconvert.layouts.statistics.imatrix import I64, Imatrix, Shapes, open_imatrix
+
+IMATRIX, DOCUMENT = "imatrix.gguf", "statistics.json"
+FORMAT = 1
+LAYERS = range(1 << 20)
+SIZES = (COUNT, [COUNT])
+# The entries that we read, and the types that they must have (documents.mismatch).
+STATISTICS = {
+    "model": {
+        "architecture": str,
+        "name": (str, None),
+        "source": str,
+        "decoder_layers": range(1, 1 << 20),
+        "layers": [LAYERS],
+        "experts": SIZES,
+        "hidden": SIZES,
+        "intermediate": SIZES,
+    },
+    "data": {"dataset": str, "samples": COUNT, "tokens": COUNT},
+    "settings": {},
+    "files": [{"name": str, "size": NUMBER, "sha256": str}],
+}
+MAKE = "make it again with `ktconvert calibrate`"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a folder holds.
+
+    document  statistics.json
+    counts    int64 [decoder layers, experts]
+    """
+
+    folder: Path
+    document: Mapping[str, Any]
+    counts: I64
+
+    def imatrix(self, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
+        """The importance matrix, for a model of these layers; arguments and errors as of open_imatrix."""
+        self.require_model(model, shapes)
+        opened = open_imatrix(self.folder / IMATRIX, model, shapes, others)
+        if opened.sha256 != self._recorded(IMATRIX)["sha256"]:
+            raise InputError(f"{opened.path}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
+        return opened
+
+    def require_model(self, model: str, shapes: Shapes, decoder_layers: int | None = None) -> None:
+        """Raise InputError, naming both, where the statistics are of a model with other layers or experts.
+
+        model           how messages call it
+        shapes          of its layers with experts
+        decoder_layers  how many layers it has in all; None if that does not matter
+        """
+        own = self.document["model"]
+        ours = (own["layers"], *(_each(own[key]) for key in ("experts", "hidden", "intermediate")))
+        experts, hidden, width = (sorted(set(sizes)) for sizes in zip(*shapes.values(), strict=True))
+        theirs = (sorted(shapes), experts, hidden, width)
+        deep = decoder_layers is not None and decoder_layers != own["decoder_layers"]
+        if ours != theirs or deep:
+            raise InputError(
+                f"{self.folder}: statistics of {own['name'] or own['architecture']}, "
+                f"{_described(own['decoder_layers'] if deep else None, *ours)}, and {model} has "
+                f"{_described(decoder_layers if deep else None, *theirs)}; give the statistics of this model"
+            )
+
+    def _recorded(self, name: str) -> Mapping[str, Any]:
+        return next(file for file in self.document["files"] if file["name"] == name)
+
+
+def read_statistics(folder: Path) -> Statistics:
+    """The statistics in a folder. The hash of the importance matrix is checked when it is opened.
+
+    Raises InputError for a folder that has none, for files that are missing, cut short or not those that the document
+    describes, and for a document of a newer version.
+    """
+    path = folder / DOCUMENT
+    try:
+        document = documents.parse(path.read_bytes())
+        wrong = documents.mismatch(document, {"format": {"name": "ktconvert-statistics", "version": NUMBER}})
+        if wrong is None and document["format"]["version"] > FORMAT:
+            raise InputError(f"{path}: written by a newer ktconvert; update this one.")
+        wrong = wrong or documents.mismatch(document, STATISTICS)
+        if wrong is not None:
+            raise ValueError(wrong)
+        recorded = {file["name"]: file for file in document["files"]}
+        for name in (IMATRIX, COUNTS):
+            size = (folder / name).stat().st_size
+            if name not in recorded or recorded[name]["size"] != size:
+                says = recorded.get(name, {}).get("size", "no")
+                raise InputError(f"{folder / name}: has {size} bytes, and {DOCUMENT} says {says}; {MAKE}")
+        if sha256_file(folder / COUNTS) != recorded[COUNTS]["sha256"]:
+            raise InputError(f"{folder / COUNTS}: is not the file that {DOCUMENT} beside it describes; {MAKE}")
+        counts = read_counts(folder / COUNTS)
+        shape = (document["model"]["decoder_layers"], max(_each(document["model"]["experts"])))
+        if counts.shape != shape:
+            raise InputError(
+                f"{folder / COUNTS}: is of {list(counts.shape)} layers and experts, and {DOCUMENT} says {list(shape)}; "
+                f"{MAKE}"
+            )
+        return Statistics(folder, document, counts)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or path}: cannot be read ({error.strerror}); give a folder of `ktconvert calibrate` or "
+            "of --save-statistics"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path}: no statistics that can be understood ({error}); {MAKE}") from error
+
+
+def encode(about: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
+    """statistics.json, of the entries of STATISTICS. No time stamps, no paths: same input and options, same bytes."""
+    document = {
+        "format": {"name": "ktconvert-statistics", "version": FORMAT},
+        "tool": {"name": "ktconvert", "version": version},
+        **about,
+        "files": list(files),
+    }
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _each(sizes: int | list[int]) -> list[int]:
+    return [sizes] if isinstance(sizes, int) else sizes
+
+
+def _described(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:
+    """Layers, and the numbers and sizes of their experts, for messages."""
+    deep = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
+    experts, hidden, width = (" or ".join(map(str, each)) for each in sizes)
+    return f"{deep}layers {ranges(layers)} with {experts} experts of {hidden} x {width}"

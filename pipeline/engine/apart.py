@@ -1,0 +1,84 @@
+"""The second folder that a plan may fill: refused early where something else lies there, delivered complete or not at
+all.
+
+It is delivered before the output appears: whoever sees the output, sees it too, and a run that is cut off in between
+finds its own work again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ktconvert.layouts.errors import OutputError, UsageError
+from ktconvert.layouts.files import publish
+from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.workdir import WorkDir, has_size, locate
+
+
+def require_free(plan: Plan, work: WorkDir) -> None:
+    """Raise where the folder cannot be filled: UsageError if it would be, hold or lie in the input or the output,
+    OutputError if something else lies there and must not be replaced.
+    """
+    apart = plan.assembly.apart
+    if apart is None:
+        return
+    folder = apart.folder.resolve()
+    for path in (Path(plan.request.input), plan.request.output, locate(plan.request.output).root):
+        other = path.resolve()
+        if folder.is_relative_to(other) or other.is_relative_to(folder):
+            raise UsageError(f"{apart.folder} is, contains or lies in {path}; choose another folder for it.")
+    if os.path.lexists(apart.folder) and not (work.may_replace or _delivered(plan, work)):
+        raise OutputError(f"{apart.folder} exists already; choose another folder, or give --overwrite to replace it.")
+    if not folder.parent.is_dir():
+        raise UsageError(f"{apart.folder}: its parent folder does not exist; make it first.")
+
+
+def require_delivered(plan: Plan) -> None:
+    """Raise OutputError where an output is finished, and the folder that was filled with it is gone."""
+    apart = plan.assembly.apart
+    if apart is not None and not all((apart.folder / unit.final).is_file() for unit in plan.units_apart):
+        raise OutputError(
+            f"{plan.request.output} is finished, but {apart.folder} does not have what was gathered with it; give the "
+            "folder that has it, or start over with --overwrite."
+        )
+
+
+def deliver(plan: Plan, work: WorkDir) -> None:
+    """Let the folder appear, with copies of its files. May be cut off and run again."""
+    apart = plan.assembly.apart
+    if apart is None:
+        return
+    partial = apart.folder.with_name(f".{apart.folder.name}.ktconvert")
+    publish.remove_tree(partial)  # left by a kill
+    if _delivered(plan, work):
+        return
+    with publish.explained(partial):
+        partial.mkdir()
+    for unit in plan.units_apart:
+        publish.copy_file(work.places.store / unit.stored_name, partial / unit.final)
+    publish.sync_folder(partial)
+    if os.path.lexists(apart.folder):
+        if not work.may_replace:
+            raise OutputError(
+                f"{apart.folder}: something was put there while the conversion ran; move it away and resume."
+            )
+        publish.exchange(partial, apart.folder, aside=partial.with_name(f"{partial.name}.old"))
+        publish.remove_tree(partial)
+    else:
+        publish.publish(partial, apart.folder)
+
+
+def _delivered(plan: Plan, work: WorkDir) -> bool:
+    """Whether the folder holds what this very plan puts there."""
+    apart = plan.assembly.apart
+    assert apart is not None
+    for unit in plan.units_apart:
+        record = work.finished.get(unit.fingerprint)
+        if record is None:
+            return False
+        _, nbytes, sha256 = record["files"][0]
+        path = apart.folder / unit.final
+        if not has_size(path, nbytes) or publish.sha256_file(path) != sha256:
+            return False
+    return True

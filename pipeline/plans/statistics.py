@@ -1,0 +1,75 @@
+"""What statistics.json says of model, data and settings; all of it is known before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.pipeline.engine.plan import Apart, Request
+from ktconvert.pipeline.plans.checkpoint import base_model, shape_facts, source_identity
+from ktconvert.pipeline.stages.statistics import KEYS
+from ktconvert.pipeline.walk.calibration import Calibration
+
+SIZES = ("layers", "experts", "hidden", "intermediate")
+ELSEWHERE = ("dataset", "arch_file", "max_shard_size")  # paths, and what stands in `data` or changes nothing here
+
+
+def describe(model: MoeModel, request: Request) -> dict[str, Any]:
+    """Entries of layouts.statistics.folder.STATISTICS, but for files and what the data really held."""
+    number = cfg.number(dict(model.source.config), model.arch.layers)
+    facts = shape_facts(model, model.layers)
+    settings = {key: value for key, value in request.settings.items() if key not in ELSEWHERE}
+    return {
+        "command": request.command,
+        "model": {
+            "architecture": model.arch.name,
+            "name": base_model(model.source),
+            "source": source_identity(model.source),
+            "decoder_layers": number[1] if number else model.layers[-1] + 1,
+            **{key: facts[key] for key in SIZES},
+        },
+        "data": Calibration.of(request.settings).told(),
+        "settings": dict(sorted(settings.items())),
+    }
+
+
+def apart(request: Request) -> Apart | None:
+    """Where --save-statistics puts them; None without it."""
+    folder = request.tuning.get("save_statistics") if request.settings.get("save_statistics") else None
+    return None if folder is None else Apart(Path(folder), KEYS)
+
+
+def card(about: Mapping[str, Any], stats: list[Mapping[str, Any]], version: str) -> bytes:
+    """README.md of a folder of statistics."""
+    model, data = about["model"], about["data"]
+    name = model["name"] or model["architecture"]
+    counted: Mapping[str, Any] = next((s for s in stats if "calibration_tokens" in s), {})
+    lines = [
+        "---",
+        *([f"base_model: {model['name']}"] if model["name"] else []),
+        "tags:",
+        "- ktconvert",
+        "- imatrix",
+        "---",
+        "",
+        f"# Statistics of the experts of {name}",
+        "",
+        f"{counted.get('samples', data['samples'])} samples of {data['dataset']}, at most {data['max_length']} tokens "
+        f"each (seed {data['seed']}), {counted.get('calibration_tokens', 'unknown')} tokens in all, went through the "
+        "model.",
+        "",
+        "- `imatrix.gguf`: for each column of what an expert's linears read, the sum of its squares over the tokens "
+        "that were routed to the expert, and their number; llama.cpp's format. Routed experts only.",
+        "- `counts.safetensors`: `counts`, int64 [decoder layers, experts], how often each expert was chosen.",
+        "- `statistics.json`: of which model and data, and the hashes of both.",
+        "",
+        "| layer | tokens routed to an expert: least | median | most | experts without any |",
+        "|---|---|---|---|---|",
+    ]
+    for s in stats:
+        if t := s.get("routed_tokens"):
+            lines.append(f"| {s['layer']} | {t['least']} | {t['median']} | {t['most']} | {t['none']} |")
+    return ("\n".join([*lines, "", f"Made by ktconvert {version}."]) + "\n").encode()

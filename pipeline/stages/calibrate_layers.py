@@ -1,0 +1,88 @@
+"""The chain of `ktconvert calibrate`: samples, then one layer after the other, whose statistics are gathered; then the
+files of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit
+from ktconvert.pipeline.stages import chain, statistics
+from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.walk.consumers import spread
+from ktconvert.pipeline.walk.needs import REMEDIES_TO_CALIBRATE
+from ktconvert.pipeline.walk.samples import SamplesWork, write_samples
+from ktconvert.pipeline.walk.settings import Walking
+
+NAME = "calibrate"
+VERSION = 1
+INSTEAD = "take an importance matrix that is published for it"  # advice where a model cannot be calibrated
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer with experts, and the layers without any that lie before it."""
+
+    model: MoeModel
+    step: chain.Step
+    walking: Walking
+    samples: SamplesWork
+
+
+Work = SamplesWork | LayerWork | statistics.Closing
+
+
+def stage(model: MoeModel, walking: Walking, rest: Mapping[str, Carried], about: Mapping[str, Any]) -> Stage[Work]:
+    """The chain.
+
+    rest   the checkpoint's tensors outside the routed experts, by name
+    about  model, data and settings, as statistics.json has them
+    """
+    skeleton = chain.skeleton_of(model, rest, walking.machine, trusted=walking.trust_remote_code, instead=INSTEAD)
+    samples = SamplesWork(walking.calibration, walking.machine["threads"], skeleton)
+    boundary = chain.boundary_bytes(model, walking.calibration)
+    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, walking.params(), boundary, samples)]
+    for step in chain.steps(model, rest, boundary):
+        units.append(
+            Unit(
+                stage=NAME,
+                key=step.key,
+                versions=(VERSION, statistics.VERSION),
+                params=(("after", units[-1].fingerprint), ("reading", model.reading(step.layer))),
+                inputs=step.inputs,
+                final="",
+                bytes_in=step.bytes_in,
+                bytes_out=statistics.layer_bytes(model, step.layer),
+                kept=False,
+                leaves=step.leaves,
+                work=LayerWork(model, step, walking, samples),
+            )
+        )
+    units += statistics.closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
+    return Stage(NAME, "gather what experts read", ("source",), tuple(units), run_unit, chain=True)
+
+
+def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
+    """Any unit of the chain. Raises ResourceError where memory runs out."""
+    import torch
+
+    work = unit.work
+    if isinstance(work, statistics.Closing):
+        return statistics.run_closing(work, partial, context)
+    samples = work if isinstance(work, SamplesWork) else work.samples
+    torch.set_num_threads(samples.threads)
+    with chain.memory_explained(unit.key, REMEDIES_TO_CALIBRATE):
+        if isinstance(work, SamplesWork):
+            return write_samples(unit.key, work, partial, context)
+        gathering = statistics.Gathering(work.step.layer)
+        link: Link = context.chain  # type: ignore[assignment]
+        step, group = work.step, work.walking.group
+        chain.walk(work.model, step.layer, step.before, samples.skeleton(), group, gathering.consumers, link)
+        written, tensors = gathering.write(partial)
+    context.reporter.advance(unit.bytes_in)
+    tokens = spread(gathering.counts.tokens[step.layer])
+    return Result((written,), tensors, {"layer": step.layer, "routed_tokens": tokens})

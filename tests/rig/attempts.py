@@ -1,0 +1,124 @@
+"""Calibrations that are cut off: killed where a test wants it, resumed, and compared with one that was never cut off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rig import calibrated, conversion, killpoint
+
+
+class Attempts:
+    """Conversions of one small model, each into a folder of its own, killed where a test wants it.
+
+    arguments  (model, output, data set) -> the words of a conversion
+    stage      of its chain, and the keys of its units
+    calls      what an uninterrupted run calls, in order; paths without the output's folder
+    wanted     what it makes, in the output and beside it
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        servers: Any,
+        arguments: Callable[[Path, Path, Path], list[str]],
+        stage: str,
+        units: Sequence[str],
+    ) -> None:
+        self.base, self.servers, self.arguments = base, servers, arguments
+        self.stage, self.units = stage, units
+        self.model: Path = calibrated.small(base / "model")
+        self.dataset, _ = calibrated.data(base, "texts", (60, 25, 12))
+        self.before = conversion.identity(self.model)
+        output = self.output("whole")
+        assert self.run(output).returncode == 0
+        self.wanted = conversion.tree(output.parent)
+        self.made = conversion.tree(output)
+        self.calls = self.calls_of(output)
+
+    def output(self, name: str) -> Path:
+        output = self.base / name / "out"
+        output.parent.mkdir()
+        return output
+
+    def run(self, output: Path, *words: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
+        """Killed before its n-th call that changes something; 0 lets it finish. Without words, the
+        conversion from its beginning."""
+        log = output.parent.with_suffix(".log")
+        log.unlink(missing_ok=True)
+        env = {"KILLPOINT_ROOT": str(output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(log)}
+        arguments = list(words) or self.arguments(self.model, output, self.dataset)
+        done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
+        return done
+
+    def calls_of(self, output: Path) -> list[Any]:
+        """The calls of the last run."""
+        base = f"{output.parent}/"
+        return [
+            call._replace(path=call.path.removeprefix(base), second=call.second and call.second.removeprefix(base))
+            for call in killpoint.calls(output.parent.with_suffix(".log"))
+        ]
+
+    def finish(self, output: Path, where: str, *words: str) -> None:
+        """Resume, and compare."""
+        done = self.run(output, *words)
+        assert done.returncode == 0, f"{where}: {done.stderr}"
+        assert conversion.differing(conversion.tree(output.parent), self.wanted) == [], where
+
+    def killed(self, n: int) -> None:
+        """Killed before call n, then resumed, by name or by the same command."""
+        output = self.output(f"n{n}")
+        where = f"killed before call {n} of {len(self.calls)}: {self.calls[n - 1]}"
+        done = self.run(output, kill=n)
+        assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
+        begun = output.with_name("out.work").joinpath("plan.json").exists()
+        assert begun or not output.exists() or conversion.differing(conversion.tree(output), self.made) == [], where
+        finished = self.recorded(output)
+        self.finish(output, where, *(("resume", str(output)) if begun and n % 2 else ()))
+        again = {call.second for call in self.calls_of(output) if call.name == "rename" and call.second}
+        for unit in self.units if begun else ():
+            assert any(f"store/{self.stage}.{unit}." in name for name in again) == (unit not in finished), (where, unit)
+        shutil.rmtree(output.parent)
+
+    def killed_twice(self, n: int, m: int) -> None:
+        """Killed before call n, the resume before its call m, then resumed again."""
+        output = self.output(f"n{n}-{m}")
+        assert self.run(output, kill=n).returncode == killpoint.KILLED
+        where = f"killed before call {n}, {self.calls[n - 1]}, and resumed, before its call {m}"
+        assert self.run(output, kill=m).returncode in (0, killpoint.KILLED), where
+        self.finish(output, where)
+        shutil.rmtree(output.parent)
+
+    def recorded_at(self, unit: str) -> int:
+        """The number of the call by which a unit's record became durable."""
+        stored = next(
+            n for n, c in enumerate(self.calls) if c.name == "rename" and f"/{self.stage}.{unit}." in str(c.second)
+        )
+        book = ("fsync", "out.work/journal.jsonl")
+        return next(n for n, call in enumerate(self.calls, 1) if n > stored and call[:2] == book)
+
+    def recorded(self, output: Path) -> set[str]:
+        """The units that the journal says are done."""
+        book = output.with_name("out.work") / "journal.jsonl"
+        lines = book.read_text().splitlines() if book.exists() else []
+        units = set()
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # torn
+                continue
+            if record.get("event") == "done":
+                units.add(record["unit"].removeprefix(f"{self.stage}."))
+        return units
+
+    def within(self, unit: str) -> list[int]:
+        """The numbers of the calls that write what belongs to a unit before it is whole."""
+        return [
+            n
+            for n, call in enumerate(self.calls, 1)
+            if f"partial/{self.stage}.{unit}" in call.path and "write" in call.name
+        ]
