@@ -29,9 +29,10 @@ from timing import Run
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 METHODS = ("int4", "int8")
-SCALED = ("int4 mse",)  # a method, and what --scale is
+SCALED = ("int4 mse", "int4 imatrix")  # a method, and what --scale is
 TIMED = ("cp", *METHODS, "mxfp4", *SCALED)
 NUMA = 2
+HIDDEN, WIDTH = 2048, 768  # of the models
 SIZES = {"full": (3, 128, 4), "small": (1, 16, 2)}  # layers, experts, shards
 # Those that are compared with BF16, as models.py calls them, or ggml.
 INPUTS = {"FP8": "F8_E4M3", "MXFP4": "MXFP4", "INT4": "INT4", "Q4_K": "Q4_K"}
@@ -65,6 +66,7 @@ class Bench:
 
     folder: Path
     bf16: Path
+    imatrix: Path
     inputs: dict[str, Path]
     peer: str | None
 
@@ -84,6 +86,7 @@ class Bench:
         command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(self.out)]
         method, *scale = what.split()
         options = ["--scale", *scale] if scale else []
+        options += ["--imatrix", str(self.imatrix)] if scale == ["imatrix"] else []
         return [*command, "--quant-method", method, "--threadpool-count", str(NUMA), *options]
 
     def timed(self, what: str, source: Path, *, cold: bool = False, sample: bool = False) -> Run:
@@ -135,9 +138,12 @@ def prepare(folder: Path, size: str, inputs: list[str], *, with_peer: bool) -> B
     paths = {name: folder / f"qwen3-{name.lower()}-{layers}x{experts}" for name in ("BF16", *inputs)}
     for name, path in paths.items():
         timing.in_subprocess(write_random_model, path, layers, experts, shards, INPUTS.get(name, name))
+    imatrix = folder / f"qwen3-{layers}x{experts}.imatrix.gguf"
+    if not imatrix.exists():
+        timing.in_subprocess(write_random_imatrix, imatrix, layers, experts)
     python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
     peer = python if with_peer and Path(python).exists() else None
-    return Bench(folder, paths.pop("BF16"), paths, peer)
+    return Bench(folder, paths.pop("BF16"), imatrix, paths, peer)
 
 
 def write_random_model(folder: Path, layers: int, experts: int, shards: int, dtype: str) -> None:
@@ -150,6 +156,21 @@ def write_random_model(folder: Path, layers: int, experts: int, shards: int, dty
         return
     tensors, config = models.qwen3(layers, experts, dtype)
     models.write_model(folder, tensors, config, shards, models.gaussian())
+
+
+def write_random_imatrix(path: Path, layers: int, experts: int) -> None:
+    """Write an importance matrix for the random models, of inputs whose squares are exponentially distributed."""
+    import numpy as np
+
+    from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
+
+    def drawn(layer: int) -> LayerSums:
+        rng = np.random.default_rng(layer)
+        sums = (rng.standard_exponential((experts, size), np.float32) for size in (HIDDEN, WIDTH))
+        return LayerSums(np.full(experts, 512), *sums)
+
+    shapes = dict.fromkeys(range(layers), (experts, HIDDEN, WIDTH))
+    write_imatrix(path, shapes, drawn, datasets=["random"], chunks=1, chunk_size=512)
 
 
 def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
