@@ -2,18 +2,21 @@
 # Runs tests with the kernels for AMX and AVX-VNNI on any CPU that has AVX-512 VNNI, whether it has these two or not: in a build, in
 # build/emulated or $OUT, that says both are there; tile instructions are trapped (tests/rig/amx_trapped.c), AVX-VNNI is compiled to
 # AVX-512's encoding. It says nothing about speed.
-# Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and what has dot products in it)
+# Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and what multiplies weights)
 set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${1:-.venv/bin/python}")
 [ $# -eq 0 ] || shift
 [ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_gemm_bf16.py tests/test_runtime.py::test_exact_mode_has_kt_kernels_bits \
-    tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits -k "amx or avxvnni"
+    tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits \
+    tests/test_forward_bf16.py::test_close_to_float64_on_every_instruction_set \
+    tests/test_forward_bf16.py::test_threads_and_pools_change_no_bit tests/test_forward_bf16.py::test_a_token_does_not_see_its_batch \
+    tests/test_from_checkpoint.py::test_at_least_as_close_to_float64_as_kt_kernel -k "amx or avxvnni"
 out=${OUT:-build/emulated}
 
 KTCONVERT_CFLAGS=-DKT_EMULATED sh tests/build.sh "$out" "$python"
 out=$(realpath "$out")
-"${CC:-cc}" -std=gnu11 -O3 -mavx2 -Wall -Wextra -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
+"${CC:-cc}" -std=gnu11 -O3 -mavx2 -mfma -Wall -Wextra -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
 
 # PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
 export PYTHONPATH="$out/lib"

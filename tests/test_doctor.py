@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 SERVER = Facts(
     cpu="Intel(R) Xeon(R) Platinum 8488C",
-    features=("avx2", "avx512f", "amx_tile", "amx_int8"),
+    features=("avx2", "avx512f", "amx_tile", "amx_int8", "amx_bf16"),
     xcr0=0x602E7,
     isas=("scalar", "avx2", "avx512", "amx"),
     isa="amx",

@@ -34,6 +34,6 @@ def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
     lines = re.findall(r"^tests/(\w+)\.py::\w+\[(\S+)\] (PASSED|SKIPPED)", done.stdout, re.MULTILINE)
     outcomes = Counter((file, isa, word) for file, names, word in lines for isa in EMULATED if isa in names.split("-"))
     for isa in EMULATED:
-        for file in ("test_gemm", "test_runtime"):
+        for file in ("test_gemm", "test_gemm_bf16", "test_runtime", "test_forward_bf16", "test_from_checkpoint"):
             assert outcomes[file, isa, "PASSED"] > 0, f"no test of {file} ran with {isa}:\n{done.stdout}"
             assert outcomes[file, isa, "SKIPPED"] == 0, f"a test of {file} was skipped with {isa}:\n{done.stdout}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,13 @@ from rig import floats
 from rig.floats import Weight
 
 FORMATS = ("MXFP4", "FP8", "BF16")
-# Sums of products in the order of section 5b; vdpbf16ps and tdpbf16ps leave the rounding to the processor.
-BY_DEFINITION = ("scalar", "avx2", "avxvnni", "avx512", "avx512vnni")
+# Sums of products exactly as section 5b says; vdpbf16ps and tdpbf16ps leave the rounding to the processor, but not to
+# the rig that emulates AMX.
+IS_EMULATED = "amx_trapped" in os.environ.get("LD_PRELOAD", "")
+BY_DEFINITION = ("scalar", "avx2", "avxvnni", "avx512", "avx512vnni", *(["amx"] if IS_EMULATED else []))
 NEAR = 2.0**-8  # between instruction sets, relative L2
 # Numbers of tokens around every block size of a kernel.
-TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 24, 25, 96, 97, 200)
+TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 40, 96, 97, 200)
 # Rows and columns: one block, several strips, a rest of a panel of 256 columns, and none.
 SHAPES = {
     "MXFP4": ((64, 64), (128, 320), (64, 512), (64, 1088)),
@@ -38,25 +42,35 @@ def flushed(x: Any) -> Any:
     return np.where(np.abs(x) < 2.0**-126, np.float32(0), x).astype(np.float64)
 
 
-def by_definition(activations: Any, weight: Weight, scale: Any) -> Any:
-    """Section 5b for numbers whose products and sums are exact in float64. scale: [n, k/32], what the unscaled numbers
-    of the weight are multiplied with.
-    """
-    a = floats.from_bits(activations)
-    m, k = a.shape
-    n = len(weight.numbers)
-    unscaled = weight.numbers / np.repeat(scale, 32, axis=1)
-    total = np.zeros((m, n))
-    for first in range(0, k, 32):
-        block = np.zeros((m, n))
-        for j in range(first, first + 32, 2):
-            for column in (j + 1, j):
-                block = flushed(a[:, column, None] * unscaled[:, column] + block)
-        total = flushed(scale[:, first // 32] * block + total)
+def chain(a: Any, weights: Any, columns: Iterable[int]) -> Any:
+    """The products of these columns, one after the other."""
+    total = np.zeros((len(a), len(weights)))
+    for column in columns:
+        total = flushed(a[:, column, None] * weights[:, column] + total)
+    return total
+
+
+def by_definition(name: str, activations: Any, weight: Weight, *, in_tiles: bool = False) -> Any:
+    """Section 5b for numbers whose products and sums are exact in float64. in_tiles: in the order of AMX."""
+    a, scale = floats.from_bits(activations), scale_of(name, weight)
+    k = a.shape[1]
+    weights = weight.numbers / np.repeat(scale, 32, axis=1)
+    step = 128 if in_tiles and name not in ("MXFP4", "MXFP8") else 32
+    total = np.zeros((len(a), len(weights)))
+    for first in range(0, k, step):
+        last, group = min(first + step, k), np.zeros(total.shape)
+        if in_tiles:
+            for b in range(first, last, 32):
+                sums = (chain(a, weights, range(b + i, b + 32, 2)) for i in range(2))
+                group = flushed(group + flushed(sum(sums)))
+        else:
+            group = chain(a, weights, (column for j in range(first, last, 2) for column in (j + 1, j)))
+        total = flushed(scale[:, first // 32] * group + total)
     return total.astype(np.float32)
 
 
 def scale_of(name: str, weight: Weight) -> Any:
+    """What the unscaled numbers of the weight are multiplied with: [n, k/32]."""
     n, k = weight.numbers.shape
     if name == "FP8_PERCHANNEL":
         return np.repeat(weight.scales.view(np.float32).astype(np.float64)[:, None], k // 32, axis=1)
@@ -82,7 +96,7 @@ def distance(x: Any, y: Any) -> float:
 
 def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any = None) -> None:
     if expected is None:
-        expected = by_definition(activations, weight, scale_of(name, weight))
+        expected = by_definition(name, activations, weight, in_tiles=isa == "amx")
     out = multiply(name, activations, weight)
     if isa in BY_DEFINITION:
         np.testing.assert_array_equal(out, expected)
@@ -91,20 +105,42 @@ def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any =
 
 
 @functools.cache
-def case(name: str, n: int, k: int) -> tuple[Weight, Any, Any]:
+def case(name: str, n: int, k: int, in_tiles: bool = False) -> tuple[Weight, Any, Any]:
     """Weight, activations, and what comes out."""
     weight, activations = floats.random(name, n, k), floats.activations(max(TOKENS), k)
-    return weight, activations, by_definition(activations, weight, scale_of(name, weight))
+    return weight, activations, by_definition(name, activations, weight, in_tiles=in_tiles)
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)
 def test_sums_are_those_of_the_definition(isa: str, name: str, n: int, k: int) -> None:
-    weight, activations, expected = case(name, n, k)
+    weight, activations, expected = case(name, n, k, isa == "amx")
     assert distance(expected, floats.from_bits(activations) @ weight.numbers.T) < 1e-6
+    assert distance(expected, case(name, n, k)[2]) < 1e-6
     together = multiply(name, activations, weight)
     for m in TOKENS if isa != "scalar" else (1, 13):
         check(isa, name, activations[:m], weight, expected[:m])
         np.testing.assert_array_equal(multiply(name, activations[:m], weight), together[:m])
+        np.testing.assert_array_equal(multiply(name, activations[-m:], weight), together[-m:])
+
+
+@pytest.mark.parametrize("m", [1, 16, 19, 40])
+def test_subnormal_numbers_are_zero(isa: str, m: int) -> None:
+    """Of activations and BF16 weights; and so are sums that become subnormal."""
+    rng = np.random.default_rng(m)
+    n, k = 64, 160
+
+    def numbers(rows: int, exponents: Any) -> Any:
+        return floats.to_bits(rng.choice([-1.5, 1, 1.25], (rows, k)) * 2.0 ** rng.choice(exponents, (rows, k)))
+
+    def without(bits: Any) -> Any:
+        return np.where(bits & 0x7F80, bits, np.uint16(0))
+
+    a, weights = numbers(m, (-130, 0, 2)), numbers(n, (-131, -64, 1))
+    out = multiply("BF16", a, floats.bf16(weights))
+    assert np.any(out)
+    np.testing.assert_array_equal(out, multiply("BF16", without(a), floats.bf16(without(weights))))
+    check(isa, "BF16", without(a), floats.bf16(without(weights)))
+    np.testing.assert_array_equal(multiply("BF16", numbers(m, (-65,)), floats.bf16(numbers(n, (-66,)))), 0)
 
 
 @pytest.mark.parametrize("name", FORMATS)

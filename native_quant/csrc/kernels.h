@@ -254,8 +254,9 @@ typedef void kt_scale_panel_fn(const uint16_t *scales, int64_t columns, uint16_t
 
 /* Sums of products of m rows of BF16 activations with the 32 rows of each strip, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `strips` and their order.
-   panel: how codes become panels; NULL: they are panels. bits: of a code. c: on a boundary of 64 bytes. scratch:
-   KT_GEMM_SCRATCH bytes on a boundary of 64. */
+   panel: how codes become panels; NULL: they are panels. bits: of a code. sum_columns: so many columns of a row, from
+   a multiple of it on, have one scale. c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of
+   64. */
 typedef struct {
     int64_t m, k;
     const uint16_t *a;
@@ -263,6 +264,7 @@ typedef struct {
     int64_t strips;
     const kt_bf16_strip *strip;
     int bits;
+    int64_t sum_columns;
     kt_panel_fn *panel;
     const kt_kernels *kernels;
     float *c;

@@ -26,6 +26,8 @@ FEATURES = (
     *("avx2", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni", "avx512vbmi"),
     *("avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
 )
+# Without any of them the runtime does without AMX.
+AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
 # Bits of XCR0 (Intel SDM volume 1, 13.3): register state that the kernel saves, so that programs may use it.
 XCR0 = (("AVX", 0x06), ("AVX-512", 0xE6), ("AMX", 0x60000))
 SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP = 158, 0x1021
@@ -191,6 +193,12 @@ def examine(folder: Path) -> Facts:
 
 # ---- what to say about it -------------------------------------------------------------------------------------------
 
+
+def has_amx(facts: Facts) -> bool:
+    """The CPU has all of AMX that the runtime uses."""
+    return AMX.issubset(facts.features)
+
+
 WARNINGS: tuple[tuple[Callable[[Facts], bool], Callable[[Facts], str]], ...] = (
     (lambda f: f.isa_problem is not None, lambda f: str(f.isa_problem)),
     (
@@ -202,7 +210,7 @@ WARNINGS: tuple[tuple[Callable[[Facts], bool], Callable[[Facts], str]], ...] = (
         lambda f: "This CPU has no AVX-512: convert here, but serve elsewhere; kt-kernel's AVX2 build lacks AMXINT4/8.",
     ),
     (
-        lambda f: "amx_tile" in f.features and bool(f.isas) and "amx" not in f.isas,
+        lambda f: has_amx(f) and bool(f.isas) and "amx" not in f.isas,
         lambda f: "The CPU has AMX, but the kernel does not permit it (Linux before 5.16, or a sandbox forbids it).",
     ),
     (
@@ -266,7 +274,7 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
     """The facts as (label, text), for the table."""
     disk = facts.disk
     saved = [name for name, bits in XCR0 if facts.xcr0 is not None and facts.xcr0 & bits == bits]
-    amx = "permitted" if "amx" in facts.isas else "not permitted" if "amx_tile" in facts.features else "not in this CPU"
+    amx = "permitted" if "amx" in facts.isas else "not permitted" if has_amx(facts) else "not in this CPU"
     quota = f", time for {facts.cpu_quota:.4g}" if facts.cpu_quota is not None else ""
     how = "O_DIRECT" if disk.direct else "through the page cache"
     speed = f"{disk.write_speed / 1e9:.2f} GB/s written ({how}, fsync)" if disk.write_speed else "write speed not known"

@@ -5,6 +5,7 @@
  * (SDM volume 2, class AMX-E1 and the following). What would fault, and a kernel that leaves its tiles configured, ends
  * the process with a sentence. */
 #define _GNU_SOURCE /* REG_RAX .. */
+#include <immintrin.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -21,6 +22,8 @@ typedef struct {
 typedef union {
     int8_t bytes[16][64];
     int32_t words[16][16];
+    uint16_t halves[16][32];
+    float floats[16][16];
 } tile;
 
 static __thread tile_config config; /* palette 0: none */
@@ -63,19 +66,59 @@ static void store(int number, char *to, int64_t stride) {
         memcpy(to + r * stride, tiles[number].bytes[r], config.row_bytes[number]);
 }
 
-static void multiply(int c, int a, int b) {
-    tile *sum = in_use(c);
-    const tile *left = in_use(a), *right = in_use(b);
+static void check_product(int c, int a, int b) {
     check(c != a && c != b && a != b, "tiles of a product are not three");
     check(config.rows[c] == config.rows[a] && config.row_bytes[c] == config.row_bytes[b] &&
               config.row_bytes[a] == 4 * config.rows[b],
           "tiles of a product do not fit");
+}
+
+static void multiply(tile *sum, const tile *left, const tile *right, int rows) {
     int32_t column[64][16]; /* of the right one; what lies outside of a tile is 0 */
     for (int j = 0; j < 64; j++)
         for (int n = 0; n < 16; n++) column[j][n] = right->bytes[j / 4][4 * n + j % 4];
-    for (int m = 0; m < config.rows[c]; m++)
+    for (int m = 0; m < rows; m++)
         for (int j = 0; j < 64; j++)
             for (int n = 0; n < 16; n++) sum->words[m][n] += left->bytes[m][j] * column[j][n];
+}
+
+/* BF16 in float32. */
+static float widened(uint16_t bits) {
+    uint32_t word = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+/* TDPBF16PS as Intel SDM volume 2 ("Operation") has it: for each row of the left tile two sums from 0, of the products
+ * of the first and of the second numbers of its pairs, pair after pair; each product is added in one rounding (FMA).
+ * The second sum is added to the first, and that to the tile: two more roundings. Rounds to nearest even; subnormals
+ * are 0, read or written, whatever MXCSR says: add_products sets it so, and the return from the handler puts it back. */
+__attribute__((noinline)) static void multiply_bf16(tile *sum, const tile *left, const tile *right, int rows,
+                                                    int pairs) {
+    float of_pair[16][2][16];
+    for (int k = 0; k < pairs; k++)
+        for (int n = 0; n < 16; n++)
+            for (int i = 0; i < 2; i++) of_pair[k][i][n] = widened(right->halves[k][2 * n + i]);
+    for (int m = 0; m < rows; m++) {
+        float sums[2][16] = {{0}};
+        for (int k = 0; k < pairs; k++)
+            for (int i = 0; i < 2; i++) {
+                float number = widened(left->halves[m][2 * k + i]);
+                for (int n = 0; n < 16; n++) sums[i][n] = __builtin_fmaf(number, of_pair[k][i][n], sums[i][n]);
+            }
+        for (int n = 0; n < 16; n++) sum->floats[m][n] += sums[0][n] + sums[1][n];
+    }
+}
+
+static void add_products(int is_bf16, int c, int a, int b) {
+    enum { MXCSR_OF_AMX = 0x9fc0 }; /* to nearest even, FTZ and DAZ, no exceptions */
+    tile *sum = in_use(c);
+    const tile *left = in_use(a), *right = in_use(b);
+    check_product(c, a, b);
+    _mm_setcsr(MXCSR_OF_AMX);
+    if (is_bf16) multiply_bf16(sum, left, right, config.rows[c], config.rows[b]);
+    else multiply(sum, left, right, config.rows[c]);
 }
 
 /* Registers by their number in an instruction. */
@@ -128,7 +171,8 @@ static const uint8_t *carry_out(const uint8_t *at, const greg_t *values) {
     else if (opcode == 0x49 && prefix == PF2 && !is_memory) memset(in_use(number), 0, sizeof(tile));
     else if (opcode == 0x4b && prefix == PF2 && is_memory) load(number, (const char *)address, stride);
     else if (opcode == 0x4b && prefix == PF3 && is_memory) store(number, (char *)address, stride);
-    else if (opcode == 0x5e && prefix == PF2 && !is_memory) multiply(number, modrm & 7, v);
+    else if (opcode == 0x5e && prefix == PF2 && !is_memory) add_products(0, number, modrm & 7, v);
+    else if (opcode == 0x5c && prefix == PF3 && !is_memory) add_products(1, number, modrm & 7, v);
     else return NULL;
     return end;
 }

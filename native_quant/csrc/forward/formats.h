@@ -19,6 +19,13 @@ typedef struct {
     kt_panel_fn *panel;                             /* BF16 arithmetic; NULL: codes are panels */
 } kt_format;
 
+enum { KT_MOST_SUM_COLUMNS = 128 };
+
+/* kt_bf16_gemm's sum_columns. Scales of 16 columns (NVFP4) are multiplied into the weights. */
+static inline int64_t kt_sum_columns(const kt_format *format) {
+    return format->scale_columns == KT_SUM_COLUMNS ? KT_SUM_COLUMNS : KT_MOST_SUM_COLUMNS;
+}
+
 /* NULL: there is none of this number. */
 const kt_format *kt_format_of(int format);
 

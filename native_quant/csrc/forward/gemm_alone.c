@@ -49,8 +49,8 @@ int ktq_gemm_bf16(int number, int64_t m, int64_t n, int64_t k, const uint16_t *a
         kt_fp_state state = kt_enter_forward();
         for (int64_t s = 0; s < strips; s++) strip[s] = kt_bf16_strip_of(format, codes, scales, k, s);
         const kt_kernels *kernels = kt_current();
-        kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, strips, strip, format->bits, format->panel, kernels, out,
-                                           m * KT_STRIP_ROWS, scratch});
+        kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, strips, strip, format->bits, kt_sum_columns(format),
+                                           format->panel, kernels, out, m * KT_STRIP_ROWS, scratch});
         for (int64_t t = 0; t < m; t++)
             for (int64_t r = 0; r < n; r++) c[t * n + r] = out[(r / 32 * m + t) * 32 + r % 32];
         kt_leave(state);

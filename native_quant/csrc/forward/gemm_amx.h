@@ -27,8 +27,7 @@
 #ifndef KT_GEMM_AMX_H
 #define KT_GEMM_AMX_H
 
-#include "gemm_avx512.h"
-#include "arch/x86/tiles.h"
+#include "gemm_tiles.h"
 
 /* A strip's columns first .. first + columns - 1, all in one column block. */
 typedef struct {
@@ -133,12 +132,7 @@ KT_INLINE KT_TARGET_AMX void kt_multiply_panel(int bits, int two, const int8_t *
 
 KT_INLINE KT_TARGET_AMX void kt_begin_block(int two, int from_zero, const int32_t *c) {
     if (from_zero) {
-        KT_TILE_ZERO(4);
-        KT_TILE_ZERO(5);
-        if (two) {
-            KT_TILE_ZERO(6);
-            KT_TILE_ZERO(7);
-        }
+        kt_zero_sums(two);
         return;
     }
     KT_TILE_LOAD(4, c, KT_SUMS_PITCH);
@@ -146,15 +140,6 @@ KT_INLINE KT_TARGET_AMX void kt_begin_block(int two, int from_zero, const int32_
     if (two) {
         KT_TILE_LOAD(6, c + 16 * KT_STRIP_ROWS, KT_SUMS_PITCH);
         KT_TILE_LOAD(7, c + 16 * KT_STRIP_ROWS + 16, KT_SUMS_PITCH);
-    }
-}
-
-KT_INLINE KT_TARGET_AMX void kt_end_block(int two, int32_t *c) {
-    KT_TILE_STORE(4, c, KT_SUMS_PITCH);
-    KT_TILE_STORE(5, c + 16, KT_SUMS_PITCH);
-    if (two) {
-        KT_TILE_STORE(6, c + 16 * KT_STRIP_ROWS, KT_SUMS_PITCH);
-        KT_TILE_STORE(7, c + 16 * KT_STRIP_ROWS + 16, KT_SUMS_PITCH);
     }
 }
 
@@ -171,23 +156,13 @@ KT_INLINE KT_TARGET_AMX void kt_work_panel(int bits, const kt_gemm *job, int sta
         if (job->m - t > 16) {
             if (begin) kt_begin_block(1, panel->first == 0, c);
             kt_multiply_panel(bits, 1, a, job->a_pitch, codes, panel->columns, errand);
-            if (end) kt_end_block(1, c);
+            if (end) kt_store_sums(1, c, KT_TILE_TOKENS);
         } else {
             if (begin) kt_begin_block(0, panel->first == 0, c);
             kt_multiply_panel(bits, 0, a, job->a_pitch, codes, panel->columns, errand);
-            if (end) kt_end_block(0, c);
+            if (end) kt_store_sums(0, c, 0);
         }
     }
-}
-
-KT_TARGET_AMX static inline void kt_configure_tiles(int64_t tokens) {
-    kt_tile_config config = {.palette = 1};
-    uint8_t token_rows = tokens < 16 ? (uint8_t)tokens : 16;
-    for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = 64;
-        config.rows[tile] = tile == 2 || tile == 3 ? 16 : token_rows;
-    }
-    KT_TILES_CONFIGURE(&config);
 }
 
 /* job->m > 0, job->strips > 0. */

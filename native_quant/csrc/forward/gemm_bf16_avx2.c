@@ -64,16 +64,17 @@ INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *panel, int64_t colum
 }
 
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
-#define DEFINE(N)                                                                                             \
-    KT_TARGET_AVX2 static void block_##N(const uint8_t *panel, int64_t columns, const float *scale,           \
-                                         int64_t scale_step, const void *a, float *c, const uint8_t *ahead,   \
-                                         int64_t step) {                                                      \
-        block(N, panel, columns, scale, scale_step, a, c, ahead, step);                                       \
+#define DEFINE(N)                                                                                                      \
+    KT_TARGET_AVX2 static void block_##N(const kt_bf16_block *w) {                                                     \
+        block(N, w->panel, w->columns, w->scale, w->scale_step, w->a, w->c, w->ahead, w->step);                        \
     }
 BLOCKS(DEFINE)
 #undef DEFINE
 #define NAME(N) block_##N,
-static kt_bf16_block_fn *const blocks[BLOCK] = {BLOCKS(NAME)};
+static void block_of_any(const kt_bf16_block *work) {
+    static kt_bf16_block_fn *const blocks[BLOCK] = {BLOCKS(NAME)};
+    blocks[work->tokens - 1](work);
+}
 #undef NAME
 
 KT_TARGET_AVX2 static void copy(const uint16_t *a, int64_t columns, void *out) {
@@ -83,7 +84,7 @@ KT_TARGET_AVX2 static void copy(const uint16_t *a, int64_t columns, void *out) {
     }
 }
 
-static const kt_bf16_steps steps = {BLOCK, sizeof(float), copy, blocks};
+static const kt_bf16_steps steps = {BLOCK, sizeof(float), copy, block_of_any};
 
 void kt_gemm_bf16_avx2(const kt_bf16_gemm *job) {
     kt_gemm_bf16_in_steps(job, &steps);

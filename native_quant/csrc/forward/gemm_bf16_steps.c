@@ -43,9 +43,16 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
     int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, step = bytes / blocks / (columns / 2);
     for (int64_t b = 0; b < blocks; b++, ahead += bytes / blocks) {
         int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
-        steps->block[to - from - 1](panel, columns, with->scale, job->panel ? KT_STRIP_ROWS : 0,
-                                    with->a + from * KT_PANEL_COLUMNS * steps->item_bytes,
-                                    job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS, ahead, step);
+        steps->block(&(kt_bf16_block){.tokens = to - from,
+                                      .panel = panel,
+                                      .columns = columns,
+                                      .sum_columns = job->sum_columns,
+                                      .scale = with->scale,
+                                      .scale_step = job->panel ? KT_STRIP_ROWS : 0,
+                                      .a = with->a + from * KT_PANEL_COLUMNS * steps->item_bytes,
+                                      .c = job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS,
+                                      .ahead = ahead,
+                                      .step = step});
     }
 }
 

@@ -12,17 +12,27 @@
 
 /* One token's activations in the form that `block` reads. */
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
-/* Adds to c[token * 32 + row] the products of a panel with activations KT_PANEL_COLUMNS items apart, scaled by
-   scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile prefetches `step` bytes
-   from `ahead` on for each two columns. */
-typedef void kt_bf16_block_fn(const uint8_t *panel, int64_t columns, const float *scale, int64_t scale_step,
-                              const void *a, float *c, const uint8_t *ahead, int64_t step);
+/* Adds to c[token * 32 + row] the products of a panel with the activations of some tokens, KT_PANEL_COLUMNS items
+   apart, scaled by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile
+   prefetches `step` bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_gemm. */
+typedef struct {
+    int64_t tokens;
+    const uint8_t *panel;
+    int64_t columns, sum_columns;
+    const float *scale;
+    int64_t scale_step;
+    const void *a;
+    float *c;
+    const uint8_t *ahead;
+    int64_t step;
+} kt_bf16_block;
+typedef void kt_bf16_block_fn(const kt_bf16_block *work);
 
 typedef struct {
     int64_t tokens;     /* of a block, at most */
     int64_t item_bytes; /* of an activation as `copy` writes it */
     kt_bf16_copy_fn *copy;
-    kt_bf16_block_fn *const *block; /* [tokens - 1] */
+    kt_bf16_block_fn *block;
 } kt_bf16_steps;
 
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps);

@@ -28,6 +28,7 @@ static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *
                                              .strips = strips,
                                              .strip = strip,
                                              .bits = format->bits,
+                                             .sum_columns = kt_sum_columns(format),
                                              .panel = format->panel,
                                              .kernels = pass->kernels,
                                              .c = scratch->c,

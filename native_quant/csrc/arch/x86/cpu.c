@@ -18,7 +18,7 @@ enum {
 };
 #define LEAF7_EBX_AVX512VL (1u << 31)
 enum { LEAF7_ECX_AVX512VNNI = 1 << 11, LEAF7_1_EAX_AVXVNNI = 1 << 4, LEAF7_1_EAX_AVX512BF16 = 1 << 5 };
-enum { LEAF7_EDX_AMX_TILE = 1 << 24, LEAF7_EDX_AMX_INT8 = 1 << 25 };
+enum { LEAF7_EDX_AMX_BF16 = 1 << 22, LEAF7_EDX_AMX_TILE = 1 << 24, LEAF7_EDX_AMX_INT8 = 1 << 25 };
 
 /* XCR0: SSE and AVX; with opmask and both upper parts of zmm; tile configuration and data. */
 enum { XCR0_AVX = 0x06, XCR0_AVX512 = 0xe6, XCR0_AMX = 0x60000 };
@@ -60,7 +60,8 @@ unsigned kt_cpu_isas(void) {
 #endif
 
     if (!has(isas, 1u << KT_ISA_avx512bf16)) return isas;
-    if (!has(saved, XCR0_AMX) || !has(d, LEAF7_EDX_AMX_TILE | LEAF7_EDX_AMX_INT8)) return isas;
+    unsigned amx = LEAF7_EDX_AMX_TILE | LEAF7_EDX_AMX_INT8 | LEAF7_EDX_AMX_BF16;
+    if (!has(saved, XCR0_AMX) || !has(d, amx)) return isas;
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return isas;
     return isas | 1u << KT_ISA_amx;
 }

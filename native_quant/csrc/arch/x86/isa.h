@@ -25,9 +25,9 @@
 #else /* for tests on any CPU with AVX-512 VNNI (tests/emulated.sh): dpbusd256.h as AVX-512 encodes it */
 #define KT_TARGET_AVXVNNI KT_TARGET_AVX512VNNI
 #endif
-/* cpu.c: AMX tiles and their int8 dot products on top of AVX512-BF16. */
-#define KT_TARGET_AMX                                                                                                  \
-    __attribute__((                                                                                                    \
-        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-int8")))
+/* cpu.c: AMX tiles, their int8 dot products and those of BF16 on top of AVX512-BF16. */
+#define KT_TARGET_AMX \
+    __attribute__(( \
+        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16")))
 
 #endif
