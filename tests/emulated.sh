@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs tests with the kernels for AMX and AVX-VNNI on any CPU that has AVX-512 VNNI, whether it has these two or not: in a build, in
 # build/emulated or $OUT, that says both are there; tile instructions are trapped (tests/rig/amx_trapped.c), AVX-VNNI is compiled to
-# AVX-512's encoding. It says nothing about speed.
+# AVX-512's encoding. It says nothing about speed. KTCONVERT_CFLAGS are added to what is compiled, and PRELOAD is preloaded, too.
 # Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and what multiplies weights)
 set -eu
 cd "$(dirname "$0")/.."
@@ -14,12 +14,13 @@ python=$(realpath -s "${1:-.venv/bin/python}")
     tests/test_from_checkpoint.py::test_at_least_as_close_to_float64_as_kt_kernel -k "amx or avxvnni"
 out=${OUT:-build/emulated}
 
-KTCONVERT_CFLAGS=-DKT_EMULATED sh tests/build.sh "$out" "$python"
+KTCONVERT_CFLAGS="-DKT_EMULATED ${KTCONVERT_CFLAGS:-}" sh tests/build.sh "$out" "$python"
 out=$(realpath "$out")
-"${CC:-cc}" -std=gnu11 -O3 -mavx2 -mfma -Wall -Wextra -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
+"${CC:-cc}" -std=gnu11 -mavx2 -mfma -Wall -Wextra ${KTCONVERT_CFLAGS:-} -O3 -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
 
 # PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
 export PYTHONPATH="$out/lib"
+export LD_PRELOAD="${PRELOAD:-} $out/amx_trapped.so"
 "$python" -c "import sys, ktconvert.native_quant._ktq as m; assert m.__file__.startswith(sys.argv[1]), m.__file__" "$out"
 # pytest's faulthandler would take SIGILL over.
-LD_PRELOAD="$out/amx_trapped.so" exec "$python" -m pytest -p no:cacheprovider -p no:faulthandler "$@"
+exec "$python" -m pytest -p no:cacheprovider -p no:faulthandler "$@"
