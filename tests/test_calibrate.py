@@ -21,6 +21,7 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.files import publish
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
 from rig import calibrated, conversion, families, forks, hooks, killpoint
@@ -263,8 +264,9 @@ def test_the_folder_of_statistics_is_not_overwritten(beside_gptq: Attempts) -> N
     taken = output.with_name("out.statistics")
     taken.mkdir()
     (taken / "thesis.txt").write_text("mine")
-    done = beside_gptq.run(output)
-    assert done.returncode == 7 and "out.statistics exists already" in done.stderr
+    whole = with_statistics(beside_gptq.model, output, beside_gptq.dataset)
+    for more in ((), ("--dry-run",)):
+        conversion.refused(beside_gptq.run(output, *whole, *more), 7, "out.statistics exists already")
     assert conversion.names(taken) == ["thesis.txt"]
     inside = calibrated.arguments(beside_gptq.model, output, "W4A16", beside_gptq.dataset)
     done = beside_gptq.run(output, *inside, "--save-statistics", str(beside_gptq.model / "statistics"))
@@ -343,6 +345,33 @@ def test_damaged_statistics_are_refused(damage: Any, made: Path, attempts: Attem
     damage(made)
     with pytest.raises(InputError, match=str(made)):
         read_statistics(made).imatrix("it", shapes)
+
+
+def test_commands_that_read_it(made: Path, attempts: Attempts, servers: Any, tmp_path: Path, example: Path) -> None:
+    """`cpu --scale imatrix` and `experts` take it; of another model, or damaged, it is one error; it is no weights."""
+
+    def run(*words: object) -> Any:
+        return servers.run([str(word) for word in words], tmp_path / "said")
+
+    def convert(model: Path, name: str) -> Any:
+        scale = ("--scale", "imatrix", "--statistics", made, "--threadpool-count", 1)
+        return run("cpu", "-i", model, "-o", tmp_path / name, "--quant-method", "int4", *scale)
+
+    done = convert(attempts.model, "int4")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((tmp_path / "int4" / "manifest.json").read_text())["model"]
+    assert settings["imatrix"] == publish.sha256_file(made / "imatrix.gguf")
+    conversion.refused(
+        convert(example, "other"), 5, "layers 0-2 with 4 experts of 128 x 128", "layers 0-1 with 8 experts"
+    )
+    chosen = ("experts", made, "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
+    assert run(*chosen).returncode == 0
+    for command in ("verify", "inspect"):
+        conversion.refused(run(command, made), 3, "statistics of a model's experts, and no weights")
+    _flip(made)
+    conversion.refused(convert(attempts.model, "flipped"), 5, "imatrix.gguf")
+    _cut_counts(made)
+    conversion.refused(run(*chosen), 5, "counts.safetensors")
 
 
 def test_a_folder_without_statistics(tmp_path: Path) -> None:

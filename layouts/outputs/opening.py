@@ -17,6 +17,7 @@ from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import Place
 
+STATISTICS = "calibrate"  # the command whose output holds no weights
 WORK_INSIDE = ".ktconvert"
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 FOREIGN_NAME = "not a name that kt-kernel reads"
@@ -171,10 +172,18 @@ def _headers(root: Path, shards: Iterable[str], damaged: dict[str, str]) -> Iter
 
 
 def _trusted(root: Path) -> dict[str, Any] | None:
-    """The manifest, None if there is none. Raises VerificationError where a fact that is needed has the wrong type."""
+    """The manifest, None if there is none.
+
+    Raises VerificationError where a fact that is needed has the wrong type, UnsupportedError for statistics.
+    """
     about = manifest.read(root)
     if about is None:
         return None
+    if about["command"] == STATISTICS:
+        raise UnsupportedError(
+            f"{root}: holds statistics of a model's experts, and no weights; `ktconvert experts` and "
+            "`cpu --scale imatrix --statistics` read it."
+        )
     facts = about["model"]
     if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _form_of(about).is_trusted(facts):
         raise VerificationError(

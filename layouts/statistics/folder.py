@@ -128,6 +128,20 @@ def read_statistics(folder: Path) -> Statistics:
         raise InputError(f"{path}: no statistics that can be understood ({error}); {MAKE}") from error
 
 
+def imatrix_of(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
+    """The importance matrix in a file, as open_imatrix opens it; one beside a document is held against that first."""
+    if path.name == IMATRIX and (path.parent / DOCUMENT).exists():
+        return read_statistics(path.parent).imatrix(model, shapes, others)
+    return open_imatrix(path, model, shapes, others)
+
+
+def counts_of(folder: Path) -> I64:
+    """The counts in a folder, int64 [decoder layers, experts], as read_counts reads them; beside a document, they are
+    held against that first.
+    """
+    return read_statistics(folder).counts if (folder / DOCUMENT).exists() else read_counts(folder / COUNTS)
+
+
 def encode(about: Mapping[str, Any], files: Sequence[Mapping[str, Any]], version: str) -> bytes:
     """statistics.json, of the entries of STATISTICS. No time stamps, no paths: same input and options, same bytes."""
     document = {

@@ -38,7 +38,7 @@ def experts(**params: Any) -> None:
     DIR is what `ktconvert calibrate` writes, or a GPTQ run with --save-statistics. `run` and `serve` take the output as
     --gpu-experts-mask.
     """
-    from ktconvert.layouts.statistics.counts import FILE, read_counts
+    from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask
     from ktconvert.pipeline.models import hot_choice
     from ktconvert.pipeline.tell.figures import check_plot, plot_experts
@@ -50,7 +50,7 @@ def experts(**params: Any) -> None:
     check_plot(params["plot"])
     output: Path = params["output"].expanduser().absolute()
     _check_place(output)
-    counts = read_counts(params["dir"].expanduser() / FILE)
+    counts = counts_of(params["dir"].expanduser())
     mask = hot_choice.of_all_layers(counts, total) if each is None else hot_choice.of_each_layer(counts, each)
     partial = output.with_name(f".{output.name}.partial")
     publish.write_file(partial, hot_mask.data_of(mask))

@@ -8,15 +8,19 @@ finds its own work again.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.workdir import WorkDir, has_size, locate
 
+Finished = Mapping[str, Mapping[str, Any]]  # the journal's records of finished units, by fingerprint
 
-def require_free(plan: Plan, work: WorkDir) -> None:
+
+def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
     """Raise where the folder cannot be filled: UsageError if it would be, hold or lie in the input or the output,
     OutputError if something else lies there and must not be replaced.
     """
@@ -28,7 +32,7 @@ def require_free(plan: Plan, work: WorkDir) -> None:
         other = path.resolve()
         if folder.is_relative_to(other) or other.is_relative_to(folder):
             raise UsageError(f"{apart.folder} is, contains or lies in {path}; choose another folder for it.")
-    if os.path.lexists(apart.folder) and not (work.may_replace or _delivered(plan, work)):
+    if os.path.lexists(apart.folder) and not (may_replace or _delivered(plan, finished)):
         raise OutputError(f"{apart.folder} exists already; choose another folder, or give --overwrite to replace it.")
     if not folder.parent.is_dir():
         raise UsageError(f"{apart.folder}: its parent folder does not exist; make it first.")
@@ -51,7 +55,7 @@ def deliver(plan: Plan, work: WorkDir) -> None:
         return
     partial = apart.folder.with_name(f".{apart.folder.name}.ktconvert")
     publish.remove_tree(partial)  # left by a kill
-    if _delivered(plan, work):
+    if _delivered(plan, work.finished):
         return
     with publish.explained(partial):
         partial.mkdir()
@@ -69,12 +73,12 @@ def deliver(plan: Plan, work: WorkDir) -> None:
         publish.publish(partial, apart.folder)
 
 
-def _delivered(plan: Plan, work: WorkDir) -> bool:
+def _delivered(plan: Plan, finished: Finished) -> bool:
     """Whether the folder holds what this very plan puts there."""
     apart = plan.assembly.apart
     assert apart is not None
     for unit in plan.units_apart:
-        record = work.finished.get(unit.fingerprint)
+        record = finished.get(unit.fingerprint)
         if record is None:
             return False
         _, nbytes, sha256 = record["files"][0]

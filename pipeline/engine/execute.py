@@ -33,7 +33,7 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
     plan.conversion.require_ready()
     with WorkDir(places) as work:
         _adopt_plan(plan, work, reporter, overwrite)
-        require_free(plan, work)
+        require_free(plan, work.finished, work.may_replace)
         _report_death(work, plan, reporter)
         threads = require_room(plan, work, reporter)
         stop = StopFlag()

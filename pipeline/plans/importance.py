@@ -9,7 +9,8 @@ from typing import Any
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.statistics.imatrix import Imatrix, open_imatrix
+from ktconvert.layouts.statistics.folder import imatrix_of
+from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.quantizers.choice import Choice
 
@@ -40,7 +41,7 @@ def importance_for(choice: Choice, request: Request, model: MoeModel) -> Imatrix
 def open_for(path: Path, model: MoeModel) -> Imatrix:
     """A file's importance matrix. Raises InputError for one that is damaged, or of another model."""
     shapes = {layer: model.shape(layer) for layer in model.layers}
-    return open_imatrix(path, str(model.source.root), shapes, model.mtp_layers)
+    return imatrix_of(path, str(model.source.root), shapes, model.mtp_layers)
 
 
 def facts_of(imatrix: Imatrix | None, layers: Sequence[int]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.apart import require_free
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.room import disk_needed, fit_threads, room_sentence
@@ -77,6 +79,9 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
     places = locate(plan.request.output, adopt=adopts(plan))
     states = unit_states(plan, places)
     old = None if finished else saved_plan(places)
+    if not finished:
+        replaced = overwrite or bool(old and old.get("overwrite"))
+        require_free(plan, journal.finished(journal.read(places.journal)), replaced)
     if old is not None:
         dropped, touched = agree(plan, old, overwrite)
         again = plan.units_reading(touched)
