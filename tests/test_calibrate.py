@@ -24,6 +24,7 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
+from ktconvert.native_quant.runtime import hot_mask
 from rig import calibrated, conversion, families, forks, hooks, killpoint
 from rig.attempts import Attempts
 from rig.golden import FOLDER
@@ -193,6 +194,21 @@ def test_it_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -
             have, want = (each.read(layer, projection).astype(np.float64) for each in (mine, theirs))
             assert (np.abs(have - want).sum(1) < 0.02 * want.sum(1)).all()
             assert (np.abs(have - want) < 0.02 * want).mean() > near
+    taken_by_others(tmp_path / "out", example, tmp_path)
+
+
+def taken_by_others(statistics: Path, model: Path, scratch: Path) -> None:
+    """`experts` and `cpu --scale imatrix` take the folder."""
+    mask = scratch / "mask.safetensors"
+    for words in (
+        ("experts", statistics, "--output", mask, "--num-gpu-experts", 3),
+        ("cpu", "-i", model, "-o", scratch / "int4", "--scale", "imatrix", "--statistics", statistics),
+        ("verify", scratch / "int4", "--against", model, "--statistics", statistics),
+    ):
+        done = conversion.ktconvert(*map(str, words))
+        assert done.returncode == 0, done.stderr
+    counts = read_statistics(statistics).counts
+    assert [set(np.flatnonzero(row)) for row in hot_mask.read(mask)] == [set(np.argsort(-row)[:3]) for row in counts]
 
 
 # ---- cut off ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.statistics.folder import encode
 from ktconvert.layouts.statistics.imatrix import open_imatrix
 from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
 from ktconvert.pipeline.cli import group
@@ -27,7 +28,7 @@ from ktconvert.quantizers import reference, scale_search
 from rig import conversion, killpoint
 from rig.conversion import HIDDEN, KTCONVERT, WIDTH
 from rig.golden import FOLDER
-from rig.safetensors import metadata_of, read_file
+from rig.safetensors import metadata_of, read_file, write_file
 
 LAYERS, EXPERTS = 2, 3
 SHAPES = dict.fromkeys(range(LAYERS), (EXPERTS, HIDDEN, WIDTH))
@@ -284,6 +285,41 @@ def test_damaged_and_missing_statistics(source: Path, imatrix: Path, tmp_path: P
     path.write_bytes(imatrix.read_bytes()[:-1000])
     refused(here(*command, "--imatrix", path), 5, str(path), "cut short")
     refused(here(*command, "--statistics", tmp_path), 5, str(tmp_path / "imatrix.gguf"))
+
+
+def test_a_folder_of_statistics(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    """What statistics.json says of the importance matrix beside it must be so, whichever option names the file."""
+    folder = tmp_path / "statistics"
+    shutil.copytree(imatrix.parent, folder)
+    counts = np.tile(COUNTS, (LAYERS, 1))
+    write_file(folder / "counts.safetensors", {"counts": ("I64", counts)})
+
+    def describe(width: int) -> None:
+        files = [
+            {"name": path.name, "size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            for path in (folder / "imatrix.gguf", folder / "counts.safetensors")
+        ]
+        model = {"architecture": "made up", "name": None, "source": "", "decoder_layers": LAYERS, "layers": [0, 1]}
+        model |= {"experts": EXPERTS, "hidden": HIDDEN, "intermediate": width}
+        about = {"model": model, "data": {"dataset": "made up", "samples": 1, "tokens": 409}, "settings": {}}
+        (folder / "statistics.json").write_bytes(encode(about, files, "0"))
+
+    describe(WIDTH)
+    command = ("cpu", "-i", source, "-o", tmp_path / "out", "--scale", "imatrix", "--dry-run")
+    ways = (("--statistics", folder), ("--imatrix", folder / "imatrix.gguf"))
+    experts = ("experts", folder, "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
+    for way in ways:
+        assert here(*command, *way).exception is None
+    assert here(*experts).exception is None
+    describe(2 * WIDTH)
+    for way in ways:
+        refused(here(*command, *way), 5, "statistics of made up", f"x {2 * WIDTH}", str(source), f"x {WIDTH};")
+    describe(WIDTH)
+    statistics(folder / "imatrix.gguf", seed=1)
+    write_file(folder / "counts.safetensors", {"counts": ("I64", counts + 1)})
+    for way in ways:
+        refused(here(*command, *way), 5, str(folder), "is not the file that statistics.json")
+    refused(here(*experts), 5, "counts.safetensors: is not the file that statistics.json")
 
 
 # --- cut off and resumed --------------------------------------------------------------------------

@@ -35,7 +35,7 @@ SUMS, COUNTS = ".in_sum2", ".counts"
 # A weight of all experts of a layer, or in older models of one.
 WEIGHT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)(?:_exps|\.(\d{1,6}))\.weight")
 PARTS = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}  # a projection: names that have it
-GIVE = "give the statistics of this model, from llama-imatrix"
+GIVE = "give the statistics of this model, from llama-imatrix or `ktconvert calibrate`"
 
 
 @dataclass(frozen=True)

@@ -172,10 +172,12 @@ def importance(command: F) -> F:
 
 def imatrix_of(params: Mapping[str, Any]) -> Path | None:
     """The file that --imatrix or --statistics names. Raises UsageError for both."""
+    from ktconvert.layouts.statistics.folder import IMATRIX
+
     file, folder = params["imatrix"], params["statistics"]
     if file is not None and folder is not None:
         raise UsageError("--imatrix and --statistics both name an importance matrix; give one of them.")
-    path: Path | None = file if folder is None else folder / "imatrix.gguf"
+    path: Path | None = file if folder is None else folder / IMATRIX
     return None if path is None else path.expanduser().absolute()
 
 

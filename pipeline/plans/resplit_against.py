@@ -117,6 +117,7 @@ def _command(plan: Plan, against: str) -> str:
     settings, facts = plan.request.settings, plan.facts
     words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
     words += ["--quant-method", plan.conversion.form.option, "--threadpool-count", str(facts["numa"])]
+    words += ["--scale", facts["scale"]] if "scale" in facts else []
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
     words += ["--save-backward-weights"] if facts["backward"] else []
