@@ -20,11 +20,12 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
 from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.pipeline.stages.statistics import Gathering
 from rig import calibrated, conversion, families, forks, hooks, killpoint
 from rig.attempts import Attempts
 from rig.golden import FOLDER
@@ -64,6 +65,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for model in made.values():
         for name in calibrated.TOKENIZER:
             shutil.copy(calibrated.EXAMPLE / name, model)
+    made["MTP"] = Path(shutil.copytree(made["deepseek_v3"], folder / "MTP"))
+    tensors = load_file(made["MTP"] / "model.safetensors")
+    beyond = {name.replace("layers.2.", "layers.3."): x.clone() for name, x in tensors.items() if "layers.2." in name}
+    save_file(tensors | beyond, made["MTP"] / "model.safetensors", metadata={"format": "pt"})
     return made
 
 
@@ -129,6 +134,25 @@ def test_experts_without_tokens_and_with_one(models: dict[str, Path], servers: A
     for layer, expert in np.argwhere(statistics.counts == 0).tolist():
         assert imatrix.importance(layer, expert, "down") is None
         assert not imatrix.read(layer, "down")[expert].any()
+
+
+def test_mtp_layers_are_left_out(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+    dataset, _ = calibrated.data(tmp_path, "texts", (60,))
+    made = [calibrate(servers, models[name], tmp_path / name, dataset) for name in ("deepseek_v3", "MTP")]
+    assert "note: the MTP part (layer 3) is left out" in (tmp_path / "MTP.said").read_text()
+    for name in ("imatrix.gguf", "counts.safetensors"):
+        first, second = ((each.folder / name).read_bytes() for each in made)
+        assert first[4096:] == second[4096:] and len(first) == len(second)  # a header names the checkpoint's hash
+
+
+def test_sums_that_are_not_finite_name_the_expert(tmp_path: Path) -> None:
+    gathering = Gathering(7)
+    gathering.counts.tokens[7] = np.ones(3, np.int64)
+    gathering.importance.inputs, gathering.importance.middle = np.ones((3, 4)), np.ones((3, 2))
+    gathering.importance.middle[1, 0] = 1e39  # beyond float32
+    with pytest.raises(VerificationError, match=r"layer 7, expert 1: .* another --dataset"):
+        gathering.write(tmp_path / "layer")
+    assert not (tmp_path / "layer").exists()
 
 
 def test_the_output_says_what_it_is(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
@@ -228,6 +252,15 @@ def test_killed_between_layers_and_within(attempts: Attempts) -> None:
     inside = [chance.choice(attempts.within(unit)) for unit in ("layer-001", "imatrix")]
     conversion.in_parallel(attempts.killed, sorted({*boundaries, *inside}))
     assert conversion.identity(attempts.model) == attempts.before
+
+
+@pytest.mark.skipif(conversion.CORES < 2, reason="needs two cores, to compute with another number of threads")
+def test_another_machine(attempts: Attempts) -> None:
+    output = attempts.output("machine")
+    assert attempts.run(output, kill=attempts.recorded_at("layer-000") + 1).returncode == killpoint.KILLED
+    done = attempts.run(output, "resume", str(output), "--cpuinfer-threads", "2")
+    conversion.refused(done, 7, "threads was 1, is 2", "--allow-machine-change")
+    attempts.finish(output, "on the first machine again", "resume", str(output), "--cpuinfer-threads", "1")
 
 
 @pytest.mark.long
