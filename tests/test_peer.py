@@ -24,6 +24,7 @@ from ktconvert.layouts.outputs.amx import AMXINT4
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
+from rig.golden import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "qwen3-moe-small"
@@ -164,8 +165,8 @@ def float64_output(
 
 @pytest.mark.parametrize("numa", [1, 2])
 def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: str, numa: int) -> None:
-    """The real kt-kernel loads `--scale mse`, and its error against the source in float64 is what the weights say: less
-    than by the largest values.
+    """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the
+    weights say: less than by the largest values.
     """
     generator, tokens = torch.Generator().manual_seed(9), 48
     hidden = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
@@ -179,9 +180,9 @@ def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: s
 
     wanted = float64_output(original, hidden, ids, weights)
     errors = {}
-    for scale in ("absmax", "mse"):
+    for scale, *more in (("absmax",), ("mse",), ("imatrix", "--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf"))):
         out = tmp_path / scale
-        convert(out, "int4", numa, "--scale", scale)
+        convert(out, "int4", numa, "--scale", scale, *more)
         job = {"layer": 1, "numa": numa, "method": "AMXINT4", "folder": str(out)}
         files = {"inputs": str(tmp_path / "inputs.safetensors"), "result": str(tmp_path / "out.safetensors")}
         run_peer(peer_python, tmp_path, do="forward", **job, **files)
@@ -199,6 +200,7 @@ def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: s
         errors[scale] = tuple(np.linalg.norm(each - wanted) / np.linalg.norm(wanted) for each in (ours, theirs))
         assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
     assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
+    assert errors["imatrix"][1] < 0.95 * errors["absmax"][1], errors  # though these inputs are alike in all columns
 
 
 @pytest.mark.parametrize("numa", [1, 2])
