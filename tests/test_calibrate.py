@@ -245,10 +245,10 @@ def attempts(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_killed_between_layers_and_within(attempts: Attempts) -> None:
-    """Right after each unit's record, and at some moment of the making of a layer and of the imatrix."""
+    """Right after some units' records, and at some moment of the making of a layer and of the imatrix."""
     print(f"seed {conversion.SEED}")
     chance = random.Random(conversion.SEED)
-    boundaries = [attempts.recorded_at(unit) + 1 for unit in UNITS]
+    boundaries = [attempts.recorded_at(unit) + 1 for unit in ("samples", "layer-001", "imatrix", "statistics")]
     inside = [chance.choice(attempts.within(unit)) for unit in ("layer-001", "imatrix")]
     conversion.in_parallel(attempts.killed, sorted({*boundaries, *inside}))
     assert conversion.identity(attempts.model) == attempts.before
