@@ -16,6 +16,7 @@ from ktconvert.layouts.outputs.output import Bytes, Output
 from ktconvert.layouts.outputs.parts import Part, Place, why_illegal
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import ROW_GRIDS, Grid, Matrix
+from ktconvert.quantizers.errors import source_values
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
@@ -152,6 +153,14 @@ class Amx:
     def error_bytes(self, columns: int) -> int:
         """The kernel decodes a strip of 32 rows at a time."""
         return 64 * columns
+
+    def source_values(self, matrix: Matrix) -> npt.NDArray[np.float32]:
+        """In BF16."""
+        return source_values(matrix)
+
+    def scale_values(self, stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+        """One for each row: float32 [n, 1]."""
+        return stored.view(np.float32).reshape(n, 1)
 
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
         """Only a row of zeros (or of what counts as zero) has the scale 0."""

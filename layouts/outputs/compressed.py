@@ -19,7 +19,8 @@ from ktconvert.layouts.outputs.output import Bytes, Output
 from ktconvert.layouts.outputs.parts import Part, Place
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import GROUP_GRIDS, Grid, Matrix, groups
-from ktconvert.quantizers.errors import ROWS, error_sums
+from ktconvert.quantizers.errors import ROWS, error_sums, source_values
+from ktconvert.quantizers.reference import bf16_to_f32
 
 SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
 PIECE = 1 << 14  # bytes of codes that are read at a time
@@ -222,6 +223,14 @@ class Compressed:
     def error_bytes(self, columns: int) -> int:
         """Some rows as float64, several times over."""
         return ROWS * 64 * columns
+
+    def source_values(self, matrix: Matrix) -> npt.NDArray[np.float32]:
+        """In BF16."""
+        return source_values(matrix)
+
+    def scale_values(self, stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+        """One for each group: float32 [n, k / group]."""
+        return bf16_to_f32(stored.view("<u2").reshape(n, -1))
 
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
         """Zeros have codes of zeros, and the scale that is stored where the largest value is 0."""

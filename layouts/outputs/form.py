@@ -203,6 +203,14 @@ class Form(Protocol):
     def error_bytes(self, columns: int) -> int:
         """Memory that error_sums needs for a part with this many columns, in bytes."""
 
+    def source_values(self, matrix: Matrix) -> npt.NDArray[np.float32]:
+        """The numbers of a linear, or of some rows of it, that errors are measured against: float32 [n, k]."""
+
+    def scale_values(self, stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+        """The scales of a part [n, k], from the last of its tensors: float32 [n, groups], or [n / b, groups] where b
+        rows share them; [0, 0] where the form has none.
+        """
+
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
         """Whether a part of finite weights is all zeros."""
 

@@ -103,5 +103,6 @@ FP8 = StripForm(
     defects=(bad_code, bad_scale),
     exact=exact,
     source=fp8.source_values,
+    scaled=_scales,
     decoded_rows=kernels_strips.FP8_MULTIPLE,
 )

@@ -28,6 +28,7 @@ from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import fp8, mxfp4
 from ktconvert.quantizers.packed import fields
 from ktconvert.quantizers.reference import bf16_to_f32
+from ktconvert.quantizers.scales import e8m0
 
 COMMAND = "cpu --layout kt"
 MXFP4_ROWS = 128  # that are in strips at a time
@@ -136,6 +137,11 @@ def read_mxfp4(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)
     return mxfp4.dequantize(fields(4, stored[0].reshape(n, k // 2)[rows]), stored[1].reshape(n, -1)[rows])
 
 
+def mxfp4_scale_values(stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+    """One for each 32 columns: float32 [n, k / 32]."""
+    return e8m0(stored.reshape(n, -1))
+
+
 def bad_mxfp4_scale(stored: Sequence[Bytes]) -> str:
     """Every scale is a number, and so are its products with the codes."""
     groups = stored[0].reshape(-1, mxfp4.GROUP // 2)
@@ -147,6 +153,7 @@ KT_MXFP4 = replace(
     multiple=mxfp4.GROUP,
     decoded_rows=MXFP4_ROWS,  # with the strips: less than half as many decoded rows, and half a byte for each code
     defects=(no_defect, bad_mxfp4_scale),
+    scaled=mxfp4_scale_values,
 )
 KT_FP8 = kt_form(FP8, DEEPSEEK, fp8_tensors, int, write_fp8, read_fp8)
 KT_BF16 = kt_form(BF16, DEEPSEEK, bf16_tensors, int, write_bf16, read_bf16)

@@ -14,6 +14,7 @@ from ktconvert.layouts.outputs.strip_form import StripForm, no_defect, rows_of
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, strips
+from ktconvert.quantizers.scales import e8m0
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
@@ -47,6 +48,11 @@ def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) ->
     codes, scales = _strips(stored, n, k)
     (codes, within), (scales, _) = rows_of(codes, n, rows), rows_of(scales, n, rows)
     return mxfp4.dequantize(mxfp4.unlay_codes(codes)[within], mxfp4.unlay_exponents(scales)[within])
+
+
+def scale_values(stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+    """One for each 32 columns: float32 [n, k / 32]."""
+    return e8m0(mxfp4.unlay_exponents(stored.reshape(n // strips.ROWS, k)))
 
 
 def bad_scale(stored: Sequence[Bytes]) -> str:
@@ -94,4 +100,5 @@ MXFP4 = StripForm(
     read=unpack,
     defects=(no_defect, bad_scale),
     exact=exact,
+    scaled=scale_values,
 )

@@ -34,6 +34,11 @@ def no_file(part: Part, tensor: Tensor) -> None:
     """There are no loose files."""
 
 
+def no_scales(stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+    """Of numbers without scales: float32 [0, 0]."""
+    return np.empty((0, 0), np.float32)
+
+
 @dataclass(frozen=True)
 class StripForm:
     """One of the formats of floating-point numbers: what its numbers are, and how the tensors of a part hold them.
@@ -47,7 +52,8 @@ class StripForm:
     read      Form.unpack
     defects   for each tensor: the stored tensors of a part -> what is wrong with its numbers, "" if nothing
     exact     Form.exact
-    source    a linear, or some rows of it -> the numbers that errors are measured against, float32
+    source    Form.source_values
+    scaled    Form.scale_values
     decoded_rows  Form.decoded_rows
     rows      of a part in a row of the codes' tensor
     naming    facts of a manifest -> the names of tensors, as Form.names_of
@@ -71,6 +77,7 @@ class StripForm:
     defects: tuple[Callable[[Sequence[Bytes]], str], ...]
     exact: Callable[[MoeModel], bool]
     source: Callable[[Matrix], npt.NDArray[np.float32]] = source_values
+    scaled: Callable[[Bytes, int, int], npt.NDArray[np.float32]] = no_scales
     decoded_rows: int = strips.ROWS
     rows: int = strips.ROWS
     naming: Callable[[Mapping[str, Any]], Names] = numa_names
@@ -175,6 +182,14 @@ class StripForm:
     def error_bytes(self, columns: int) -> int:
         """Some rows as float64, several times over."""
         return ROWS * 64 * columns
+
+    def source_values(self, matrix: Matrix) -> npt.NDArray[np.float32]:
+        """As source has it."""
+        return self.source(matrix)
+
+    def scale_values(self, stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
+        """As scaled has it."""
+        return self.scaled(stored, n, k)
 
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
         """All codes are those of 0 or -0."""
