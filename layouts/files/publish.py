@@ -256,6 +256,18 @@ def publish(partial: Path, final: Path) -> None:
         sync_folder(final.parent)
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file under its final name, replacing what lies there: all of it is seen, or nothing."""
+    path = path.absolute()
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write_file(partial, data)
+        publish(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def place(source: Path, target: Path) -> None:
     """Let a stored file (or folder of files) appear under a second name: hard links, or a
     rename where there are none.

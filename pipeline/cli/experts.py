@@ -52,9 +52,7 @@ def experts(**params: Any) -> None:
     _check_place(output)
     counts = counts_of(params["dir"].expanduser())
     mask = hot_choice.of_all_layers(counts, total) if each is None else hot_choice.of_each_layer(counts, each)
-    partial = output.with_name(f".{output.name}.partial")
-    publish.write_file(partial, hot_mask.data_of(mask))
-    publish.publish(partial, output)
+    publish.write_whole(output, hot_mask.data_of(mask))
     covered = hot_choice.coverage(counts, mask)
     document = {
         "event": "chosen",
