@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.errors import UsageError, VerificationError
 from ktconvert.layouts.outputs import FORMS
 from ktconvert.pipeline.cli import options
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # What --quant-method takes, options and names -> the name of what is stored.
 METHODS = {word.lower(): form.name for form in reversed(FORMS.values()) for word in (form.option, form.name)}
 
+PAGES = (".html", ".htm")
+
 EPILOG = """\b
 Examples:
   ktconvert verify /models/Qwen3-30B-A3B-INT8
@@ -30,6 +33,7 @@ Examples:
   ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                                    does it compute here?
   ktconvert verify /models/Qwen3-30B-A3B-FP8 --run                                     and a checkpoint as it is stored?
   ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B         does it predict the same?
+  ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html   as a page
 """
 
 
@@ -64,6 +68,13 @@ Examples:
     help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]",
 )
 @options.importance
+@click.option(
+    "--report",
+    type=options.FilePath(),
+    default=None,
+    help="Also write it as one HTML page, FILE.html: maps of errors, worst rows, scales, and with --statistics the use "
+    "of experts (DIR/counts.safetensors). Replaced.",
+)
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.cpuinfer_threads
 @options.reporting
@@ -75,7 +86,9 @@ def verify(output: Path, **params: Any) -> None:
     it; OUTPUT may then be a checkpoint, too. An output for the GPU is also loaded by transformers, where it is
     installed: without weights, and whole with --against SOURCE. Exit code 6 if anything is not as it should be.
     """
+    from ktconvert.layouts.files import publish
     from ktconvert.pipeline.models.evaluate import read_text
+    from ktconvert.pipeline.tell.page import page
     from ktconvert.pipeline.tell.report import Reporter
     from ktconvert.pipeline.verify import report as verify_report
     from ktconvert.pipeline.verify.output import Wish
@@ -84,6 +97,7 @@ def verify(output: Path, **params: Any) -> None:
     # Only the report goes to stdout: one table, or one JSON object.
     reporter = Reporter(verbosity=-1 if params["quiet"] else int(params["verbose"]))
     options.check_kernels("the command again")
+    check_page(params["report"])
     method = params["quant_method"]
     wish = Wish(
         output=output.expanduser().absolute(),
@@ -98,10 +112,14 @@ def verify(output: Path, **params: Any) -> None:
         imatrix=options.imatrix_of(params),
         threads=options.threads(params["cpuinfer_threads"], reporter),
         run=params["run"],
+        page=params["report"] is not None,
+        statistics=None if None in (params["report"], params["statistics"]) else params["statistics"].expanduser(),
     )
     report = verify_output(wish, reporter)
     if params["run"]:
         report = replace(report, checks=(*report.checks, run_check(report, wish.threads)))
+    if params["report"] is not None:
+        publish.write_whole(params["report"].expanduser(), page(report).encode("utf-8", "backslashreplace"))
     for note in report.notes:
         reporter.note(note)
     if params["json_events"]:
@@ -113,6 +131,19 @@ def verify(output: Path, **params: Any) -> None:
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)
+
+
+def check_page(path: Path | None) -> None:
+    """Raise UsageError, before any work, where no page could be written to this file; None asks for none."""
+    if path is None:
+        return
+    place = path.expanduser().absolute()
+    if place.suffix.lower() not in PAGES:
+        raise UsageError(f"--report {path}: give a file that ends in {' or '.join(PAGES)}.")
+    if not place.parent.is_dir():
+        raise UsageError(f"--report {path}: there is no directory {place.parent}; make it first.")
+    if place.is_dir() or not os.access(place.parent, os.W_OK):
+        raise UsageError(f"--report {path}: no file can be written there; give another one.")
 
 
 def run_check(report: Report, threads: int) -> Check:

@@ -4,11 +4,8 @@ against another output.
 
 from __future__ import annotations
 
-import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
@@ -19,14 +16,14 @@ from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import from_checkpoint
 from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.plans.importance import open_for
-from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.checks import Check, LayerError
 from ktconvert.pipeline.verify.dequantized import MEASURE, check_decoded, compare_decoded
+from ktconvert.pipeline.verify.figures import Figures, counts_for, figures
+from ktconvert.pipeline.verify.hashes import check_hashes
 from ktconvert.pipeline.verify.numbers import check_numbers
 from ktconvert.pipeline.verify.other import compare_outputs
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
@@ -39,8 +36,6 @@ from ktconvert.pipeline.verify.structure import (
     unreadable,
     weights_whole,
 )
-
-PIECE = 4 << 20  # bytes hashed between two signs of progress
 
 
 @dataclass(frozen=True)
@@ -55,6 +50,8 @@ class Wish:
     text          what source and output then read; None: our own
     imatrix       the importance matrix that the output was made with
     run           whether the experts will be computed, so that the output may be a checkpoint
+    page          whether worst rows and scales are looked for, too, for the page
+    statistics    a folder with statistics, for the page
     """
 
     output: Path
@@ -69,6 +66,8 @@ class Wish:
     imatrix: Path | None = None
     threads: int = 1
     run: bool = False
+    page: bool = False
+    statistics: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,7 @@ class Report:
     errors: tuple[LayerError, ...] = ()
     against: str | None = None
     predictions: Predictions | None = None
+    figures: Figures | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -107,6 +107,8 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     """
     require_finished(wish.output)
     if is_decoded(wish.output):
+        if wish.statistics is not None:
+            counts_for(wish.statistics, MEASURE, open_decoded(wish.output))
         return _verify_decoded(wish, reporter)
     if wish.run and not is_output(wish.output) and from_checkpoint.is_checkpoint(wish.output):
         return _open_checkpoint(wish)
@@ -114,6 +116,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     if output.whole and wish.numa is not None:
         raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
     measured = measure(output)
+    counts = None if wish.statistics is None else counts_for(wish.statistics, measured, output)
     other: Output | None = None
     model: MoeModel | None = None
     if wish.against is not None:
@@ -136,6 +139,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     total += source_bytes(output, measured, model) if model is not None else 0
     notes: list[str] = []
     errors: list[LayerError] = []
+    closer: Figures | None = None
     reporter.begin(total, 0)
     try:
         if whole:
@@ -159,6 +163,8 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
             checks.append(check)
         elif model is not None:
             notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
+        if wish.page and whole:
+            closer = figures(output, measured, model, errors, counts, wish.threads)
     finally:
         reporter.end()
         if model is not None:
@@ -168,7 +174,7 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         loaded, predictions = _load(wish, output, measured, model, reporter)
         checks += loaded
     notes = [note for check in checks for note in check.notes] + notes
-    return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions)
+    return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions, closer)
 
 
 def _verify_decoded(wish: Wish, reporter: Reporter) -> Report:
@@ -258,34 +264,6 @@ def require_finished(path: Path) -> None:
         raise InputError(f"{path}: no such directory; give the directory of an output.")
 
 
-def check_hashes(output: Output, files: list[dict[str, Any]], threads: int, reporter: Reporter) -> Check:
-    """Every byte of every file of the manifest, by its sha256."""
-
-    def one(file: dict[str, Any], _slot: int) -> str | None:
-        digest = hashlib.sha256()
-        try:
-            with (output.root / file["name"]).open("rb") as data:
-                while piece := data.read(PIECE):
-                    digest.update(piece)
-                    reporter.advance(len(piece))
-        except OSError as error:
-            return f"{file['name']} cannot be read ({error.strerror})"
-        actual, wanted = digest.hexdigest(), file["sha256"]
-        if actual != wanted:
-            return (
-                f"{file['name']} is not what was written: its sha256 is {actual[:12]}, the manifest says {wanted[:12]}"
-            )
-        return None
-
-    # The largest first: the last one alone would leave the other threads idle.
-    ordered = sorted(files, key=lambda file: -file["size"])
-    with ThreadPoolExecutor(threads, thread_name_prefix="hash", initializer=use_own_cpus) as pool:
-        results = list(in_order(pool, ordered, list(range(4 * threads)), one))
-    wrong = {file["name"]: problem for file, _, problem in results if problem is not None}
-    problems = tuple(wrong[name] for name in sorted(wrong))
-    return Check("hashes", f"{len(files)} files, every byte as it was written", problems)
-
-
 def _open_other(path: Path) -> Output:
     """The output to compare with; what is wrong with it is bad input."""
     require_finished(path)
@@ -311,7 +289,11 @@ def _open_imatrix(wish: Wish, output: Output, model: MoeModel | None) -> Imatrix
     """The importance matrix that the output was made with; None where it was made without, or there is no source."""
     made_with = output.facts.get("imatrix")
     if made_with is None and wish.imatrix is not None:
-        raise UsageError(f"{output.root}: was not made with --scale imatrix; leave out --imatrix and --statistics.")
+        if wish.statistics is not None:  # for the page
+            return None
+        raise UsageError(
+            f"{output.root}: was not made with --scale imatrix; leave out --imatrix, and --statistics without --report."
+        )
     if made_with is None or model is None:
         return None
     if wish.imatrix is None:

@@ -1,0 +1,411 @@
+"""`ktconvert verify --report`: the page says what the JSON says, whatever the names are, and needs nothing from
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner
+
+from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.outputs import FORMS
+from ktconvert.native_quant.matrix import BF16, Matrix
+from ktconvert.pipeline.cli.cpu import cpu
+from ktconvert.pipeline.cli.dequantize import dequantize
+from ktconvert.pipeline.cli.gpu import gpu
+from ktconvert.pipeline.cli.verify import verify
+from ktconvert.pipeline.tell.heat import MOST_TITLES
+from ktconvert.pipeline.tell.page import page, percent
+from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify.checks import Error, LayerError
+from ktconvert.pipeline.verify.figures import Figures
+from ktconvert.pipeline.verify.output import Wish
+from ktconvert.pipeline.verify.output import verify as verify_output
+from ktconvert.pipeline.verify.scales import LinearScales, Scales
+from ktconvert.quantizers import reference
+from rig.safetensors import Tensor, data_start, header_of, read_folder, write_file
+
+PROJECTIONS = ("gate", "up", "down")
+COUNTS = np.array([[5, 900, 20, 300, 0, 70, 80, 412], [101, 202, 303, 404, 505, 606, 707, 800]], np.int64)
+FIRST = "model-00001-of-00002.safetensors"
+VOID = {"meta", "link"}
+
+
+class Page(HTMLParser):
+    """What a page holds: tables by the heading or title above them, titles of cells by map, text, tags, attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.maps: dict[tuple[str, str], dict[tuple[int, int], str]] = {}
+        self.cells = 0
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words = ""
+        self._open: list[str] = []
+        self._heading = self._map = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag in ("h2", "summary"):
+            self._heading = ""
+        if tag == "table" and given.get("class") != "heat":
+            self.tables[self._heading] = []
+        if tag == "table":
+            self._map = "" if given.get("class") == "heat" else "-"
+        if tag == "tr" and self._map == "-":
+            self.tables[self._heading].append([])
+        if tag in ("th", "td") and self._map == "-":
+            self.tables[self._heading][-1].append("")
+        if tag == "td" and self._map != "-":
+            self.cells += 1
+            if title := given.get("title"):
+                where, value = title.split(": ")
+                layer, expert = map(int, where.split("/"))
+                self.maps.setdefault((self._heading, self._map), {})[layer, expert] = value
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            return
+        self.words += data
+        if {"h2", "summary"} & set(self._open):
+            self._heading += data
+        if "caption" in self._open and "b" in self._open:
+            self._map = data
+        if {"th", "td"} & set(self._open) and self._map == "-":
+            self.tables[self._heading][-1][-1] += data
+
+
+def made(command: Any, *arguments: object) -> None:
+    done = CliRunner().invoke(command, [*map(str, arguments), "-q"])
+    assert done.exception is None, done.output
+
+
+def report(output: Path, at: Path, *options: object, code: int = 0) -> tuple[Page, dict[str, Any]]:
+    """The page and the JSON object of one run."""
+    done = CliRunner().invoke(verify, [str(output), "--json", "--report", str(at), *map(str, options)])
+    assert done.exit_code == code, done.output
+    text = at.read_text()
+    found = Page(text)
+    assert not found.tags & {"script", "img", "iframe", "object", "form"}
+    assert not any(name.startswith("on") for name, _ in found.attributes)
+    assert not re.search(r"url\(|@import|https?:", text)
+    assert not [value for name, value in found.attributes if name in ("src", "href") and value != "data:,"]
+    return found, json.loads(done.stdout)
+
+
+def refused(error: type[Exception], output: object, *options: object) -> str:
+    done = CliRunner().invoke(verify, [str(output), *map(str, options)])
+    assert isinstance(done.exception, error), done.exception
+    return str(done.exception)
+
+
+def numbers(tensor: Tensor, dtype: str) -> npt.NDArray[Any]:
+    return np.frombuffer(tensor.data, dtype)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
+    path = tmp_path_factory.mktemp("reported") / "small-INT4"
+    made(cpu, "-i", example, "-o", path, "--quant-method", "int4")
+    return path
+
+
+@pytest.fixture(scope="module")
+def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("statistics")
+    write_file(folder / "counts.safetensors", {"counts": ("I64", COUNTS)})
+    return folder
+
+
+# --- the page says what the JSON says -------------------------------------------------------------
+
+
+def test_against_the_source(output: Path, example: Path, tmp_path: Path) -> None:
+    found, facts = report(output, tmp_path / "r.html", "--against", example, "--full")
+    assert [row[:1] + row[2:] for row in found.tables["Checks"][1:]] == [
+        [c["name"], c["result"]] for c in facts["checks"]
+    ]
+    head, *rows = found.tables["Error against the source"]
+    for error in facts["errors"]:
+        at = head.index(error["projection"])
+        row = next(row for row in rows if row[0] == str(error["layer"]))
+        assert row[at : at + 3] == [
+            percent(error["relative_error"]),
+            f"{error['cosine']:.5f}",
+            f"{error['worst_expert']} ({percent(error['worst_relative_error'])})",
+        ]
+        cells = found.maps["Error against the source", error["projection"]]
+        own = [cells[error["layer"], expert] for expert in range(8)]
+        assert own[error["worst_expert"]] == percent(error["worst_relative_error"])
+        assert max(own, key=lambda text: float(text.split(" ")[0])) == own[error["worst_expert"]]
+    assert len(rows) == 2 and len(facts["errors"]) == 6 and found.cells == 2 * 8 * 3
+    worst = [[f"layer {w['layer']}, expert {w['expert']}, {w['projection']}", percent(w["relative_error"]),
+              f"{w['cosine']:.5f}"] for w in facts["worst"]]  # fmt: skip
+    assert [row[:3] for row in found.tables["Worst rows"][1:6]] == worst
+
+
+def test_only_some_experts_are_measured(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+    source = write_qwen(tmp_path / "source", {0: random_experts(20, 256, 256)})
+    made(cpu, "-i", source, "-o", tmp_path / "out")
+    found, facts = report(tmp_path / "out", tmp_path / "r.html", "--against", source)
+    assert sorted(e for _, e in found.maps["Error against the source", "up"]) == [i * 20 // 8 for i in range(8)]
+    assert facts["errors"][0]["experts"] == 8 and "Measured on 8 experts of each layer" in found.words
+
+
+def test_the_worst_row(output: Path, example: Path, tmp_path: Path) -> None:
+    """It is the one that the NumPy definition finds, counted in its part."""
+    found, _ = report(output, tmp_path / "r.html", "--against", example, "--full")
+    source, packed = read_folder(example), read_folder(output)
+    head, *rows = found.tables["Worst rows"]
+    assert head[3:] == ["NUMA part", "worst row", "its error"] and len(rows) == 12
+    for linear, _, _, part, row, error in rows[:4]:
+        layer, expert, projection = re.fullmatch(r"layer (\d+), expert (\d+), (\w+)", linear).groups()  # type: ignore[union-attr]
+        bits = numbers(source[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"], "<u2")
+        x = reference.bf16_to_f32(bits.reshape(256, 256)).astype(np.float64)
+        halves = np.split(x, 2, axis=1 if projection == "down" else 0)
+        worst = []
+        for numa, half in enumerate(halves):
+            base = f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{numa}"
+            codes, scale = numbers(packed[f"{base}.weight"], "u1"), numbers(packed[f"{base}.scale"], "<f4")
+            y = reference.dequantize(4, codes, scale, *half.shape)
+            errors = np.linalg.norm(half - y, axis=1) / np.linalg.norm(half, axis=1)
+            worst.append((errors.max(), numa, int(errors.argmax())))
+        largest, numa, at = max(worst)
+        assert (part, row, error) == (str(numa), str(at), percent(float(largest)))
+
+
+def test_scales_without_a_source(output: Path, statistics: Path, tmp_path: Path) -> None:
+    found, facts = report(output, tmp_path / "r.html", "--statistics", statistics)
+    assert "Error against the source" not in found.words and facts["errors"] == []
+    stored = read_folder(output)
+    for expert in range(8):
+        for projection in PROJECTIONS:
+            base = f"blk.0.ffn_{projection}_exps.{expert}.numa"
+            scales = np.concatenate([numbers(stored[f"{base}.{part}.scale"], "<f4") for part in (0, 1)])
+            title = found.maps["Median scale of each expert", projection][0, expert]
+            assert title == f"{np.median(scales):.4g}"
+            assert f"{2 * 8 * scales.size:,} scales" in found.words
+    largest = max(numbers(tensor, "<f4").max() for name, tensor in stored.items() if name.endswith(".scale"))
+    assert found.tables["largest scales"][1][3] == f"{largest:.4g}"
+    for layer, counts in enumerate(COUNTS):
+        for expert, count in enumerate(counts):
+            title = found.maps["Use of experts", "routed tokens"][layer, expert]
+            assert title == percent(float(count / counts.sum()))
+    assert found.tables["Use of experts"][1] == ["0", "1,787", f"1 ({percent(900 / 1787)})", "1"]
+
+
+@pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("mxfp4", []), ("fp8", []), ("bf16", []),
+                                                 ("mxfp4", ["--layout", "kt"]), ("int4", ["--non-experts", "keep"])])  # fmt: skip
+def test_other_outputs(method: str, options: list[str], example: Path, tmp_path: Path) -> None:
+    made(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
+    found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)
+    assert ("highest bar" in found.words) == (method != "bf16") and len(found.tables["Worst rows"]) == 13
+    if method == "bf16":
+        assert set(found.maps["Error against the source", "up"].values()) == {"0 %"}
+
+
+def test_whole_models(example: Path, tmp_path: Path) -> None:
+    made(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
+    found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
+    assert "NUMA part" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
+    assert found.tables["Error against the source"][1][1] == percent(facts["errors"][0]["relative_error"])
+    made(dequantize, tmp_path / "gpu", tmp_path / "bf16")
+    found, facts = report(tmp_path / "bf16", tmp_path / "r.html", "--against", tmp_path / "gpu")
+    assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
+
+
+def test_scales_of_each_form(random_experts: Any) -> None:
+    """As many as the format has, and those by which it dequantizes: no number is larger than its scale allows."""
+    bits = random_experts(1, 256, 256)["gate"][0]
+    for name in ("AMXINT4", "AMXINT8", "MXFP4", "FP8", "KT_MXFP4", "KT_FP8", "W4A16", "W8A16"):
+        form, most = FORMS[name], {"MXFP4": 6.0, "FP8": 448.0}.get(name.removeprefix("KT_"))
+        stored = [np.zeros(tensor.nbytes, np.uint8) for tensor in form.tensors(256, 256)]
+        form.quantize(Matrix(bits, BF16), stored)
+        scales = form.scale_values(stored[-1], 256, 256)
+        most = most or form.grid.step * max(-form.grid.low, form.grid.high)
+        each = np.repeat(np.repeat(scales, 256 // scales.shape[0], 0), 256 // scales.shape[1], 1)
+        steps = np.abs(form.unpack(stored, 256, 256)) / each
+        assert steps.max() <= most * (1 + 1e-6) and steps.max() > 0.6 * most, name
+        assert scales.size * (form.grid.group or 256) ** (2 if "FP8" in name else 1) == 256 * 256, name
+
+
+# --- names, damage, refusals ----------------------------------------------------------------------
+
+
+def test_names_are_text(output: Path, tmp_path: Path) -> None:
+    named = tmp_path / "<script>alert(1)<!--\"'&amp;"
+    shutil.copytree(output, named)
+    (named / "<img src=x onerror=alert(2)>.safetensors").touch()
+    found, facts = report(named, tmp_path / "r.html", code=6)
+    assert f"{named.name}NOT verified" in found.words and str(named) in found.words
+    said = [problem for problem in facts["checks"][0]["problems"] if "<img src=x onerror=alert(2)>" in problem]
+    assert said and all(problem in found.words for problem in said) and facts["message"] in found.words
+
+
+def test_strange_scales(output: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(output, damaged)
+    header, start = header_of(damaged / FIRST), data_start(damaged / FIRST)
+    with (damaged / FIRST).open("r+b") as shard:
+        for name, values in (("blk.0.ffn_up_exps.3.numa.0.scale", [np.nan, -1]), ("blk.0.ffn_up_exps.5.numa.0.scale", [0] * 128),
+                             ("blk.0.ffn_up_exps.5.numa.1.scale", [0] * 128)):  # fmt: skip
+            shard.seek(start + header[name]["data_offsets"][0])
+            shard.write(np.array(values, np.float32).tobytes())
+    found, _ = report(damaged, tmp_path / "r.html", code=6)
+    assert "256 zeros, 2 that are negative or not finite" in found.words and "not a positive number" in found.words
+    assert found.maps["Median scale of each expert", "up"][0, 5] == "nan"
+
+
+def test_missing_files(output: Path, example: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(output, damaged)
+    (damaged / FIRST).unlink()
+    found, _ = report(damaged, tmp_path / "r.html", "--against", example, code=6)
+    assert f"{FIRST} is missing" in found.words and not found.maps
+
+
+def test_refusals_come_before_any_work(output: Path, statistics: Path, tmp_path: Path) -> None:
+    page, old = tmp_path / "r.html", "an older page"
+    page.write_text(old)
+    (tmp_path / "folder.html").mkdir()
+    assert "ends in .html" in refused(UsageError, output, "--report", tmp_path / "r.txt")
+    assert "no directory" in refused(UsageError, output, "--report", tmp_path / "none" / "r.html")
+    assert "no file can be written" in refused(UsageError, output, "--report", tmp_path / "folder.html")
+    assert "--statistics without --report" in refused(UsageError, output, "--statistics", statistics)
+    with_page = (output, "--report", page, "--statistics")
+    assert "counts.safetensors" in refused(InputError, *with_page, tmp_path / "none")
+    other = tmp_path / "other"
+    other.mkdir()
+    write_file(other / "counts.safetensors", {"counts": ("I64", np.ones((2, 4), np.int64))})
+    sentence = refused(InputError, *with_page, other)
+    assert "4 experts in 2 layers" in sentence and f"{output} has 8 experts in layers 0-1" in sentence
+    assert page.read_text() == old and {p.name for p in tmp_path.iterdir()} == {"r.html", "folder.html", "other"}
+
+
+def test_the_page_is_written_whole_or_not_at_all(output: Path, tmp_path: Path) -> None:
+    """The system allows no file as large as the page: the old one stays, and nothing else is left."""
+    page = tmp_path / "r.html"
+    page.write_text("an older page")
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "verify", str(output), "--report", str(page)]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 4 and str(page.parent) in done.stderr and "Traceback" not in done.stderr
+    assert page.read_text() == "an older page" and [p.name for p in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_the_same_page_again(output: Path, example: Path, tmp_path: Path) -> None:
+    for name in ("a.html", "b.html"):
+        report(output, tmp_path / name, "--against", example)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+# --- large models, browsers -----------------------------------------------------------------------
+
+Made = Callable[[int, int], str]
+
+
+@pytest.fixture(scope="module")
+def large(output: Path) -> Made:
+    """The page of so many layers and experts with errors of all, as --full measures them."""
+    whole = verify_output(Wish(output, page=True), Reporter(verbosity=-1))
+
+    def make(layers: int, experts: int) -> str:
+        rng, errors = np.random.default_rng(1), []
+        for layer in range(3, 3 + layers):
+            for projection in PROJECTIONS:
+                each = [
+                    Error(layer, n, projection, round(x, 6), 0.99) for n, x in enumerate(rng.uniform(0.1, 0.2, experts))
+                ]
+                errors.append(LayerError(layer, projection, np.array([1.0, 1.0, 0.99, 0.02]), each))
+        counts = rng.integers(0, 5000, (3 + layers, experts))
+        linears = [LinearScales(3, 0, "up", 0.001, 0.002, 0, 0)]
+        measure = replace(whole.measure, shapes=dict.fromkeys(range(3, 3 + layers), (experts, 7168, 2048)))
+        assert whole.figures is not None and whole.figures.scales is not None
+        figures = Figures((), Scales(linears, whole.figures.scales.counts), counts)
+        return page(replace(whole, measure=measure, errors=tuple(errors), figures=figures))
+
+    return make
+
+
+def test_pages_of_large_models_are_small(large: Made) -> None:
+    text = large(58, 256)
+    found = Page(text)
+    assert len(text.encode()) < 2_300_000 and found.cells == 4 * 58 * 256
+    assert sum(map(len, found.maps.values())) == found.cells and "<tr title" not in text
+    text = large(60, 384)
+    assert len(text.encode()) < 1_300_000 and MOST_TITLES < 60 * 384 * 4
+    assert not re.search(r"<td[^>]*title", text) and text.count("<tr title") == 4 * 60
+
+
+def test_in_a_browser(output: Path, example: Path, statistics: Path, large: Made, tmp_path: Path) -> None:
+    """No error, no request, nothing wider than the window, text that stands out; light and dark, narrow and wide."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    browser_at = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser_at is None:
+        pytest.skip("needs Chromium (Debian: apt install chromium)")
+    report(output, tmp_path / "small.html", "--against", example, "--full", "--statistics", statistics)
+    (tmp_path / "large.html").write_text(large(58, 256))
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_at, args=["--no-sandbox"])
+        backgrounds = set()
+        for scheme, width, name in (("light", 400, "small"), ("dark", 400, "small"), ("light", 1600, "small"),
+                                    ("dark", 1600, "small"), ("dark", 400, "large"), ("light", 1600, "large")):  # fmt: skip
+            context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+            opened, said, asked = context.new_page(), [], []  # type: ignore[var-annotated]
+            opened.on("console", lambda message, said=said: said.append(message.text))
+            opened.on("pageerror", lambda error, said=said: said.append(str(error)))
+            opened.on("request", lambda request, asked=asked: asked.append(request.url))
+            opened.goto((tmp_path / f"{name}.html").as_uri())
+            assert said == [] and asked == [(tmp_path / f"{name}.html").as_uri()]
+            assert opened.evaluate("document.documentElement.scrollWidth") == width
+            assert name == "large" or opened.evaluate(LEGIBLE) == []
+            backgrounds.add((scheme, opened.evaluate("getComputedStyle(document.body).backgroundColor")))
+            cell = opened.locator(".heat td").first
+            box = cell.bounding_box()
+            assert box["width"] >= 2.5 and box["height"] >= 6.5 and "/" in cell.get_attribute("title")
+            context.close()
+        assert len({color for _, color in backgrounds}) == len(backgrounds) == 2
+        browser.close()
+
+
+# Texts that are too small, or whose contrast to what lies behind them is below 4.5 (WCAG AA).
+LEGIBLE = """() => {
+  const parse = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => { const [r, g, b] = parse(c).map(v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+                       return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const behind = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor, p = parse(c);
+                        if (p.length < 4 || p[3] > 0) return c; } return 'rgb(255, 255, 255)'; };
+  const bad = [];
+  for (const e of document.querySelectorAll('h1, h2, p, b, span, th, td, summary, footer, li, figcaption')) {
+    if (!e.textContent.trim() || !e.getClientRects().length) continue;
+    const s = getComputedStyle(e), a = light(s.color), b = light(behind(e));
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (parseFloat(s.fontSize) < 11 || contrast < 4.5) bad.push([e.tagName, e.textContent.slice(0, 40), s.fontSize, contrast]);
+  }
+  return bad.slice(0, 10);
+}"""
