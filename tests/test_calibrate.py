@@ -308,6 +308,12 @@ def test_gptq_with_statistics_is_cut_off(beside_gptq: Attempts) -> None:
     conversion.in_parallel(beside_gptq.killed, [side + 1, appears, appears + 1])
 
 
+@pytest.mark.long
+def test_gptq_with_statistics_killed_before_every_call(beside_gptq: Attempts) -> None:
+    print(f"{len(beside_gptq.calls)} kill points")
+    conversion.in_parallel(beside_gptq.killed, range(1, len(beside_gptq.calls) + 1))
+
+
 def test_the_folder_of_statistics_is_not_overwritten(beside_gptq: Attempts) -> None:
     output = beside_gptq.output("taken")
     taken = output.with_name("out.statistics")
