@@ -28,6 +28,8 @@ class Choice:
                 pass
     grids       the names of the grids that it chooses codes of; None: all of them
     importance  whether it asks how important each column is
+    calibrated  whether codes come from a walk through the model, which compensates each rounding error in the columns
+                that are left; `choose` gives the scales
     """
 
     name: str
@@ -35,6 +37,7 @@ class Choice:
     choose: Choose | None
     grids: tuple[str, ...] | None = tuple(ROW_GRIDS)
     importance: bool = False
+    calibrated: bool = False
 
     def serves(self, grid: Grid) -> bool:
         """Whether it chooses codes of this grid."""

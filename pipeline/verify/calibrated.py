@@ -1,11 +1,11 @@
-"""Codes that were calibrated, held against those that rounding gives: the same scales, and an
-error that is plausible.
+"""Codes that were calibrated, held against those that rounding gives: in their range, and with an error that is
+plausible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from ktconvert.quantizers.reference import F32, bf16_to_f32
 WORST_RATIO = 3.0
 ROWS = 64  # of a linear whose error is not measured as a whole: enough to tell a wrong one
 MOST_UNUSED = 0.5  # share of columns that calibration may never have seen
+NEXT_TO = 1.002  # what a value may be beyond that of the last code: less than half a code, more than its own rounding
 CHUNK = 64  # rows in memory as float64 at a time
 
 
@@ -52,6 +53,9 @@ def judge(
     rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
     x = bf16_to_f32(kernels.decode(matrix)[rows])
     ours, theirs = (form.unpack(tensors, n, k, rows) for tensors in (stored, rounded))
+    outside = _out_of_range(form, form.scales(stored, n, k)[rows], ours)
+    if outside:
+        return np.zeros(4), Calibrated(np.inf, False, False), outside
     unused = np.asarray(theirs.any(axis=0) & ~ours.any(axis=0))
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
@@ -70,14 +74,26 @@ def judge(
     return sums, comparison, problem
 
 
-def calibrated_summary(linears: Sequence[Calibrated]) -> str:
-    """What holds of them all."""
+def _out_of_range(form: Form, scales: npt.NDArray[Any], values: F32) -> str:
+    """What is wrong with the scales [rows, groups], or with the codes of the values [rows, k], by themselves; "" if
+    nothing is.
+    """
+    grid = form.grid
+    scales = bf16_to_f32(scales) if scales.dtype == np.uint16 else scales
+    if not np.isfinite(scales).all():
+        return "has a scale that is not finite"
+    each = np.repeat(scales * np.float32(grid.step * NEXT_TO), values.shape[1] // scales.shape[1], axis=1)
+    if ((values < grid.low * each) | (values > grid.high * each)).any():
+        return f"has a code outside {grid.low} to {grid.high}"
+    return ""
+
+
+def calibrated_summary(linears: Sequence[Calibrated], same_scales: bool = True) -> str:
+    """What holds of them all. same_scales: whether their scales were compared, too."""
     worst = max((linear.ratio for linear in linears), default=0.0)
     rounded = sum(linear.rounded for linear in linears)
-    summary = (
-        f"{len(linears)} linears have the scales of rounding to nearest, "
-        f"and errors of at most {worst:.2f} times its own"
-    )
+    scales = "have the scales of rounding to nearest, and" if same_scales else "have codes within their range, and"
+    summary = f"{len(linears)} linears {scales} errors of at most {worst:.2f} times its own"
     return summary + (f"; {rounded} of them are rounded to nearest" if rounded else "")
 
 

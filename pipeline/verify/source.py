@@ -39,11 +39,16 @@ METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
 
 @dataclass
 class Comparison:
-    """What is compared, and what came of it. calibrated: what was seen of calibrated linears; None where none are."""
+    """What is compared, and what came of it.
+
+    calibrated   what was seen of calibrated linears; None where none are
+    same_scales  whether calibrated linears have the scales of rounding to nearest; else only how good they are is asked
+    """
 
     output: Output
     model: MoeModel
     calibrated: list[Calibrated] | None
+    same_scales: bool = True
     problems: list[str] = field(default_factory=list)
 
     def wanted(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
@@ -78,9 +83,9 @@ def compare_source(
     all.
 
     imatrix: that which the output was made with, where it was. Codes that rounding chose are chosen again and must be
-    the same bytes. Calibrated ones must have the same scales,
-    and an error that is plausible beside rounding's. Raises UnsupportedError where we cannot make these bytes or judge
-    these codes, InputError for a source that holds NaN or Inf or cannot be read.
+    the same bytes. Calibrated ones must have the same scales, unless these were calibrated, too, lie in their range,
+    and have an error that is plausible beside rounding's. Raises UnsupportedError where we cannot make these bytes or
+    judge these codes, InputError for a source that holds NaN or Inf or cannot be read.
     """
     form, facts = measure.form, output.facts
     method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
@@ -92,7 +97,8 @@ def compare_source(
         what = method if method not in METHODS else scale
         raise UnsupportedError(f"{output.root}: {what} weights cannot be held against a source here.")
     form, choice = form.configured(facts), QUANTIZERS[scale]
-    compared = Comparison(output, model, [] if METHODS[method] else None)
+    compared = Comparison(output, model, [] if METHODS[method] or choice.calibrated else None, not choice.calibrated)
+    choice = ABSMAX if choice.calibrated else choice  # what it is held against
     problems, notes = _same_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     before = _before(output)
@@ -114,7 +120,7 @@ def compare_source(
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
     summary = f"{equal} tensors {again}: the same bytes"
     if compared.calibrated is not None:
-        summary = calibrated_summary(compared.calibrated)
+        summary = calibrated_summary(compared.calibrated, compared.same_scales)
         notes += calibrated_notes(compared.calibrated)
     summary += f"; {len(carried)} other tensors are the source's" if carried else ""
     return Check("source", summary, tuple(problems), tuple(notes)), errors
@@ -186,7 +192,7 @@ def _compare_part(
             comparison.problems.append(_absent(output, part, tensor, here))
             continue
         stored.append(output.read(here))
-        if compared.calibrated is not None and tensor == tensors[0]:
+        if compared.calibrated is not None and (tensor == tensors[0] or not compared.same_scales):
             comparison.equal += 1  # judged, not compared
             continue
         difference = first_difference(stored[-1], data)
