@@ -123,13 +123,11 @@ def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
     settings: dict[str, Any] = {
         "num_calibration_samples": 64,
         "max_sequence_length": 256,
-        "quant_type": quant_type,
-        "quant_method": "GPTQ",
         "calibrate": "all",
     }
-    shape = shape_of(recognise(open_checkpoint(str(example))), settings, group=4, on_gpu=True)
+    bits = 4 if quant_type == "W4A16" else 8
+    shape = shape_of(recognise(open_checkpoint(str(example))), settings, "GPTQ", bits=bits, group=4, on_gpu=True)
     # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
-    bits = 4 if quant_type == "W4A16" else 8
     wanted = Shape(256, 256, 8, 4, 64, 256, bits, "GPTQ", "all", 4, head=64, rest=rest, top_k=2, on_gpu=True)
     assert shape == wanted

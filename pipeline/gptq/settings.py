@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.outputs import Form
 from ktconvert.pipeline.walk import needs
 from ktconvert.pipeline.walk.calibration import Calibration
 
-INSTEAD = "use --quant-method RTN"  # advice where a model cannot be calibrated
+INSTEAD = "use --quant-method RTN (gpu) or --scale mse (cpu)"  # advice where a model cannot be calibrated
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def facts(chosen: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def shape_of(model: MoeModel, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:
+def shape_of(model: MoeModel, form: Form, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:
     """The shape from which memory and disk follow."""
-    return needs.shape_of(model, chosen, group=settings.group, on_gpu=settings.machine["device_type"] != "cpu")
+    on_gpu = settings.machine["device_type"] != "cpu"
+    return needs.shape_of(model, chosen, "GPTQ", bits=form.grid.bits, group=settings.group, on_gpu=on_gpu)

@@ -56,7 +56,7 @@ def plan_calibrate(request: Request, hashed: Callable[[int], None] | None = None
     chain.require_calibratable(model, calibrate_layers.INSTEAD)
     group = needs.experts_at_a_time(model, int(chosen["machine"]["group_bytes"]), needs.squares_bytes)
     walking = Walking(Calibration.of(chosen), group, chosen["trust_remote_code"], chosen["machine"])
-    shape = needs.shape_of(model, chosen, group=group, on_gpu=chosen["machine"]["device_type"] != "cpu")
+    shape = needs.shape_of(model, chosen, "calibrate", group=group, on_gpu=chosen["machine"]["device_type"] != "cpu")
     rest = carry_over.carried(beside(source, model.expert_tensor_names(), model.quantization))
     about = statistics.describe(model, request)
     files = source_files(source, request, hashed)

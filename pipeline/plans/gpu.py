@@ -16,7 +16,6 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import Form, card, forms_of
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
-from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
@@ -34,32 +33,9 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     source_files,
 )
-from ktconvert.pipeline.stages import carry_over, chain, experts, gptq_layers
+from ktconvert.pipeline.plans.quantizing import Quantizing, compensated, rounded
+from ktconvert.pipeline.stages import carry_over, experts
 from ktconvert.pipeline.walk import environment as machine
-from ktconvert.pipeline.walk import needs
-
-ONESHOT = (
-    "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, "
-    "which is not causal for some models; it is for comparison"
-)
-
-
-@dataclass(frozen=True)
-class Quantizing:
-    """The stage that makes the experts, and what it takes.
-
-    peak_memory    threads -> bytes
-    scratch_bytes  of disk, while it runs
-    require_ready  raises where this machine must not go on with it
-    """
-
-    stage: Stage[Any]
-    peak_memory: Callable[[int], int]
-    scratch_bytes: int = 0
-    notes: tuple[str, ...] = ()
-    advice: tuple[str, ...] = ()
-    remedies: str = "Give it more memory."
-    require_ready: Callable[[], None] = lambda: None
 
 
 def require_available(quant_method: str, torch_dtype: str) -> None:
@@ -156,44 +132,15 @@ class GpuConversion:
         require_sound(assembled, load=self.facts["quant_method"] == "GPTQ")
 
 
-def _rtn(request: Request, model: MoeModel, form: Form, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+def _rounded(request: Request, model: MoeModel, form: Form, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
     limit = request.settings["max_shard_size"]
-    stage = experts.stage(model, form, model.layers, max_shard_size=limit, metadata=metadata)
-    return Quantizing(stage, lambda threads: BASE_MEMORY + experts.peak_memory(stage.units, threads + WAITING))
-
-
-def _gptq(request: Request, model: MoeModel, form: Form, rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
-    chosen, tuning = request.settings, request.tuning
-    chain.require_calibratable(model, of_gptq.INSTEAD)
-    settings = of_gptq.settings_of(model, chosen)
-    shape = of_gptq.shape_of(model, settings, chosen)
-    document = statistics.describe(model, request) if chosen.get("save_statistics") else None
-    beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}
-
-    def require_ready() -> None:
-        now = machine.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
-        machine.require_same(chosen["machine"], now, request.output, tuning["allow_machine_change"])
-
-    return Quantizing(
-        gptq_layers.stage(model, form, settings, beside_experts, metadata, document=document),
-        lambda _: _peak(model, settings, shape),
-        scratch_bytes=needs.needs(shape).disk if settings.engine == "stream" else 0,
-        notes=() if settings.engine == "stream" else (ONESHOT,),
-        advice=tuple(needs.advice(shape)) if settings.engine == "stream" else (),
-        remedies=needs.REMEDIES,
-        require_ready=require_ready,
-    )
-
-
-def _peak(model: MoeModel, settings: of_gptq.Settings, shape: needs.Shape) -> int:
-    whole = sum(info.nbytes for info in model.source.tensors.values()) if settings.engine == "oneshot" else 0
-    return needs.needs(shape).host + whole
+    return rounded(experts.stage(model, form, model.layers, max_shard_size=limit, metadata=metadata))
 
 
 # --quant-method -> the stage that makes the experts.
 QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Form, Beside, Mapping[str, str]], Quantizing]] = {
-    "GPTQ": _gptq,
-    "RTN": _rtn,
+    "GPTQ": compensated,
+    "RTN": _rounded,
 }
 
 

@@ -31,13 +31,12 @@ CARDS = (24, 48, 80)  # GiB
 # kt-kernel's own advice for GPTQ: no more than this part of a card for weights, by the card's size from which it holds.
 SHARES = ((48, 0.625), (0, 0.5))
 
-REMEDIES_TO_CALIBRATE = (
-    "To need less memory, in this order: fewer samples (--num-calibration-samples 64); shorter sequences "
-    "(--max-sequence-length 1024); --force-cpu, where it is the GPU that is too small."
-)
-REMEDIES = REMEDIES_TO_CALIBRATE.replace(
-    ": fewer samples (--num-calibration-samples 64)",
-    ": --quant-method RTN, which needs no calibration; fewer samples (--num-calibration-samples 256)",
+LESS = "To need less memory, in this order: "
+SHORTER = "shorter sequences (--max-sequence-length 1024); --force-cpu, where it is the GPU that is too small."
+REMEDIES_TO_CALIBRATE = f"{LESS}fewer samples (--num-calibration-samples 64); {SHORTER}"
+REMEDIES = (
+    f"{LESS}--quant-method RTN (gpu) or --scale mse (cpu), which need no calibration; fewer samples "
+    f"(--num-calibration-samples 256); {SHORTER}"
 )
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -53,7 +52,8 @@ class Shape:
     dense      whether layers without experts lie before one with, and are run with it
     top_k      experts that a token is routed to
     method     "GPTQ"; "RTN", which needs no walk; "calibrate", which gathers statistics and quantizes nothing
-    calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own
+    calibrate  "all": every expert sees every token, gate and up share one Hessian; "routed": each expert has its own;
+               "mixed": gate and up as with "all", down as with "routed"
     statistics whether GPTQ gathers statistics, too
     group      experts that are in memory together
     on_gpu     computed on a GPU
@@ -130,11 +130,11 @@ def needs(shape: Shape) -> Needs:
     expert = 3 * h * i * HALF
     tokens = shape.samples * shape.length
     shared = h * h * FLOAT if shape.quantizes else 0
-    hessians = (shared if shape.calibrate == "all" else group * shared) + group * i * i * FLOAT * shape.quantizes
+    hessians = (group * shared if shape.calibrate == "routed" else shared) + group * i * i * FLOAT * shape.quantizes
     squares = (shape.experts + group) * (h + i) * DOUBLE if shape.statistics or not shape.quantizes else 0
     # Gate and up of a group, or of an expert, share a Hessian and are quantized as one tall matrix; down expert by
     # expert.
-    tall = 2 * i * (group if shape.calibrate == "all" else 1) * shape.quantizes
+    tall = 2 * i * (1 if shape.calibrate == "routed" else group) * shape.quantizes
     working = max(working_bytes(tall, h), working_bytes(h, i)) if shape.quantizes else 0
     scores = shape.heads * shape.length**2 * SCORE
     sequence = ROWS * shape.length * (h + shape.heads * shape.head) * HALF
@@ -166,7 +166,9 @@ def needs(shape: Shape) -> Needs:
     )
 
 
-def shape_of(model: MoeModel, settings: Mapping[str, Any], *, group: int, on_gpu: bool) -> Shape:
+def shape_of(
+    model: MoeModel, settings: Mapping[str, Any], method: str, *, group: int, on_gpu: bool, bits: int = 8
+) -> Shape:
     """The shape of a checkpoint's widest layer, from headers and config, and of the calibration that `settings` ask
     for.
     """
@@ -183,8 +185,8 @@ def shape_of(model: MoeModel, settings: Mapping[str, Any], *, group: int, on_gpu
         heads=heads,
         samples=settings["num_calibration_samples"],
         length=settings["max_sequence_length"],
-        bits=4 if settings.get("quant_type") == "W4A16" else 8,
-        method=settings.get("quant_method", "calibrate"),
+        bits=bits,
+        method=method,
         calibrate=settings.get("calibrate", "routed"),
         group=group,
         head=max(widths) or hidden // heads,
@@ -240,7 +242,7 @@ def advice(shape: Shape, cards: Sequence[int] = CARDS) -> list[str]:
     needed = needs(shape)
     if not needed.host:
         return []
-    shared = "shared by all its experts" if shape.calibrate == "all" else "for each expert"
+    shared = "for each expert" if shape.calibrate == "routed" else "shared by all its experts"
     hessians = (
         f"the Hessian of gate and up is {size(shape.hidden**2 * FLOAT)}, {shared}, that of down "
         f"{size(shape.width**2 * FLOAT)} for each expert"
