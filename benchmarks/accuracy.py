@@ -1,0 +1,223 @@
+"""What each way to quantize costs in accuracy: tables and plots for docs/ACCURACY.md (`make accuracy`).
+
+Synthetic linears: error of the weights and of the outputs on held-out inputs. The bundled model: error of each layer's
+experts and KL divergence from BF16, through `ktconvert cpu` and `ktconvert eval`. Whatever is calibrated sees the first
+half of benchmarks/heldout.txt (or the calibration inputs), whatever is measured the second half (or the held-out
+inputs), in windows of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from synthetic_layers import F32, Layer, layer, relative
+
+from ktconvert.layouts.outputs import FORMS, Form
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.native_quant.matrix import BF16, Matrix
+from ktconvert.pipeline.gptq.compensate import packed
+from ktconvert.pipeline.stages.experts import quantize
+from ktconvert.quantizers import gptq
+from ktconvert.quantizers.choice import QUANTIZERS
+from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL, TEXT, PAGE = (
+    ROOT / "examples" / "qwen3-moe-small",
+    ROOT / "benchmarks" / "heldout.txt",
+    ROOT / "docs" / "ACCURACY.md",
+)
+KINDS = {"gauss": "Gaussian", "t5": "Student's t, 5 degrees of freedom"}
+WINDOW = 512
+DAMPENING = 0.1
+ROWS = 256  # of a synthetic linear
+
+# (row, form, --scale)
+WAYS = (
+    ("int4 absmax (kt-kernel's)", "AMXINT4", "absmax"),
+    ("int4 mse", "AMXINT4", "mse"),
+    ("int4 imatrix", "AMXINT4", "imatrix"),
+    ("int4 gptq", "AMXINT4", "gptq"),
+    ("int8 absmax", "AMXINT8", "absmax"),
+    ("int8 mse", "AMXINT8", "mse"),
+    ("mxfp4", "MXFP4", "absmax"),
+)
+
+
+# --- synthetic layers -----------------------------------------------------------------------------
+
+
+def quantized(form: Form, scale: str, bits: Any, inputs: F32) -> F32:
+    """A linear of BF16 bits [n, k] as the form stores it, dequantized; inputs: what calibration sees, [T, k]."""
+    n, k = bits.shape
+    if scale == "gptq":
+        return by_gptq(form, bits, inputs)
+    importance = (inputs.astype(np.float64) ** 2).mean(0).astype(np.float32) if scale == "imatrix" else None
+    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
+    quantize(form, QUANTIZERS[scale], Matrix(bits, BF16), stored, importance)
+    return form.unpack(stored, n, k)
+
+
+def by_gptq(form: Form, bits: Any, inputs: F32) -> F32:
+    """As `--scale gptq` does it: scales weighted by importance, then compensation."""
+    import torch
+
+    n, k = bits.shape
+    hessian = gptq.Hessian.empty(k)
+    for batch in np.split(inputs, 8):
+        hessian.add(torch.from_numpy(batch).bfloat16())
+    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
+    importance = torch.diagonal(hessian.sum).numpy().copy()
+    quantize(form, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
+    scale = torch.from_numpy(form.scales(stored, n, k).copy())
+    code_range, wide = (form.grid.low, form.grid.high), scale * form.grid.step
+    weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+    values = gptq.compensate(weight, gptq.factorize(hessian, DAMPENING), wide, code_range).values
+    ((_, tensors),) = packed(form, (0, "gate"), gptq.codes(values, wide, code_range), scale, ExpertGrid(0, k, n))
+    return form.unpack(tensors, n, k)
+
+
+def synthetic() -> list[tuple[str, list[str]]]:
+    """Rows: errors of the weights at K 2048, of outputs at K 1024."""
+    wide = {kind: layer(kind, rows=ROWS, features=2048, calibration=4096, held=1) for kind in KINDS}
+    narrow = {kind: layer(kind, rows=ROWS) for kind in KINDS}
+
+    def error(of: Layer, form: Form, scale: str, outputs: bool) -> str:
+        bits = f32_to_bf16(of.weight)
+        values, true = quantized(form, scale, bits, of.calibration), bf16_to_f32(bits)
+        if outputs:
+            values, true = of.held @ values.T, of.held @ true.T
+        return f"{100 * relative(values, true):.2f} %"
+
+    rows = []
+    for title, name, scale in WAYS:
+        form = FORMS[name]
+        cells = [error(of[kind], form, scale, of is narrow) for of in (wide, narrow) for kind in KINDS]
+        rows.append((title, cells))
+        print(title, *cells, flush=True)
+    return rows
+
+
+# --- the bundled model ----------------------------------------------------------------------------
+
+
+def command(*words: object) -> str:
+    """Run ktconvert; returns what it printed."""
+    words_ = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, words)]
+    done = subprocess.run(words_, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words_)}\n{done.stderr}")
+    return done.stdout
+
+
+def model(folder: Path) -> list[tuple[str, list[str]]]:
+    """Rows: KL divergence, perplexity, agreement, error of each layer."""
+    text = TEXT.read_text()
+    halves = [folder / "calibration.txt", folder / "evaluation.txt"]
+    for path, half in zip(halves, (text[: len(text) // 2], text[len(text) // 2 :]), strict=True):
+        path.write_text(half)
+    calibration = ("--dataset", halves[0], "--num-calibration-samples", 128, "--max-sequence-length", WINDOW)
+    command("calibrate", MODEL, "--output", folder / "statistics", *calibration)
+    options = {"imatrix": ("--statistics", folder / "statistics"), "gptq": (*calibration, "--force-cpu")}
+    rows = []
+    for title, name, scale in WAYS:
+        output = folder / f"{name}-{scale}"
+        method = FORMS[name].option
+        chosen = () if scale == "absmax" else ("--scale", scale, *options.get(scale, ()))
+        command("cpu", "-i", MODEL, "-o", output, "--quant-method", method, *chosen)
+        found = json.loads(
+            command("eval", MODEL, "--cpu-weights", output, "--text", halves[1], "--window", WINDOW, "--json")
+        )
+        before, after = found["perplexity"]["original"], found["perplexity"]["converted"]
+        layers = ", ".join(f"{100 * each['relative_error']:.1f}" for each in found["layers"])
+        agree = f"{100 * found['top1_agreement']:.1f} %"
+        cells = [
+            f"{found['kl']['mean']:.5f}",
+            f"{found['kl']['p99']:.4f}",
+            f"{100 * (after / before - 1):+.2f} %",
+            agree,
+        ]
+        rows.append((title, [*cells, f"{layers} %"]))
+        print(title, *rows[-1][1], flush=True)
+    return rows
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """In Markdown."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*lines, *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows)])
+
+
+def write(name: str, body: str) -> None:
+    """Put a table between its marks in the page."""
+    page = PAGE.read_text()
+    marks = rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)"
+    if not re.search(marks, page, re.S):
+        raise SystemExit(f"{PAGE}: has no place for {name}")
+    PAGE.write_text(re.sub(marks, lambda m: f"{m[1]}{body}\n{m[2]}", page, flags=re.S))
+
+
+def plot(errors: Sequence[tuple[str, Sequence[str]]], kl: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """docs/accuracy.svg: held-out output error on synthetic layers, and KL divergence on the bundled model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def number(cell: str) -> float:
+        return float(cell.split()[0])
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    at = np.arange(len(errors))
+    for offset, (column, kind), color in zip((-0.2, 0.2), enumerate(KINDS, 2), ("#1f5fa8", "#b5452c"), strict=True):
+        left.barh(at + offset, [number(cells[column]) for _, cells in errors], 0.38, label=KINDS[kind], color=color)
+    left.set(title="synthetic layers: error of outputs, %", yticks=at, yticklabels=[title for title, _ in errors])
+    left.legend(frameon=False)
+    right.barh(np.arange(len(kl)), [number(cells[0]) for _, cells in kl], 0.6, color="#1f5fa8")
+    right.set(title="bundled model: KL divergence from BF16, nats", yticks=np.arange(len(kl)))
+    right.set_yticklabels([title for title, _ in kl])
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    plt.rcParams["svg.hashsalt"] = "accuracy"
+    figure.savefig(PAGE.with_name("accuracy.svg"), metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put tables and plot into docs/")
+    wanted = parser.parse_args()
+    errors = synthetic()
+    with tempfile.TemporaryDirectory() as folder:
+        kl = model(Path(folder))
+    heads: dict[str, tuple[Sequence[str], Any]] = {
+        "synthetic layers": (
+            ("", *(f"weights, {kind}, K 2048" for kind in KINDS), *(f"outputs, {kind}, K 1024" for kind in KINDS)),
+            errors,
+        ),
+        "bundled model": (
+            ("", "KL, nats: mean", "at 99 % of tokens", "perplexity", "top-1 agreement", "output error of each layer"),
+            kl,
+        ),
+    }
+    show: Callable[[str, str], None] = write if wanted.write else lambda name, body: print(f"\n{name}\n{body}")
+    for name, (head, rows) in heads.items():
+        show(name, table(head, rows))
+    if wanted.write:
+        plot(errors, kl)
+
+
+if __name__ == "__main__":
+    main()
