@@ -27,7 +27,7 @@ class Choice:
     choose      the function; None: the form's own kernel, which scales by the largest value, rounds and packs in one
                 pass
     grids       the names of the grids that it chooses codes of; None: all of them
-    importance  whether it asks how important each column is
+    importance  whether it asks for an importance matrix
     calibrated  whether codes come from a walk through the model, which compensates each rounding error in the columns
                 that are left; `choose` gives the scales
     """
@@ -53,4 +53,5 @@ def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, F3
 ABSMAX = Choice("absmax", 1, None, grids=None)
 MSE = Choice("mse", 1, least_squares)
 IMATRIX = Choice("imatrix", 1, least_squares, importance=True)
-QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE, IMATRIX)}
+GPTQ = Choice("gptq", 1, least_squares, calibrated=True)
+QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE, IMATRIX, GPTQ)}

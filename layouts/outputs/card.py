@@ -121,6 +121,13 @@ def layer_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", "| layer | gate_proj | up_proj | down_proj |", "|---|---|---|---|", *rows] if rows else []
 
 
+SEEN = {  # what --calibrate means
+    "all": "every expert saw every token",
+    "routed": "each expert saw the tokens routed to it",
+    "mixed": "gate and up saw every token, down those routed to its expert",
+}
+
+
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
     """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to
     nearest.
@@ -128,11 +135,7 @@ def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any
     calibration = facts.get("calibration")
     if calibration is None:
         return []
-    seen = (
-        "every expert saw every token"
-        if calibration["calibrate"] == "all"
-        else "each expert saw the tokens routed to it"
-    )
+    seen = SEEN[calibration["calibrate"]]
     counted = next((s for s in stats if "calibration_tokens" in s), None)
     amount = (
         f"{counted['samples']} samples, {counted['calibration_tokens']} tokens"

@@ -24,10 +24,7 @@ The same command again, or `ktconvert resume DIR`, finishes what was cut off.
 @click.option("-o", "--output", required=True, type=options.FilePath(), help="Folder for the three files.")
 @calibration.data(samples=128)
 @calibration.random_seed
-@click.option("--force-cpu", is_flag=True, help="Never touch a GPU.")
-@click.option("--max-gpu-memory", type=options.Size(), default=None, help="Of the GPU, at most; e.g. 40GiB.")
-@click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
-@click.option("--allow-machine-change", is_flag=True, help="Go on with one that was begun on another machine.")
+@calibration.machine
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @options.checkpoint
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")

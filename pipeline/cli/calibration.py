@@ -13,6 +13,7 @@ from ktconvert.pipeline.tell.report import Reporter
 
 F = TypeVar("F", bound=Callable[..., Any])
 DATA = ("num_calibration_samples", "max_sequence_length", "dataset", "dataset_split", "random_seed")
+GPTQ = (*DATA, "dampening_frac", "calibrate", "min_expert_tokens")
 
 
 def data(samples: int) -> Callable[[F], F]:
@@ -58,6 +59,57 @@ def random_seed(command: F) -> F:
     )(command)
 
 
+def of_gptq(calibrate: str) -> Callable[[F], F]:
+    """How GPTQ uses samples: --dampening-frac, --calibrate (by default `calibrate`), --min-expert-tokens."""
+
+    def decorate(command: F) -> F:
+        for option in (
+            click.option(
+                "--min-expert-tokens",
+                type=options.Number(min=1),
+                default=128,
+                show_default=True,
+                help="Experts with fewer routed tokens are not compensated, and listed; not with --calibrate all.",
+            ),
+            click.option(
+                "--calibrate",
+                type=click.Choice(["all", "routed", "mixed"], case_sensitive=False),
+                default=calibrate,
+                show_default=True,
+                help="Every expert sees all tokens, or those routed to it; mixed: gate and up all, down those.",
+            ),
+            click.option(
+                "--dampening-frac",
+                type=options.Real(min=0, max=1),
+                default=0.1,
+                show_default=True,
+                help="Part of the mean of the Hessian's diagonal that is added to it.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def machine(command: F) -> F:
+    """Where a model runs: --trust-remote-code, --force-cpu, --max-gpu-memory, --allow-machine-change."""
+    for option in (
+        click.option(
+            "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
+        ),
+        click.option("--max-gpu-memory", type=options.Size(), default=None, help="Of the GPU, at most; e.g. 40GiB."),
+        click.option("--force-cpu", is_flag=True, help="Never calibrate on a GPU."),
+        click.option(
+            "--trust-remote-code",
+            is_flag=True,
+            help="To calibrate, let transformers run Python code that comes with the model.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def save_statistics(command: F) -> F:
     """--save-statistics."""
     return click.option(
@@ -97,3 +149,23 @@ def settings(
     begun = None if afresh else (begun_with(output) or {}).get("machine")
     chosen = {name: params[name] for name in (*names, "trust_remote_code")}
     return {**chosen, "dataset": options.stored_input(params["dataset"]), "machine": begun or machine}
+
+
+def gptq_settings(
+    params: Mapping[str, Any], names: tuple[str, ...], output: Path, threads: int, reporter: Reporter
+) -> dict[str, Any]:
+    """The settings of GPTQ: those of `names`, and the machine."""
+    from ktconvert.pipeline.walk.environment import this_machine
+
+    def machine() -> dict[str, Any]:
+        return this_machine(threads, params["force_cpu"], params["max_gpu_memory"])
+
+    return settings(params, names, output, reporter, machine)
+
+
+def note_unused(reporter: Reporter, unused: Mapping[str, str]) -> None:
+    """Note every option on the command line that the method does not use, with the reason."""
+    context = click.get_current_context()
+    for name, why in unused.items():
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            reporter.note(f"--{name.replace('_', '-')} {why}")

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import LAYOUTS, forms_of
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import calibration, options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 LATER = {  # what kt-kernel's script takes and we do not
@@ -18,6 +18,13 @@ LATER = {  # what kt-kernel's script takes and we do not
     "moe_int4": "MOE_INT4 exists on aarch64 only",
     "moe_int8": "MOE_INT8 bytes depend on the AOCL-BLIS version",
 }
+
+WALK = (*calibration.GPTQ, "engine", "rounding")  # settings of --scale gptq
+MACHINE = ("force_cpu", "max_gpu_memory", "allow_machine_change")
+UNUSED_WITHOUT_GPTQ = dict.fromkeys(
+    (*calibration.GPTQ, *MACHINE, "trust_remote_code", "save_statistics"),
+    "is for --scale gptq only and changes nothing here",
+)
 
 EPILOG = """\b
 Examples:
@@ -69,6 +76,11 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     "same weighted by the inputs.",
 )
 @options.importance
+@calibration.data(samples=512)
+@calibration.random_seed
+@calibration.of_gptq("mixed")
+@calibration.save_statistics
+@calibration.machine
 @options.cpuinfer_threads
 @click.option(
     "--threadpool-count",
@@ -145,11 +157,18 @@ def cpu(**params: Any) -> None:
     given = click.get_current_context().get_parameter_source("threadpool_count")
     if native and given is not ParameterSource.DEFAULT:
         reporter.note("--threadpool-count changes nothing with --layout kt: kt-kernel splits these experts itself")
+    calibrated = QUANTIZERS[params["scale"]].calibrated
+    if not calibrated:
+        calibration.note_unused(reporter, UNUSED_WITHOUT_GPTQ)
     options.check_kernels()
+    output = params["output"].expanduser().absolute()
+    threads = options.threads(params["cpuinfer_threads"], reporter)
+    statistics, folder = calibration.statistics_settings(params) if calibrated else ({}, {})
+    walk = {**params, "engine": "stream", "rounding": "float32"}
     request = Request(
         command="cpu",
         input=options.stored_input(params["input_path"]),
-        output=params["output"].expanduser().absolute(),
+        output=output,
         settings={
             "quant_method": method,
             "threadpool_count": 1 if native else params["threadpool_count"],
@@ -163,15 +182,19 @@ def cpu(**params: Any) -> None:
             **({} if params["config"] is None else {"config": options.stored_input(params["config"])}),
             **({"layout": "kt"} if native else {}),
             **({} if params["scale"] == ABSMAX.name else {"scale": params["scale"]}),  # the default came first
+            **(calibration.gptq_settings(walk, WALK, output, threads, reporter) if calibrated else {}),
+            **statistics,
         },
         tuning={
-            "cpuinfer_threads": options.threads(params["cpuinfer_threads"], reporter),
+            "cpuinfer_threads": threads,
             "max_memory": params["max_memory"],
             "verify_inputs": params["verify_inputs"],
             "revision": params["revision"],
             "resume_layer": params["resume_layer"],
             "input_type": params["input_type"],
             **({} if (imatrix := options.imatrix_of(params)) is None else {"imatrix": str(imatrix)}),
+            **({name: params[name] for name in MACHINE} if calibrated else {}),
+            **folder,
         },
     )
     plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))

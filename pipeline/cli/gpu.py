@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +9,6 @@ import click
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs import forms_of
 from ktconvert.pipeline.cli import calibration, options
-from ktconvert.pipeline.tell.report import Reporter
 
 EPILOG = """\b
 Examples:
@@ -25,7 +22,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 
 # Options that one method does not use, and why: a note says so to users who give them.
 FOR_GPTQ = "is for GPTQ only and changes nothing here"
-CALIBRATION = (*calibration.DATA, "dampening_frac", "calibrate", "min_expert_tokens", "engine")
+CALIBRATION = (*calibration.GPTQ, "engine")
 UNUSED_BY_RTN = {
     **dict.fromkeys((*CALIBRATION, "allow_machine_change"), FOR_GPTQ),
     "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
@@ -103,28 +100,8 @@ class SeveralValues(click.Command):
     help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.",
 )
 @calibration.data(samples=512)
-@click.option(
-    "--dampening-frac",
-    type=options.Real(min=0, max=1),
-    default=0.1,
-    show_default=True,
-    help="Part of the mean of the Hessian's diagonal that is added to it.",
-)
 @calibration.random_seed
-@click.option(
-    "--calibrate",
-    type=click.Choice(["all", "routed"], case_sensitive=False),
-    default="all",
-    show_default=True,
-    help="Every expert sees all tokens, as with llmcompressor, or those routed to it.",
-)
-@click.option(
-    "--min-expert-tokens",
-    type=options.Number(min=1),
-    default=128,
-    show_default=True,
-    help="With --calibrate routed: experts with fewer tokens are rounded to nearest, and listed.",
-)
+@calibration.of_gptq("all")
 @click.option(
     "--engine",
     type=click.Choice(["stream", "oneshot"], case_sensitive=False),
@@ -133,7 +110,6 @@ class SeveralValues(click.Command):
     help="Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.",
 )
 @calibration.save_statistics
-@click.option("--allow-machine-change", is_flag=True, help="Go on with a conversion that was begun on another machine.")
 @click.option(
     "--torch-dtype",
     type=click.Choice(["bfloat16", "float16", "float32"], case_sensitive=False),
@@ -141,11 +117,7 @@ class SeveralValues(click.Command):
     show_default=True,
     help="What experts are rounded from: bfloat16.",
 )
-@click.option(
-    "--trust-remote-code", is_flag=True, help="GPTQ: let transformers run Python code that comes with the model."
-)
-@click.option("--force-cpu", is_flag=True, help="GPTQ: never touch a GPU.")
-@click.option("--max-gpu-memory", type=options.Size(), default=None, help="GPTQ: of the GPU, at most; e.g. 40GiB.")
+@calibration.machine
 @click.option(
     "--max-cpu-memory",
     type=options.Size(),
@@ -185,10 +157,12 @@ def gpu(**params: Any) -> None:
             "`ktconvert calibrate`."
         )
     statistics, folder = calibration.statistics_settings(params)
-    note_unused(reporter, UNUSED_BY_GPTQ if params["quant_method"] == "GPTQ" else UNUSED_BY_RTN)
+    calibration.note_unused(reporter, UNUSED_BY_GPTQ if params["quant_method"] == "GPTQ" else UNUSED_BY_RTN)
     options.check_kernels()
     output = params["output_dir"].expanduser().absolute()
     threads = options.threads(params["cpuinfer_threads"], reporter)
+    gptq = params["quant_method"] == "GPTQ"
+    chosen = calibration.gptq_settings(params, CALIBRATION, output, threads, reporter) if gptq else {}
     request = Request(
         command="gpu",
         input=options.stored_input(params["model_id"]),
@@ -201,7 +175,7 @@ def gpu(**params: Any) -> None:
             "torch_dtype": params["torch_dtype"],
             "max_shard_size": params["max_shard_size"],
             "arch_file": options.text_of("--arch-file", params["arch_file"]),
-            **(of_gptq(params, output, threads, reporter) if params["quant_method"] == "GPTQ" else {}),
+            **chosen,
             **statistics,
         },
         tuning={
@@ -216,21 +190,3 @@ def gpu(**params: Any) -> None:
     )
     plan = plan_gpu(request, None if params["dry_run"] else options.hashing(reporter))
     options.carry_out(plan, reporter, params)
-
-
-def of_gptq(params: Mapping[str, Any], output: Path, threads: int, reporter: Reporter) -> dict[str, Any]:
-    """The settings of GPTQ."""
-    from ktconvert.pipeline.walk.environment import this_machine
-
-    def machine() -> dict[str, Any]:
-        return this_machine(threads, params["force_cpu"], params["max_gpu_memory"])
-
-    return calibration.settings(params, CALIBRATION, output, reporter, machine)
-
-
-def note_unused(reporter: Reporter, unused: Mapping[str, str]) -> None:
-    """Note every option on the command line that the method does not use."""
-    context = click.get_current_context()
-    for name, why in unused.items():
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            reporter.note(f"--{name.replace('_', '-')} {why}")

@@ -31,7 +31,7 @@ PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] 
 
 
 # What the settings and tuning of a saved plan must be, by command (documents.mismatch); settings of GPTQ only where
-# that is the method.
+# it is the method, or chooses scales.
 COMMON = {"max_shard_size": (SIZE, None), "arch_file": (str, None)}
 CALIBRATION = {
     "dataset": str,
@@ -45,9 +45,10 @@ CALIBRATION = {
 GPTQ = {
     **CALIBRATION,
     "dampening_frac": (float, int),
-    "calibrate": ("all", "routed"),
+    "calibrate": ("all", "routed", "mixed"),
     "min_expert_tokens": COUNT,
     "engine": ("stream", "oneshot"),
+    "rounding": ("library", "float32"),
     "save_statistics?": (True,),
 }
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -108,7 +109,7 @@ def saved_request(output: Path, saved: Mapping[str, Any]) -> Request:
     if saved["command"] not in PLANNERS:
         raise OutputError(f"{output}: was begun by `ktconvert {saved['command']}`, which this one does not have.")
     settings: Mapping[str, Any] = SETTINGS[saved["command"]]
-    if saved["settings"].get("quant_method") == "GPTQ":
+    if saved["settings"].get("quant_method") == "GPTQ" or saved["settings"].get("scale") == "gptq":
         settings = {**settings, **GPTQ}
     wrong = mismatch(saved["settings"], settings, "settings") or mismatch(saved["tuning"], TUNING, "tuning")
     if wrong is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import encodings
+from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
@@ -15,9 +16,10 @@ from ktconvert.layouts.outputs import BACKWARD, LAYOUTS, Form, card, forms_of, l
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.engine.existing import begun_with
-from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
-from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.units import Stage
+from ktconvert.pipeline.gptq import settings as of_gptq
+from ktconvert.pipeline.plans import statistics
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     CheckpointFiles,
@@ -33,6 +35,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     source_files,
 )
 from ktconvert.pipeline.plans.importance import facts_of, importance_for, notes_of
+from ktconvert.pipeline.plans.quantizing import Quantizing, compensated, require_whole_walk, rounded
 from ktconvert.pipeline.stages import carry_over, experts
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Choice
 
@@ -78,23 +81,31 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         legal.require_legal(form, *model.shape(layer)[1:], parts, comparable)
 
     merge = not settings["no_merge_safetensor"]
+    if choice.calibrated:
+        require_whole_walk(source, settings, layers == model.layers and not kept)
     facts = _facts(model, form, parts, layers, settings) | facts_of(imatrix, layers)
     stated = [name for name in ("scale", "imatrix") if name in facts]
     about = ("method", "layout_version", "numa", "activation", "weights_on", *stated)
     metadata = shard_metadata(facts, source, about)
-    quantizing = experts.stage(
-        model,
-        form,
-        layers,
-        choice=choice,
-        numa=parts,
-        backward=settings["save_backward_weights"],
-        loose_files=not merge,
-        max_shard_size=settings["max_shard_size"],
-        metadata=metadata,
-        imatrix=imatrix,
-    )
-    stages: list[Stage[Any]] = [quantizing]
+    if choice.calibrated:
+        rest = beside(source, model.expert_tensor_names(), model.quantization)
+        walked = replace(request, settings=settings)
+        quantizing = compensated(walked, model, form, rest, metadata, choice=choice, numa=parts, loose_files=not merge)
+    else:
+        stage = experts.stage(
+            model,
+            form,
+            layers,
+            choice=choice,
+            numa=parts,
+            backward=settings["save_backward_weights"],
+            loose_files=not merge,
+            max_shard_size=settings["max_shard_size"],
+            metadata=metadata,
+            imatrix=imatrix,
+        )
+        quantizing = rounded(stage)
+    stages: list[Stage[Any]] = [quantizing.stage]
     others = carry_over.not_experts(model, settings["non_experts"])
     if others:
         stages.append(carry_over.stage(source, others, settings["max_shard_size"], metadata))
@@ -107,16 +118,18 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         source=files,
         stages=number_shards(stages) if merge else tuple(stages),
         facts=facts | ({"kept_layers": list(kept)} if kept else {}),
-        notes=(*notes, *notes_of(facts), *_gains(form, choice)),
+        notes=(*notes, *notes_of(facts), *quantizing.notes, *_gains(form, choice)),
         assembly=Assembly(
             companions=companions(source.companion_root, source.companions()),
             config=config,
             loose=not merge,
             kept_layers=kept,
+            apart=statistics.apart(request),
         ),
-        conversion=CpuConversion(
-            CheckpointFiles(source, files), form, quantizing.units, others, facts, notes, settings
-        ),
+        conversion=CpuConversion(CheckpointFiles(source, files), form, quantizing, others, facts, notes, settings),
+        scratch_bytes=quantizing.scratch_bytes,
+        advice=quantizing.advice,
+        remedies=quantizing.remedies,
     )
 
 
@@ -126,19 +139,20 @@ class CpuConversion:
 
     files: CheckpointFiles
     form: Form
-    units: tuple[Unit[experts.ExpertsWork], ...]
+    quantizing: Quantizing
     others: tuple[carry_over.Carried, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
-        """The buffers of all packing threads; they do not grow with the model."""
+        """The buffers of all packing threads, which do not grow with the model, or what a walk through it takes."""
         copying = carry_over.peak_memory(self.others) if self.others else 0
-        return BASE_MEMORY + max(experts.peak_memory(self.units, threads + WAITING), copying)
+        return max(self.quantizing.peak_memory(threads), BASE_MEMORY + copying)
 
     def require_ready(self) -> None:
-        """Any machine will do."""
+        """Calibration goes on only on the machine where it began; for all else any will do."""
+        self.quantizing.require_ready()
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
@@ -230,6 +244,7 @@ def _facts(
         **shape_facts(model, layers),
         "backward": settings["save_backward_weights"],
         **({"scale": settings["scale"]} if "scale" in settings else {}),
+        **(of_gptq.facts(settings) if "calibrate" in settings else {}),
     }
 
 

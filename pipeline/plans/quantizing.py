@@ -8,13 +8,15 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.beside import Beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Form
 from ktconvert.pipeline.engine.loop import WAITING
-from ktconvert.pipeline.engine.plan import Request
+from ktconvert.pipeline.engine.plan import CONFIG, Request
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.plans import statistics
-from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY
+from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, require_whole
 from ktconvert.pipeline.stages import carry_over, chain, experts, gptq_layers
 from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
@@ -95,6 +97,28 @@ def compensated(
         remedies=needs.REMEDIES,
         require_ready=require_ready,
     )
+
+
+def require_whole_walk(source: TensorSource, settings: Mapping[str, Any], whole: bool) -> None:
+    """Raise UsageError, InputError or UnsupportedError where a walk through the model is impossible, or would have
+    nothing to do with what the options ask for.
+    """
+    machine.require("--scale gptq")
+    given = f"--scale {settings['scale']}"
+    require_whole(source, given)
+    if source.container.experts_only:
+        raise UnsupportedError(
+            f"{source.root}: {given} runs the model, which a {source.container.title} does not hold in a form that "
+            "transformers runs; take the Hugging Face checkpoint, or --scale mse."
+        )
+    if not (source.root / CONFIG).is_file():
+        raise InputError(f"{source.root}: has no {CONFIG}, which tells how the model computes; download it too.")
+    if not whole:
+        raise UsageError(f"{given} goes through the whole model: leave out --layers and --resume-layer.")
+    if settings["save_backward_weights"]:
+        raise UsageError(f"{given} has no matrices for fine-tuning; leave out --save-backward-weights.")
+    if settings["max_shard_size"]:
+        raise UsageError(f"{given} makes one shard of a layer; leave out --max-shard-size.")
 
 
 def _peak(model: MoeModel, settings: of_gptq.Settings, shape: needs.Shape) -> int:
