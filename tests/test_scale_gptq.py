@@ -1,0 +1,178 @@
+"""`ktconvert cpu --scale gptq`: kt-kernel's formats with codes that were compensated on a walk through the model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rig import calibrated, conversion, forks, killpoint
+from rig.attempts import Attempts
+from rig.safetensors import differing, read_folder
+
+if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
+    pytest.skip("llmcompressor is not installed", allow_module_level=True)
+
+MODULES = (*calibrated.MODULES, "ktconvert.pipeline.cli.cpu", "ktconvert.pipeline.plans.cpu")
+UNITS = ("samples", "layer-000", "layer-001", "layer-002")
+# Families with other names, with experts in one tensor, in FP8; formats, parts, and tokens that do not suffice.
+CASES = {
+    "bundled int4": ("bundled", ("--threadpool-count", "2")),
+    "bundled int8": ("bundled", ("--quant-method", "int8", "--threadpool-count", "1")),
+    "bundled loose": ("bundled", ("--threadpool-count", "2", "--no-merge-safetensor")),
+    "bundled few": ("bundled", ("--threadpool-count", "2", "--min-expert-tokens", "60")),
+    "bundled all": ("bundled", ("--threadpool-count", "2", "--calibrate", "all")),
+    "bundled routed": ("bundled", ("--threadpool-count", "2", "--calibrate", "routed", "--min-expert-tokens", "1")),
+    "mixtral": ("mixtral", ("--threadpool-count", "1")),
+    "separate": ("qwen3_moe", ("--threadpool-count", "1")),
+    "fused": ("qwen3_moe fused", ("--threadpool-count", "1")),
+    "FP8": ("qwen3_moe FP8", ("--threadpool-count", "1")),
+    "decoded": ("qwen3_moe decoded", ("--threadpool-count", "1")),
+}
+
+
+def arguments(model: Path, output: Path, dataset: Path, *options: str) -> list[str]:
+    words = ("--dataset", str(dataset), "--max-sequence-length", str(calibrated.MAX_LENGTH), "--cpuinfer-threads", "1")
+    where = ("-i", str(model), "-o", str(output))
+    return ["cpu", *where, "--scale", "gptq", "--force-cpu", "--min-expert-tokens", "4", *words, *options]
+
+
+@pytest.fixture(scope="session")
+def outputs(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an output of each case, and what was said beside it."""
+
+    def make(root: Path) -> None:
+        with forks.Forks([], 1, modules=MODULES) as server:
+            for name, (source, options) in CASES.items():
+                model = converted.root / "models" / source
+                words = arguments(model, root / name, converted.dataset(), *options)
+                done = server.run(words, root / f"{name}.said")
+                assert done.returncode == 0, done.stderr
+                done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
+                assert done.returncode == 0, (root / f"{name}.verified").read_text()
+
+    return calibrated.once(tmp_path_factory, "gptq-cpu", make)
+
+
+def tensors(output: Path, ending: str) -> dict[str, Any]:
+    return {name: bytes(each[2]) for name, each in read_folder(output).items() if name.endswith(ending)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_are_in_range(name: str, outputs: Path) -> None:
+    """-8 and -128 never occur, and `verify` holds each linear against the source."""
+    if name == "bundled loose":
+        stored = [path.read_bytes() for path in (outputs / name).rglob("*_quant_.kt")]
+    else:
+        stored = list(tensors(outputs / name, ".weight").values())
+    assert stored
+    for data in stored:
+        codes = np.frombuffer(data, np.uint8)
+        if "int8" in name:
+            assert not (codes == 0x80).any()
+        else:
+            assert not (codes & 15 == 8).any() and not (codes >> 4 == 8).any()
+    said = (outputs / f"{name}.verified").read_text()
+    assert "have codes within their range, and errors of at most" in said
+
+
+def test_how_the_source_stores_experts_does_not_matter(outputs: Path) -> None:
+    ours = {name: read_folder(outputs / name) for name in ("separate", "fused", "FP8", "decoded")}
+    assert differing(ours["fused"], ours["separate"]) == []
+    assert differing(ours["FP8"], ours["decoded"]) == []
+    assert differing(ours["FP8"], ours["separate"]) != []
+
+
+def test_loose_files_are_the_same(outputs: Path, cli: Any) -> None:
+    cli("verify", str(outputs / "bundled loose"), "--against", str(outputs / "bundled int4"))
+
+
+def test_experts_with_too_few_tokens_are_listed(outputs: Path) -> None:
+    """In the model card and in what is said; they are rounded, with scales by importance."""
+    card = (outputs / "bundled few" / "README.md").read_text()
+    assert "gate and up saw every token, down those routed to its expert" in card
+    said = (outputs / "bundled few.said").read_text()
+    assert "experts rounded to nearest, for fewer than 60 tokens were routed to them" in said
+    few, enough = (tensors(outputs / name, ".weight") for name in ("bundled few", "bundled int4"))
+    same = [name for name in few if few[name] == enough[name]]
+    assert same and len(same) < len(few)
+
+
+def test_what_an_expert_sees_matters(outputs: Path) -> None:
+    mixed, every, routed = (tensors(outputs / f"bundled {name}", ".weight") for name in ("int4", "all", "routed"))
+    first = [name for name in mixed if name.startswith("blk.0.")]
+    gate = [name for name in first if "down" not in name]
+    assert all(mixed[name] == every[name] for name in gate)  # the tokens are the same before the first layer
+    assert any(mixed[name] != every[name] for name in first if "down" in name)
+    assert any(mixed[name] != routed[name] for name in gate)
+
+
+def test_manifest_and_metadata_say_how_it_was_made(outputs: Path) -> None:
+    facts = json.loads((outputs / "bundled int4" / "manifest.json").read_text())
+    assert facts["settings"]["scale"] == "gptq" and facts["settings"]["machine"]["threads"] == 1
+    config = json.loads((outputs / "bundled int4" / "config.json").read_text())
+    assert "gptq" in json.dumps(facts) and config
+
+
+# --- cut off --------------------------------------------------------------------------------------
+
+
+def _arguments(model: Path, output: Path, dataset: Path) -> list[str]:
+    return arguments(model, output, dataset, "--threadpool-count", "1", "--save-statistics", f"{output}.statistics")
+
+
+@pytest.fixture(scope="module")
+def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
+    shim = killpoint.build(tmp_path_factory.mktemp("shim"))
+    with (
+        conversion.in_memory(tmp_path_factory.mktemp("attempts")) as base,
+        forks.Forks([shim], conversion.CORES, modules=MODULES) as servers,
+    ):
+        yield Attempts(base, servers, _arguments, "gptq", UNITS)
+
+
+def test_killed_between_layers_and_within(attempts: Attempts) -> None:
+    print(f"seed {conversion.SEED}")
+    chance = random.Random(conversion.SEED)
+    boundaries = [attempts.recorded_at(unit) + late for unit, late in zip(UNITS[1:], (1, 0, 1), strict=True)]
+    conversion.in_parallel(attempts.killed, sorted({*boundaries, chance.choice(attempts.within("layer-001"))}))
+    assert conversion.identity(attempts.model) == attempts.before
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--layers", "0"), 2, "goes through the whole model: leave out --layers"),
+        (("--save-backward-weights",), 2, "has no matrices for fine-tuning"),
+        (("--max-shard-size", "1MB"), 2, "leave out --max-shard-size"),
+        (("--quant-method", "mxfp4"), 2, "--scale gptq is for --quant-method int4 and int8"),
+        (("--imatrix", "x.gguf"), 2, "are for --scale imatrix, not gptq"),
+        (("--dataset", "nowhere.jsonl"), 5, "nowhere.jsonl"),
+    ],
+)
+def test_refused(options: tuple[str, ...], code: int, words: str, example: Path, tmp_path: Path, cli: Any) -> None:
+    dataset = example.parent / "heldout.txt"
+    done = cli(*arguments(example, tmp_path / "out", dataset, "--threadpool-count", "1", *options), code=code)
+    assert words in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gguf_is_refused(tmp_path: Path, cli: Any, example: Path) -> None:
+    gguf = Path(__file__).parent / "golden" / "llama_cpp.Q6_K.gguf"
+    where = arguments(gguf, tmp_path / "out", example.parent / "heldout.txt", "--quant-method", "int8")
+    done = cli(*where, "--config", str(example), "--threadpool-count", "1", code=3)
+    assert "runs the model" in done.stderr
+
+
+def test_its_options_change_nothing_elsewhere(example: Path, tmp_path: Path, cli: Any) -> None:
+    done = cli("cpu", "-i", str(example), "-o", str(tmp_path / "out"), "--dampening-frac", "0.2", "--dry-run")
+    assert "--dampening-frac is for --scale gptq only and changes nothing here" in done.stderr
