@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(shell find native_quant/csrc -type f)
 
-.PHONY: setup demo test test-fast test-long lint types asan emulated numa golden bench peer clean
+.PHONY: setup demo test test-fast test-long lint types asan emulated numa golden bench accuracy peer clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -73,6 +73,10 @@ bench: setup
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/forward.py
+
+# The tables and plots of docs/ACCURACY.md, made again: some minutes.
+accuracy: setup
+	$(BIN)/python benchmarks/accuracy.py --write
 
 # The real kt-kernel, in a venv of its own, for tests/test_peer.py and the benchmarks.
 peer: build/peer/.ready

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rig import calibrated, conversion, forks, killpoint
+from rig import calibrated, conversion, forks, gguf, killpoint
 from rig.attempts import Attempts
 from rig.safetensors import differing, read_folder
 
@@ -167,9 +167,10 @@ def test_refused(options: tuple[str, ...], code: int, words: str, example: Path,
 
 
 def test_a_gguf_is_refused(tmp_path: Path, cli: Any, example: Path) -> None:
-    gguf = Path(__file__).parent / "golden" / "llama_cpp.Q6_K.gguf"
-    where = arguments(gguf, tmp_path / "out", example.parent / "heldout.txt", "--quant-method", "int8")
-    done = cli(*where, "--config", str(example), "--threadpool-count", "1", code=3)
+    model = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
+    about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
+    path = gguf.write(tmp_path / "model.gguf", model, about)
+    done = cli(*arguments(path, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1"), code=3)
     assert "runs the model" in done.stderr
 
 

@@ -32,6 +32,7 @@ Examples:
   ktconvert cpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-INT8 --quant-method int8 --threadpool-count 2
   ktconvert cpu -i Qwen3-30B-A3B-Q8_0.gguf --config Qwen/Qwen3-30B-A3B -o OUT --quant-method int8
   ktconvert cpu -i MODEL -o OUT --scale mse          INT4 of the same size with less error
+  ktconvert cpu -i MODEL -o OUT --scale gptq --dataset texts.jsonl                  with the least
   ktconvert cpu -i MODEL -o OUT --dry-run            what would be done, from headers only
   ktconvert cpu -i MODEL -o OUT --layers 3-10        some layers only
 
@@ -73,7 +74,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     default=ABSMAX.name,
     show_default=True,
     help="How int4 and int8 choose scales: absmax gives kt-kernel's bytes, mse the least squared error, imatrix the "
-    "same weighted by the inputs.",
+    "same weighted by the inputs; gptq compensates errors, and runs the model.",
 )
 @options.importance
 @calibration.data(samples=512)
