@@ -171,7 +171,7 @@ def test_a_gguf_is_refused(tmp_path: Path, cli: Any, example: Path) -> None:
     about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
     path = gguf.write(tmp_path / "model.gguf", model, about)
     done = cli(*arguments(path, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1"), code=3)
-    assert "runs the model" in done.stderr
+    assert "GGUF is no input of --scale gptq" in done.stderr
 
 
 def test_its_options_change_nothing_elsewhere(example: Path, tmp_path: Path, cli: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.beside import Beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Form
 from ktconvert.pipeline.engine.loop import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Request
@@ -100,17 +100,12 @@ def compensated(
 
 
 def require_whole_walk(source: TensorSource, settings: Mapping[str, Any], whole: bool) -> None:
-    """Raise UsageError, InputError or UnsupportedError where a walk through the model is impossible, or would have
-    nothing to do with what the options ask for.
+    """Raise UsageError, InputError or UnsupportedError where a walk through the model is impossible, or does not make
+    what the options ask for.
     """
     machine.require("--scale gptq")
     given = f"--scale {settings['scale']}"
     require_whole(source, given)
-    if source.container.experts_only:
-        raise UnsupportedError(
-            f"{source.root}: {given} runs the model, which a {source.container.title} does not hold in a form that "
-            "transformers runs; take the Hugging Face checkpoint, or --scale mse."
-        )
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which tells how the model computes; download it too.")
     if not whole:
