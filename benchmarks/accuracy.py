@@ -179,14 +179,14 @@ def plot(errors: Sequence[tuple[str, Sequence[str]]], kl: Sequence[tuple[str, Se
     def number(cell: str) -> float:
         return float(cell.split()[0])
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     at = np.arange(len(errors))
     for offset, (column, kind), color in zip((-0.2, 0.2), enumerate(KINDS, 2), ("#1f5fa8", "#b5452c"), strict=True):
         left.barh(at + offset, [number(cells[column]) for _, cells in errors], 0.38, label=KINDS[kind], color=color)
-    left.set(title="synthetic layers: error of outputs, %", yticks=at, yticklabels=[title for title, _ in errors])
-    left.legend(frameon=False)
+    left.set(title="synthetic layers: output error, %", yticks=at, yticklabels=[title for title, _ in errors])
+    left.legend(frameon=False, loc="lower right")
     right.barh(np.arange(len(kl)), [number(cells[0]) for _, cells in kl], 0.6, color="#1f5fa8")
-    right.set(title="bundled model: KL divergence from BF16, nats", yticks=np.arange(len(kl)))
+    right.set(title="bundled model: KL divergence, nats", yticks=np.arange(len(kl)))
     right.set_yticklabels([title for title, _ in kl])
     for axes in (left, right):
         axes.invert_yaxis()
