@@ -184,7 +184,7 @@ def plot(errors: Sequence[tuple[str, Sequence[str]]], kl: Sequence[tuple[str, Se
     for offset, (column, kind), color in zip((-0.2, 0.2), enumerate(KINDS, 2), ("#1f5fa8", "#b5452c"), strict=True):
         left.barh(at + offset, [number(cells[column]) for _, cells in errors], 0.38, label=KINDS[kind], color=color)
     left.set(title="synthetic layers: output error, %", yticks=at, yticklabels=[title for title, _ in errors])
-    left.legend(frameon=False, loc="lower right")
+    left.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.28))
     right.barh(np.arange(len(kl)), [number(cells[0]) for _, cells in kl], 0.6, color="#1f5fa8")
     right.set(title="bundled model: KL divergence, nats", yticks=np.arange(len(kl)))
     right.set_yticklabels([title for title, _ in kl])
