@@ -5,6 +5,7 @@ elsewhere.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import FORMS
@@ -28,6 +31,7 @@ from ktconvert.pipeline.cli.dequantize import dequantize
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.tell.heat import MOST_TITLES
+from ktconvert.pipeline.tell.markup import element
 from ktconvert.pipeline.tell.page import page, percent
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.checks import Error, LayerError
@@ -93,7 +97,7 @@ class Page(HTMLParser):
         self.words += data
         if {"h2", "summary"} & set(self._open):
             self._heading += data
-        if "caption" in self._open and "b" in self._open:
+        if "caption" in self._open and "b" in self._open:  # of a map
             self._map = data
         if {"th", "td"} & set(self._open) and self._map == "-":
             self.tables[self._heading][-1][-1] += data
@@ -264,6 +268,32 @@ def test_names_are_text(output: Path, tmp_path: Path) -> None:
     assert f"{named.name}NOT verified" in found.words and str(named) in found.words
     said = [problem for problem in facts["checks"][0]["problems"] if "<img src=x onerror=alert(2)>" in problem]
     assert said and all(problem in found.words for problem in said) and facts["message"] in found.words
+
+
+def test_names_that_are_no_text(output: Path, tmp_path: Path) -> None:
+    named = tmp_path / os.fsdecode(b"INT4-\xff")
+    shutil.copytree(output, named)
+    found, _ = report(named, tmp_path / "r.html")
+    assert "INT4-\\udcffverified" in found.words
+
+
+@given(text=st.text(), value=st.text())
+def test_text_is_escaped(text: str, value: str) -> None:
+    """What a parser reads back is what was given, and no tag but ours."""
+    found: list[Any] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: found.append((tag, attributes))  # type: ignore[method-assign]
+    parser.handle_data = lambda data: found.append(data)  # type: ignore[method-assign]
+    parser.feed(element("p", text, title=value))
+    parser.close()
+    assert found[0] == ("p", [("title", value)]) and "".join(found[1:]) == text
+
+
+def test_a_checkpoint_and_another_output(output: Path, example: Path, tmp_path: Path) -> None:
+    found, facts = report(example, tmp_path / "a.html", "--run")
+    assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
+    found, _ = report(output, tmp_path / "b.html", "--against", output)
+    assert {heading for heading, _ in found.maps} == {"Median scale of each expert"}
 
 
 def test_strange_scales(output: Path, tmp_path: Path) -> None:

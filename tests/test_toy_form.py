@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import Part, Place
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import Grid, reference
-from ktconvert.quantizers.errors import decode_finite, error_sums
+from ktconvert.quantizers.errors import decode_finite, error_sums, source_values
 from rig import conversion, killpoint
 
 NAME = re.compile(r"toy/(\d+)/(\d+)/(gate|up|down)/(back|front)/(\d+)/(codes|steps)")
@@ -130,6 +130,12 @@ class Toy:
     def error_bytes(self, columns: int) -> int:
         return 4096 * columns
 
+    def source_values(self, matrix: Matrix) -> Any:
+        return source_values(matrix)
+
+    def scale_values(self, stored: Bytes, n: int, k: int) -> Any:
+        return stored.view(np.float32).reshape(n, 1)
+
     def is_zero(self, stored: Sequence[Bytes]) -> bool:
         return not stored[0].any()
 
@@ -190,9 +196,11 @@ def test_it_is_converted(source: Path, toys: Path) -> None:
     assert [m["legal"] for m in makeable if m["method"] == "TOY8"] == [[1, 2]]
 
 
-def test_it_is_verified(source: Path, toys: Path) -> None:
+def test_it_is_verified(source: Path, toys: Path, tmp_path: Path) -> None:
     assert "verified" in ktconvert("verify", toys).stdout
-    report = json.loads(ktconvert("verify", toys, "--against", source, "--full", "--json").stdout)
+    page = tmp_path / "report.html"
+    report = json.loads(ktconvert("verify", toys, "--against", source, "--full", "--json", "--report", page).stdout)
+    assert "Worst rows" in page.read_text() and "highest bar" in page.read_text()
     assert report["ok"] and {error["layer"] for error in report["errors"]} == {0, 1}
     assert all(0 < error["relative_error"] < 0.01 for error in report["errors"])
     shard = next(toys.glob("model-00001*"))

@@ -12,6 +12,7 @@ STEPS = "abcdefghijklmnop"  # classes of the cells, from the smallest value to t
 STRANGE = "x"  # the class of a value that is not finite
 MOST_COLUMNS = 8  # of a map that has room for numbers
 MOST_BARS = 64
+WIDTH = 1.1  # of the colours of a map, at least: where all values are nearly equal, all colours are
 # Above so many cells on one page only the rows have titles: 100 bytes instead of 30 for each cell.
 MOST_TITLES = 64_000
 
@@ -41,17 +42,21 @@ class Heat:
 
 
 def heat_maps(maps: Mapping[str, Cells], heat: Heat) -> Markup:
-    """One map per name, all with the same layers, experts and colours; and their legend."""
+    """One map per name, all with the same layers and experts, each with colours of its own; and what they mean."""
     layers = sorted({layer for cells in maps.values() for layer, _ in cells})
     experts = sorted({expert for cells in maps.values() for _, expert in cells})
-    finite = [value for cells in maps.values() for value in cells.values() if _is_shown(value, heat)]
-    low, high = (min(finite), max(finite)) if finite else (1.0, 1.0)
     wide = " wide" if len(experts) > 64 else ""
-    tables = [_map(name, cells, layers, experts, (low, high), heat) for name, cells in maps.items()]
+    tables = [_map(name, cells, layers, experts, _bounds(cells, heat), heat) for name, cells in maps.items()]
     empty = any(len(cells) < len(layers) * len(experts) for cells in maps.values())
     strange = any(not _is_shown(value, heat) for cells in maps.values() for value in cells.values())
-    legend = _legend(heat, low, high, empty=empty, strange=strange)
+    legend = _legend(heat, empty=empty, strange=strange)
     return together([legend, element("div", *tables, class_=f"maps{wide}")])
+
+
+def _bounds(cells: Cells, heat: Heat) -> tuple[float, float]:
+    """What the first and the last colour stand for: the smallest and the largest value, but WIDTH apart."""
+    shown = [value for value in cells.values() if _is_shown(value, heat)]
+    return (min(shown), max(max(shown), WIDTH * min(shown))) if shown else (1.0, 1.0)
 
 
 def _is_shown(value: float, heat: Heat) -> bool:
@@ -78,7 +83,9 @@ def _map(
         lines.append(f"<tr{title}>{head}{''.join(_cell(layer, e, v, bounds, heat, numbered) for e, v in row)}")
     body = Markup("\n".join(["<thead><tr><th scope=col>layer", "".join(heads), "<tbody>", *lines]))
     style = f"--columns:{len(experts)};--height:{height}px"
-    caption = element("caption", element("b", name), ", experts from left to right")
+    ramp = element("span", Markup("".join(f"<i class={step}></i>" for step in STEPS)), class_="ramp")
+    low, high = (element("span", heat.text(bound)) for bound in bounds)
+    caption = element("caption", element("div", element("b", name), low, ramp, high, class_="legend"))
     return element(
         "div", element("table", caption, body, class_="heat", style=style), class_="box", tabindex="0", role="region",
         aria_label=f"{name}: {heat.label}"
@@ -109,13 +116,13 @@ def _row_title(layer: int, row: Sequence[tuple[int, float | None]], heat: Heat) 
     return f"layer {layer}: {heat.text(low)} to {heat.text(high)} (expert {expert})"
 
 
-def _legend(heat: Heat, low: float, high: float, *, empty: bool, strange: bool) -> Markup:
-    steps = Markup("".join(f"<i class={step}></i>" for step in STEPS))
-    parts = [element("b", heat.label), element("span", heat.text(low)), element("span", steps, class_="ramp"),
-             element("span", heat.text(high))]  # fmt: skip
-    parts += [element("span", Markup("<i class=x></i> "), "not a positive number" if heat.ratios else "not a number",
-                      class_="key")] if strange else []  # fmt: skip
-    parts += [element("span", Markup("<i class=none></i> "), "not measured", class_="key")] if empty else []
+def _legend(heat: Heat, *, empty: bool, strange: bool) -> Markup:
+    parts = [element("b", heat.label), "layers from top to bottom, experts from left to right"]
+    if strange:
+        what = "not a positive number" if heat.ratios else "not a number"
+        parts.append(element("span", Markup("<i class=x></i> "), what))
+    if empty:
+        parts.append(element("span", Markup("<i class=none></i> "), "not measured"))
     hint = "point at a cell for layer/expert: value" if heat.titles else "point at a row for its range"
     return element("p", *parts, element("span", hint, class_="hint"), class_="legend")
 

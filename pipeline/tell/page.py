@@ -226,7 +226,7 @@ def _histograms(scales: Scales) -> Iterator[Markup]:
     if not total.any():
         return
     used = np.flatnonzero(total)
-    each = 1
+    each = math.gcd(int(np.gcd.reduce(used)), STEPS)  # powers of two have a bar each
     while (used[-1] // each - used[0] // each + 1) > MOST_BARS:
         each *= 2
     first, last = int(used[0]) // each, int(used[-1]) // each + 1

@@ -59,7 +59,7 @@ summary { cursor: pointer; color: var(--bar); padding: .4rem 0; width: fit-conte
 .maps.wide { grid-template-columns: minmax(0, 1fr); }
 .maps > * { min-width: 0; }
 .heat { table-layout: fixed; min-width: calc(var(--columns) * 3px + 3.2em); font-size: 11px; line-height: 1.1; }
-.heat caption { font-size: 13px; } caption b, figcaption b { color: var(--ink); }
+.heat caption { font-size: 13px; line-height: 1.5; } caption b, figcaption b { color: var(--ink); }
 .heat th { width: 3.6em; padding: 0 .5em 0 0; border: 0; color: var(--soft); white-space: nowrap; }
 .heat thead th { font-weight: 400; padding: 0 0 .2em; } .heat thead th:not(:first-child) { width: auto; }
 .heat tbody th { text-align: right; vertical-align: middle; } .heat tbody th[rowspan] { vertical-align: top; }
@@ -70,7 +70,7 @@ summary { cursor: pointer; color: var(--bar); padding: .4rem 0; width: fit-conte
   var(--none) 3px 5px); }
 .legend { max-width: none; display: flex; flex-wrap: wrap; align-items: center; gap: .1rem .6rem; font-size: 13px; }
 .legend i { display: inline-block; width: .95em; height: .95em; vertical-align: -.12em; }
-.legend .hint { margin-left: auto; }
+.legend .hint { margin-left: auto; } .heat .legend { flex-wrap: nowrap; } .heat .legend i { width: .65em; }
 .legend span { white-space: nowrap; } .ramp { line-height: 0; }
 .x { background: var(--strange); }
 figure { margin: 0; } figcaption { font-size: 13px; }

@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs.parts import Place, part_shape
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.ordered import in_order
 
-STEPS = 8  # bins for each power of two
+STEPS = 16  # bins for each power of two
 LOWEST = -150  # a power of two below every positive float32
 BINS = STEPS * (128 - LOWEST)
 
