@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -31,17 +32,18 @@ def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
     return out
 
 
-@pytest.fixture(scope="module")
-def server(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def serving(model: Path, log: Path, *options: str) -> Iterator[str]:
     """A server in a process of its own on a free port, started as a shell's background job is; SIGINT must end it."""
     port = _free()
-    log = tmp_path_factory.mktemp("log") / "server"
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(example)]
-    options = ["--cpu-weights", str(weights), "--port", str(port), "--threads", "1"]
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(model), "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *options], stdout=out, stderr=subprocess.STDOUT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
-        )  # fmt: skip
+            [*command, *options, "--threads", "1"],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        )
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
@@ -51,6 +53,12 @@ def server(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactor
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(example, tmp_path_factory.mktemp("log") / "server", "--cpu-weights", str(weights)) as url:
+        yield url
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -99,6 +107,24 @@ def test_the_server_is_for_one_model(server: str, example: Path) -> None:
     with pytest.raises(HTTPError) as refused:
         post(f"{server}/v1/chat/completions", {**CHAT, "model": "another/model"})
     assert refused.value.code == 400
+
+
+def test_without_another_model(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+    """A checkpoint by itself, and what is a whole model without it: the same numbers, so the same words."""
+    whole = tmp_path / "whole"
+    cli("cpu", "-i", example, "-o", whole, "--quant-method", "bf16", "--threadpool-count", 1, "--non-experts", "keep")
+    card = (whole / "README.md").read_text()
+    assert "ktconvert serve /path/to/this/folder\n" in card and "--cpu-weights" not in card
+
+    def answer(model: Path) -> str:
+        with serving(model, tmp_path / f"{model.name}.log") as url:
+            text: str = json.loads(post(f"{url}/v1/chat/completions", CHAT))["choices"][0]["message"]["content"]
+        assert "transformers computes" not in (tmp_path / f"{model.name}.log").read_text()
+        return text
+
+    with ThreadPoolExecutor(2) as servers:
+        first, second = servers.map(answer, (example, whole))
+    assert first and first == second
 
 
 def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path, weights: Path) -> None:

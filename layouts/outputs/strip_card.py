@@ -30,11 +30,7 @@ def card(facts: Mapping[str, Any], base_model: str | None, coded: str, non_exper
             *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
             *_of_model(facts),
         ),
-        use=(
-            "```bash",
-            f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder",
-            "```",
-        ),
+        use=("```bash", *_use(base_model, non_experts), "```"),
     )
 
 
@@ -74,6 +70,13 @@ def backward_card(facts: Mapping[str, Any], base_model: str | None, coded: str, 
             "files, but does not load a folder of them alone.",
         ),
     )
+
+
+def _use(base_model: str | None, non_experts: str) -> tuple[str, ...]:
+    """What runs the model: this folder by itself, unless it holds experts alone."""
+    if non_experts != "skip":
+        return "ktconvert run /path/to/this/folder", "ktconvert serve /path/to/this/folder"
+    return (f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder",)
 
 
 def _of_model(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
