@@ -229,7 +229,7 @@ def of_source(places: Places) -> list[list[object]]:
         ["cpu", "-i", places.source, "-o", new(places), *PARTS, "--dry-run"],
         ["gpu", "-i", places.source, "-o", new(places), *RTN, "--dry-run"],
         ["merge", "-i", places.loose, "-r", places.source, "-o", new(places), "--dry-run"],
-        ["verify", places.output, "--against", places.source],
+        ["verify", places.output, "--against", places.source, "--report", places.root / "report.html"],
     ]
 
 
@@ -239,11 +239,12 @@ def of_broken(places: Places) -> list[list[object]]:
 
 def of_output(root: Path) -> list[list[object]]:
     resplit = ["resplit", root, root.with_name("new"), "--threadpool-count", 1, "--dry-run"]
-    return [["inspect", root], ["verify", root], ["resume", root, "--dry-run"], resplit]
+    page = ["--report", root.with_name("report.html")]
+    return [["inspect", root], ["verify", root, *page], ["resume", root, "--dry-run"], resplit]
 
 
 def of_packed(places: Places) -> list[list[object]]:
-    check = ["verify", places.packed, "--no-load"]
+    check = ["verify", places.packed, "--no-load", "--report", places.root / "report.html"]
     return [*of_output(places.packed)[::2], of_output(places.packed)[3], check, [*check, "--against", places.source]]
 
 
