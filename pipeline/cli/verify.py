@@ -120,6 +120,7 @@ def verify(output: Path, **params: Any) -> None:
         report = replace(report, checks=(*report.checks, run_check(report, wish.threads)))
     if params["report"] is not None:
         publish.write_whole(params["report"].expanduser(), page(report).encode("utf-8", "backslashreplace"))
+        reporter.say(f"page: {params['report']}")
     for note in report.notes:
         reporter.note(note)
     if params["json_events"]:
