@@ -14,7 +14,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMS, PROJECTIONS
 from ktconvert.layouts.outputs.kt_layout import KT_MXFP4
 from ktconvert.layouts.outputs.measuring import measure
@@ -24,7 +24,7 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import fp8, mxfp4, reference
 from rig import conversion, floats, killpoint
-from rig.safetensors import bits_of, read_file
+from rig.safetensors import bits_of, data_start, edit_header, header_of, read_file
 
 V4 = {"gate": "w1", "up": "w3", "down": "w2"}  # the names of DeepSeek-V4
 METHODS = ("mxfp4", "fp8", "bf16")
@@ -133,6 +133,51 @@ def test_the_runtime_computes_with_it(method: str, source: Path, tmp_path: Path,
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(about))
     with pytest.raises(UnsupportedError, match="manifest says activation swiglu_limit, these settings say silu; give"):
         Experts.load(tmp_path / "out", 1, parts=1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(
+    method: str, source: Path, tmp_path: Path, cli: Any
+) -> None:
+    out = tmp_path / "out"
+    converted(cli, source, out, method)
+    shard, about = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()
+    others = [f"KT_{other.upper()}" for other in METHODS if other != method]
+    for name, value in (*(("method", other) for other in others), ("numa", 2)):
+        document = json.loads(about)
+        document["model"][name] = value
+        (out / "manifest.json").write_text(json.dumps(document))
+        with pytest.raises(
+            UnsupportedError, match=rf"manifest.json: says {name} {value}, the weights .*; convert it ag"
+        ):
+            Experts.load(out, 0)
+    (out / "manifest.json").write_text(about)
+    assert Experts.load(out, 0).method == method.upper()
+    before = shard.read_bytes()
+    for name, value in (("method", others[0]), ("num_experts", "9"), ("hidden_size", "64")):
+        edit_header(shard, lambda header, entry={name: value}: header["__metadata__"].update(entry))
+        with pytest.raises(
+            UnsupportedError, match=rf"{shard.name}: its header says {name} {value}, .*; convert it again"
+        ):
+            Experts.load(out, 0)
+        shard.write_bytes(before)
+    for harmed in (before[:-64], before[:100]):
+        shard.write_bytes(harmed)
+        with pytest.raises(InputError, match=rf"{shard.name}: .*; convert it again"):
+            Experts.load(out, 0)
+    key, bad = {
+        "mxfp4": ("layers.0.ffn.experts.1.w1.scale", b"\xff"),
+        "fp8": ("model.layers.0.mlp.experts.1.gate_proj.weight_scale_inv", b"\0\0\xc0\x7f"),
+        "bf16": ("model.layers.0.mlp.experts.1.gate_proj.weight", b"\xc0\x7f"),
+    }[method]
+    shard.write_bytes(before)
+    at = data_start(shard) + header_of(shard)[key]["data_offsets"][0]
+    shard.write_bytes(before[:at] + bad + before[at + len(bad) :])
+    with pytest.raises(InputError, match=rf"{shard.name}: tensor '{key}': .*; convert it again"):
+        Experts.load(out, 0)
+    shard.unlink()
+    with pytest.raises(InputError, match=rf"names {shard.name}, which is missing; convert it again"):
+        Experts.load(out, 0)
 
 
 def test_memory_of_mxfp4_is_that_of_some_rows() -> None:

@@ -177,6 +177,18 @@ def test_a_header_that_says_something_else(name: str, value: str, damaged: Path)
         Experts.load(damaged, 0)
 
 
+def test_a_shard_that_was_written_again_in_place(damaged: Path) -> None:
+    """After a layer was loaded from it: its header is not the one that was read then."""
+    loaded = Experts.load(damaged, 0)
+    shard = shard_of(damaged)
+    before = shard.read_bytes()
+    edit_header(shard, lambda header: header["__metadata__"].update(num_experts="9"))
+    with pytest.raises(UnsupportedError, match="num_experts 9"):
+        Experts.load(damaged, 0)
+    shard.write_bytes(before)
+    assert Experts.load(damaged, 0).nbytes == loaded.nbytes
+
+
 def test_a_loose_layer_with_a_file_too_short(outputs: Outputs, tmp_path: Path) -> None:
     shutil.copytree(outputs["int8", "loose"], tmp_path / "out")
     victim = sorted((tmp_path / "out" / "_layer_0" / "_numa_1").iterdir())[4]

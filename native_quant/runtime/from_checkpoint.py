@@ -4,7 +4,9 @@ the order of the kernels while a layer is loaded. No number changes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,26 +25,31 @@ from ktconvert.layouts.outputs import FORMS, LAYOUTS, PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.legal import COUNTS
 from ktconvert.layouts.outputs.opening import is_output
+from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.parts import ExpertGrid, why_illegal
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3, decode
 from ktconvert.native_quant.runtime import kt_methods
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
+from ktconvert.native_quant.runtime.contents import Status, contents
 from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.stated import require_as_in_manifest, require_as_in_metadata
 from ktconvert.native_quant.runtime.wanted import Wanted
-from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, in_parallel
+from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, in_parallel, opened_output
 from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]
+
+DOWNLOAD = re.compile(r"download [a-z ]+ again")  # remedies for damaged checkpoints
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether weights in safetensors lie in a directory that is no output for NUMA parts: a checkpoint as it was
     released, or what `ktconvert cpu --layout kt` made of one.
     """
-    return path.is_dir() and _is_checkpoint_at(path.resolve(), path.stat().st_mtime_ns)
+    return path.is_dir() and _is_checkpoint_at(path.resolve(), contents(path))
 
 
 def layers_of(path: Path) -> list[int]:
@@ -87,7 +94,7 @@ def require_computable(path: Path) -> None:
     model = _opened(path)
     for layer in model.layers:
         native = _method_of(path, model, layer, None)
-        _check_activation(path, model, layer, native, swiglu_of(path, layer))
+        _check_stated(path, model, layer, native, swiglu_of(path, layer))
 
 
 def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
@@ -104,6 +111,11 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     Raises UnsupportedError where it is not as wanted, or where the experts compute something else; InputError where
     tensors are missing, damaged or not finite.
     """
+    with _remedies(path):
+        return _load(path, layer, pool, wanted)
+
+
+def _load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     model = _opened(path)
     if layer not in model.moe_layers:
         raise UnsupportedError(
@@ -112,7 +124,7 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     native = _method_of(path, model, layer, wanted.method)
     count, h, i = model.shape(layer)
     wanted.require_sizes(path, layer, (count, h, i), "tensors")
-    _check_activation(path, model, layer, native, wanted.swiglu)
+    _check_stated(path, model, layer, native, wanted.swiglu)
     grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, wanted.parts, len(pool.nodes)))
     check_columns(native.name, grid)
     sizes = {
@@ -145,7 +157,7 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_checkpoint_at(path: Path, mtime_ns: int) -> bool:
+def _is_checkpoint_at(path: Path, as_it_is: frozenset[Status]) -> bool:
     return any(path.glob("*.safetensors")) and (not is_output(path) or _kt_layout(path) is not None)
 
 
@@ -160,17 +172,29 @@ def _kt_layout(path: Path) -> Mapping[str, Any] | None:
 
 
 def _opened(path: Path) -> MoeModel:
-    """A checkpoint, read again only if the directory or a file of weights changes."""
-    model = _opened_at(path.resolve(), path.stat().st_mtime_ns)
-    if model.source.changed():
-        _opened_at.cache_clear()
-        model = _opened_at(path.resolve(), path.stat().st_mtime_ns)
-    return model
+    """A checkpoint, read again only if a file of it changes."""
+    with _remedies(path):
+        return _opened_at(path.resolve(), contents(path))
 
 
 @functools.lru_cache(maxsize=4)
-def _opened_at(path: Path, mtime_ns: int) -> MoeModel:
-    return recognise(open_checkpoint(path))
+def _opened_at(path: Path, as_it_is: frozenset[Status]) -> MoeModel:
+    model = recognise(open_checkpoint(path))
+    if _kt_layout(path) is not None:
+        found = opened_output(path)
+        require_as_in_manifest(found.output, found.measured)
+    return model
+
+
+@contextlib.contextmanager
+def _remedies(path: Path) -> Iterator[None]:
+    """What `ktconvert cpu --layout kt` wrote was not downloaded: messages on its damage advise another conversion."""
+    try:
+        yield
+    except InputError as error:
+        if _kt_layout(path) is None:
+            raise
+        raise InputError(DOWNLOAD.sub(AGAIN, str(error))) from error
 
 
 def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Native:
@@ -200,8 +224,10 @@ def _described(weight: Weight, layer: MoeLayer) -> str:
     return f"{weight.encoding.title}{scaled}{turned}"
 
 
-def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, swiglu: Swiglu) -> None:
-    """Raises UnsupportedError where config.json says that the experts compute something else than these settings do."""
+def _check_stated(path: Path, model: MoeModel, layer: int, native: Native, swiglu: Swiglu) -> None:
+    """Raises UnsupportedError where config.json says that the experts compute something else than these settings do, or
+    where the shards of an output say something else.
+    """
     stated = kt_methods.stated(model.source.config, model.activation, layer)
     what, remedy = "", "keep them on the GPU"
     facts, given = _kt_layout(path) or {}, kt_methods.activation(swiglu)
@@ -227,6 +253,9 @@ def _check_activation(path: Path, model: MoeModel, layer: int, native: Native, s
             f"{path}: the experts of layer {layer} {what}; method {native.name} computes silu(gate) * up with routing "
             f"weights on the output, unless told otherwise; {remedy}."
         )
+    if facts:
+        found = opened_output(path)
+        require_as_in_metadata(found.output, layer, found.measured, swiglu)
 
 
 def _parts(path: Path, native: Native, hidden: int, intermediate: int, asked: int | None, nodes: int) -> int:

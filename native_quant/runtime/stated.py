@@ -1,4 +1,4 @@
-"""What a manifest says of the experts beside it, held against their bytes before these are used."""
+"""What manifest and shards of an output say of its experts, held against the bytes before these are used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import AGAIN, Output
+from ktconvert.native_quant.runtime import kt_methods
+from ktconvert.native_quant.runtime.kt_methods import Swiglu
 
 
 def require_as_in_manifest(output: Output, measured: Measure) -> None:
@@ -16,3 +18,46 @@ def require_as_in_manifest(output: Output, measured: Measure) -> None:
             raise UnsupportedError(
                 f"{output.root / manifest.NAME}: says {name} {stated}, the weights beside it have {actual}; {AGAIN}."
             )
+
+
+def require_as_in_metadata(output: Output, layer: int, measured: Measure, swiglu: Swiglu) -> None:
+    """Raises UnsupportedError where the metadata in our own shards are not what their byte counts say, and what the
+    layer is to compute.
+    """
+    count, hidden, intermediate = measured.shapes[layer]
+    actual = {
+        "method": measured.method,
+        "numa": str(measured.numa),
+        "num_experts": str(count),
+        "hidden_size": str(hidden),
+        "moe_intermediate_size": str(intermediate),
+        "weights_on": "output",
+        "activation": kt_methods.activation(swiglu),
+    }
+    for shard, metadata in output.metadata.items():
+        if metadata.get("layer") != str(layer):
+            continue
+        if "activation" in metadata and _is_stated(output, layer, measured.method, metadata["activation"], swiglu):
+            actual["activation"] = metadata["activation"]
+        for name, value in actual.items():
+            if name in metadata and metadata[name] != value:
+                given = name == "activation" and measured.method in kt_methods.LIMITED
+                remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them" if given else AGAIN
+                raise UnsupportedError(
+                    f"{output.root / shard}: its header says {name} {metadata[name]}, "
+                    f"its bytes and this runtime say {value}; {remedy}."
+                )
+
+
+def _is_stated(output: Output, layer: int, method: str, activation: str, swiglu: Swiglu) -> bool:
+    """Whether these are just the settings that config.json has for the layer, which may have none where others do.
+
+    Raises UnsupportedError where the method could compute what config.json says and the settings are others.
+    """
+    stated = kt_methods.stated(output.config, activation, layer)
+    if stated in (None, swiglu) or method not in kt_methods.LIMITED:
+        return stated == swiglu
+    raise UnsupportedError(
+        f"{output.root}: the experts of layer {layer} have {kt_methods.settings(stated)} by config.json, not "
+        f"{kt_methods.settings(swiglu)}; give what config.json says."
+    )

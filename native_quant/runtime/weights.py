@@ -28,9 +28,10 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods, scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
+from ktconvert.native_quant.runtime.contents import Status, contents
 from ktconvert.native_quant.runtime.kt_methods import Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.stated import require_as_in_manifest
+from ktconvert.native_quant.runtime.stated import require_as_in_manifest, require_as_in_metadata
 from ktconvert.native_quant.runtime.wanted import Wanted
 
 F32 = npt.NDArray[np.float32]
@@ -75,12 +76,12 @@ class LayerWeights:
 
 def layers_of(path: Path) -> list[int]:
     """The layers whose experts a converted directory holds."""
-    return sorted(_opened(path).measured.shapes)
+    return sorted(opened_output(path).measured.shapes)
 
 
 def require_computable(path: Path) -> None:
     """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
-    measured = _opened(path).measured
+    measured = opened_output(path).measured
     if measured.form is None or measured.method not in kt_methods.FORMATS:
         raise UnsupportedError(
             f"{path}: its method is {measured.method}, which this runtime cannot compute; "
@@ -90,15 +91,15 @@ def require_computable(path: Path) -> None:
 
 def config_of(path: Path) -> dict[str, Any]:
     """config.json of a converted directory; {} where there is none."""
-    return _opened(path).output.config
+    return opened_output(path).output.config
 
 
 def swiglu_of(path: Path, layer: int) -> Swiglu:
     """What a layer's experts compute by config.json, as far as their method can."""
-    opened = _opened(path)
-    stated = (metadata.get("activation") for metadata in opened.output.metadata.values())
+    found = opened_output(path)
+    stated = (metadata.get("activation") for metadata in found.output.metadata.values())
     activation = next(filter(None, stated), "silu")
-    return kt_methods.swiglu_of(opened.output.config, activation, layer, opened.measured.method)
+    return kt_methods.swiglu_of(found.output.config, activation, layer, found.measured.method)
 
 
 def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
@@ -111,12 +112,12 @@ def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32
 
 def shape_of(path: Path, layer: int) -> tuple[int, int, int]:
     """E, H and I of a layer that has experts."""
-    return _opened(path).measured.shapes[layer]
+    return opened_output(path).measured.shapes[layer]
 
 
 def damage_of(path: Path) -> list[str]:
     """The files of a converted directory that are damaged or missing, one text each."""
-    return _unreadable(_opened(path).output)
+    return _unreadable(opened_output(path).output)
 
 
 def require_readable(path: Path, layer: int) -> None:
@@ -137,8 +138,8 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     Raises UnsupportedError where the files are not as wanted or where the directory is of another kind, InputError
     where the layer is damaged or incomplete.
     """
-    opened = _opened(path)
-    output, measured = opened.output, opened.measured
+    found = opened_output(path)
+    output, measured = found.output, found.measured
     require_computable(path)
     assert measured.form is not None
     if layer not in measured.shapes:
@@ -150,18 +151,18 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     count, h, i = measured.shapes[layer]
     wanted.require_method(path, layer, measured.method, "byte counts")
     wanted.require_sizes(path, layer, (count, h, i), "byte counts")
-    _compare_metadata(output, layer, measured, wanted.swiglu)
+    require_as_in_metadata(output, layer, measured, wanted.swiglu)
     require_as_in_manifest(output, measured)
     grid = ExpertGrid(layer, h, i, measured.numa)
     check_sizes(measured.form, grid)
     stored = dict(_stored(output, measured.form, grid, count))
     memory = wanted.memory
     if memory == "auto":
-        memory = "copy" if opened.is_roomy or output.loose else "map"
+        memory = "copy" if found.is_roomy or output.loose else "map"
     if memory == "map" and not output.loose:
-        views = {key: _view(output, opened.files, one) for key, one in stored.items()}
+        views = {key: _view(output, found.files, one) for key, one in stored.items()}
     else:  # one mapping per loose file would exceed the kernel's limit
-        warn_of_shortages(str(path), opened.part_bytes, pool.nodes, opened.left)
+        warn_of_shortages(str(path), found.part_bytes, pool.nodes, found.left)
         views = _copy(output, stored, measured.numa, pool.nodes)
     packed = LayerWeights(measured.form, grid, count, arrays_of(measured.form, views))
     if isinstance(measured.form, StripForm):
@@ -229,7 +230,7 @@ def check_columns(method: str, grid: ExpertGrid) -> None:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class Opened:
     """An output, its sizes and mappings, the bytes of each NUMA part, and what memory was like before the first layer:
     whether it holds all of them, and what each NUMA node had left (bytes).
     """
@@ -243,17 +244,17 @@ class _Opened:
 
 
 @functools.lru_cache(maxsize=8)
-def _opened_at(path: Path, mtime_ns: int) -> _Opened:
+def _opened_at(path: Path, as_it_is: frozenset[Status]) -> Opened:
     output = open_output(path)
     parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
     for (place, _), stored in output.tensors.items():
         parts[place.numa] += stored.nbytes
     is_roomy = sum(parts) < ROOMY * memory_available()
-    return _Opened(output, measure(output), MappedFiles(), tuple(parts), is_roomy, machine.node_memory_available())
+    return Opened(output, measure(output), MappedFiles(), tuple(parts), is_roomy, machine.node_memory_available())
 
 
-def _opened(path: Path) -> _Opened:
-    """An output, read again only if the directory changes."""
+def opened_output(path: Path) -> Opened:
+    """An output, read again only if a file of it changes."""
     if path.suffix == ".gguf" or (path.is_dir() and not is_output(path) and any(path.glob("*.gguf"))):
         raise UnsupportedError(
             f"{path}: holds experts as GGUF (kt-kernel's method LLAMAFILE), which no method of this runtime computes; "
@@ -261,48 +262,7 @@ def _opened(path: Path) -> _Opened:
         )
     if not path.is_dir():
         raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
-    return _opened_at(path.resolve(), path.stat().st_mtime_ns)
-
-
-def _compare_metadata(output: Output, layer: int, measured: Measure, swiglu: Swiglu) -> None:
-    """Compare the metadata in our own shards with their byte counts, and with the settings to compute with."""
-    count, hidden, intermediate = measured.shapes[layer]
-    actual = {
-        "method": measured.method,
-        "numa": str(measured.numa),
-        "num_experts": str(count),
-        "hidden_size": str(hidden),
-        "moe_intermediate_size": str(intermediate),
-        "weights_on": "output",
-        "activation": kt_methods.activation(swiglu),
-    }
-    for shard, metadata in output.metadata.items():
-        if metadata.get("layer") != str(layer):
-            continue
-        if "activation" in metadata and _is_stated(output, layer, measured.method, metadata["activation"], swiglu):
-            actual["activation"] = metadata["activation"]
-        for name, value in actual.items():
-            if name in metadata and metadata[name] != value:
-                given = name == "activation" and measured.method in kt_methods.LIMITED
-                remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them" if given else AGAIN
-                raise UnsupportedError(
-                    f"{output.root / shard}: its header says {name} {metadata[name]}, "
-                    f"its bytes and this runtime say {value}; {remedy}."
-                )
-
-
-def _is_stated(output: Output, layer: int, method: str, activation: str, swiglu: Swiglu) -> bool:
-    """Whether these are just the settings that config.json has for the layer, which may have none where others do.
-
-    Raises UnsupportedError where the method could compute what config.json says and the settings are others.
-    """
-    stated = kt_methods.stated(output.config, activation, layer)
-    if stated in (None, swiglu) or method not in kt_methods.LIMITED:
-        return stated == swiglu
-    raise UnsupportedError(
-        f"{output.root}: the experts of layer {layer} have {kt_methods.settings(stated)} by config.json, not "
-        f"{kt_methods.settings(swiglu)}; give what config.json says."
-    )
+    return _opened_at(path.resolve(), contents(path))
 
 
 def _stored(output: Output, form: Form, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], Stored]]:
