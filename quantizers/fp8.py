@@ -65,13 +65,20 @@ def is_kept(matrix: Matrix) -> bool:
 
 
 def with_positive_scales(matrix: Matrix) -> Matrix:
-    """The same numbers of a linear in FP8: the signs of negative scales go to the codes, and what a scale of 0 makes
-    zeros are zeros with the scale 1.
+    """The same numbers of a linear that is_kept: the signs of negative scales go to the codes, and what a scale of 0
+    makes zeros are zeros with the scale 1.
     """
     assert matrix.scales is not None
-    codes, each = matrix.values, matrix.each_scale()
-    zeros = (each == 0) & ((codes & 0x7F) != NAN)
-    codes = np.where(zeros, codes & 0x80, codes) ^ np.where(np.signbit(each), np.uint8(0x80), np.uint8(0))
+    codes = matrix.values.copy()
+    first_row, first_column = (at // BLOCK for at in matrix.origin)
+    for row in range(0, codes.shape[0], BLOCK):
+        for column in range(0, codes.shape[1], BLOCK):
+            scale = matrix.scales[first_row + row // BLOCK, first_column + column // BLOCK]
+            block = codes[row : row + BLOCK, column : column + BLOCK]
+            if scale == 0:
+                block[(block & 0x7F) != NAN] &= 0x80
+            if np.signbit(scale):
+                block ^= 0x80
     return replace(matrix, values=codes, scales=np.where(matrix.scales == 0, np.float32(1), np.abs(matrix.scales)))
 
 

@@ -264,6 +264,7 @@ def test_what_an_output_says_of_itself_must_be_true(output: Path, tmp_path: Path
         ("MXFP4", b"\xff", "scale 0, 255, is not a number"),
         ("FP8", b"\0\0\x80\x7f", "scale 0 is inf"),
         ("FP8", b"\0\0\x80\xbf", "scale 0 is -1.0"),
+        ("FP8", b"\xff\xff\x7f\x7f", r"scale 0, 3.4.*e\+38, makes a number infinite"),
     ],
 )
 def test_scales_that_are_no_numbers(name: str, bad: bytes, what: str, tmp_path: Path, example: Path, cli: Any) -> None:

@@ -4,6 +4,7 @@ that is FP8 in the same blocks.
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ def written(matrix: Matrix) -> npt.NDArray[np.float32]:
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
     form.quantize(matrix, out)
     assert form.error_sums(matrix, out)[3] == 0
-    assert isinstance(form, StripForm) and not any(defect(out) for defect in form.defects)
+    assert isinstance(form, StripForm) and not any(defect(out, matrix.shape[1]) for defect in form.defects)
     return form.unpack(out, *matrix.shape)
 
 
@@ -202,6 +203,39 @@ def test_kept_numbers_must_be_finite() -> None:
     assert (raised.value.row, raised.value.column) == (200, 255)
     codes[200, 255] = 0x38  # 1
     written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+
+
+@pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
+def test_scales_that_make_numbers_infinite(name: str) -> None:
+    """Only with the codes of their own block, here the second of the second row."""
+    codes, scales = stored(256, 384, 1)
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in FORMS[name].tensors(256, 384)]
+    codes[128:, 128:256] &= 0x87  # below 1
+    FORMS[name].quantize(Matrix(codes, FP8_E4M3, scales, (128, 128)), out)
+    held, (_, defect) = out[1].view(np.float32), FORMS[name].defects  # type: ignore[attr-defined]
+    assert not defect(out, 384)
+    held[4] = 3e38
+    assert not defect(out, 384)
+    held[5] = 3e38
+    assert defect(out, 384) == "scale 5, 3e+38, makes a number infinite"
+
+
+@pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
+def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name: str) -> None:
+    form, (n, k) = FORMS[name], (1024, 1024)
+    codes, scales = stored(n, k, 1)
+    codes[:128, :128] = 0x38  # 1
+    scales[0, 0], scales[1, 1], scales[2, 2] = 3e38, -1, 0
+    matrix = Matrix(codes, FP8_E4M3, scales, (128, 128))
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
+    form.quantize(matrix, out)
+    tracemalloc.start()
+    try:
+        form.quantize(matrix, out)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * form.decoded_rows * k + (16 << 10)  # what a plan counts, and Python's objects
 
 
 # --- codes alone, for scales of other blocks ---------------------------------------------------------------------------

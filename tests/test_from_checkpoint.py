@@ -373,6 +373,19 @@ def shorter(tensors: Tensors, ending: str) -> Tensors:
                 ("MXFP8_m3", "1.w3.weight_scale_inv", b"\xff"),
             )
         ),
+        *(
+            (
+                name,
+                lambda t, ending=ending, data=data: with_first(t, ending, data),
+                f"{ending.rpartition('.')[0]}.weight': row .* holds a number that is not finite;",
+            )
+            for name, ending, data in (
+                ("FP8_default", "1.up_proj.weight_scale_inv", b"\xff\xff\x7f\x7f"),
+                ("FP8_PERCHANNEL_default", "1.up_proj.weight_scale", b"\xff\xff\x7f\x7f"),
+                ("MXFP4_v4", "1.w3.scale", b"\xfe"),
+                ("MXFP8_m3", "1.w3.weight_scale_inv", b"\xfe"),
+            )
+        ),
         ("MXFP8_m3", lambda t: without(t, "1.w3.weight_scale_inv"), "weight_scale_inv.* missing"),
         ("FP8_default", lambda t: shorter(t, "1.up_proj.weight_scale_inv"), "of shape .1, 2. does not fit"),
     ],
@@ -385,6 +398,17 @@ def test_damaged_tensors_are_refused(
     with pytest.raises(InputError, match=message) as raised:
         Experts.load(path, 0)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+def test_the_scale_of_a_whole_weight_must_not_make_numbers_infinite(tmp_path: Path) -> None:
+    """Though its products with the scales of groups are finite: 2^0 times 2^126, and a code 6."""
+    layer, key = nvfp4(tmp_path, divides=False), "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors = read_file(tmp_path / "model.safetensors")
+    ones, large = bytes([0x38]) * len(tensors[f"{key}_scale"].data), np.float32(2.0**126).tobytes()
+    changes = {f"{key}_scale": ones, f"{key}_scale_2": large}
+    layer.write(tmp_path, {name: t._replace(data=changes.get(name, t.data)) for name, t in tensors.items()})
+    with pytest.raises(InputError, match=f"'{key}': row 1 .* holds a number that is not finite; download it again"):
+        Experts.load(tmp_path, 0)
 
 
 @pytest.mark.parametrize(

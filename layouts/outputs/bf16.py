@@ -42,7 +42,7 @@ def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) ->
     return bf16_to_f32(strips.unlay(held)[rows])
 
 
-def bad_code(stored: Sequence[Bytes]) -> str:
+def bad_code(stored: Sequence[Bytes], k: int) -> str:
     """No number is infinite or NaN."""
     wrong = (stored[0].view("<u2") & 0x7FFF) >= 0x7F80
     return f"number {int(np.argmax(wrong))} is infinite or not a number" if wrong.any() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,14 +12,17 @@ import numpy.typing as npt
 from ktconvert.layouts.outputs.form import Rows, Tensor
 from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.strip_form import StripForm, rows_of
-from ktconvert.native_quant import kernels_strips
+from ktconvert.native_quant import kernels, kernels_strips
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, fp8, strips
 from ktconvert.quantizers.errors import decode_finite
+from ktconvert.quantizers.reference import f32_to_bf16
+from ktconvert.quantizers.scales import E4M3
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
 
+BF16_INFINITY = 0x7F80
 STORED = ("F8_E4M3", "MXFP8")  # encodings that may have such blocks
 
 
@@ -50,16 +54,35 @@ def exact(model: MoeModel) -> bool:
 def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
     """Rounded, unless the source is FP8 in such blocks. Raises kernels.NonFinite."""
     n, k = matrix.shape
-    kernels_strips.pack_fp8(sound(matrix), _codes(out[0], n, k), _scales(out[1], n, k))
+    pack(matrix, _codes(out[0], n, k), _scales(out[1], n, k))
 
 
-def sound(matrix: Matrix) -> Matrix:
-    """The same numbers; of FP8 in such blocks, with positive scales. Raises kernels.NonFinite where one overflows."""
-    if not fp8.is_kept(matrix) or matrix.scales is None:
-        return matrix
-    if (np.abs(matrix.scales) > fp8.LARGE_SCALE).any():
+def pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
+    """kernels_strips.pack_fp8 where scales of a source in such blocks may be negative, 0, or so large that a number
+    overflows: 128 rows at a time. Raises kernels.NonFinite.
+    """
+    if not fp8.is_kept(matrix) or matrix.scales is None or _usual(matrix.scales):
+        kernels_strips.pack_fp8(matrix, codes, scales)
+        return
+    n, _ = matrix.shape
+    held = codes.reshape(n // fp8.BLOCK, -1, codes.shape[1])
+    for block in range(n // fp8.BLOCK):
+        rows = matrix.rows(block * fp8.BLOCK, (block + 1) * fp8.BLOCK)
+        try:
+            require_finite(rows)
+            kernels_strips.pack_fp8(fp8.with_positive_scales(rows), held[block], scales[block : block + 1])
+        except kernels.NonFinite as bad:
+            raise kernels.NonFinite(block * fp8.BLOCK + bad.row, bad.column) from None
+
+
+def require_finite(matrix: Matrix) -> None:
+    """Raises kernels.NonFinite where the product of a code and a large scale is infinite in BF16."""
+    if matrix.scales is not None and (np.abs(matrix.scales) > fp8.LARGE_SCALE).any():
         decode_finite(matrix)
-    return fp8.with_positive_scales(matrix) if (matrix.scales <= 0).any() else matrix
+
+
+def _usual(scales: npt.NDArray[np.float32]) -> bool:
+    return bool(((scales > 0) & (scales <= fp8.LARGE_SCALE)).all())
 
 
 def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
@@ -68,17 +91,31 @@ def unpack(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) ->
     return fp8.values(strips.unlay(held)[inside], _scales(stored[1], n, k)[np.arange(n)[rows] // fp8.BLOCK])
 
 
-def bad_code(stored: Sequence[Bytes]) -> str:
+def bad_code(stored: Sequence[Bytes], k: int) -> str:
     """No code is NaN."""
     wrong = (stored[0] & 0x7F) == fp8.NAN
     return f"code {int(np.argmax(wrong))} is not a number" if wrong.any() else ""
 
 
-def bad_scale(stored: Sequence[Bytes]) -> str:
-    """Every scale is finite and positive."""
+def bad_scale(rows: int, stored: Sequence[Bytes], k: int) -> str:
+    """Every scale is finite and positive, and its products with the codes are finite in BF16.
+
+    rows: of a strip, or 1 where codes lie row after row
+    """
     scales = stored[1].view("<f4")
     wrong = ~(np.isfinite(scales) & (scales > 0))
-    return f"scale {int(np.argmax(wrong))} is {scales[wrong][0]}" if wrong.any() else ""
+    if wrong.any():
+        return f"scale {int(np.argmax(wrong))} is {scales[wrong][0]}"
+    k = max(k, fp8.BLOCK)  # of a damaged shape
+    for index in map(int, np.flatnonzero(scales > fp8.LARGE_SCALE)):
+        row, column = (fp8.BLOCK * at for at in divmod(index, k // fp8.BLOCK))
+        starts = range(row * k + column * rows, (row + fp8.BLOCK) * k, rows * k)
+        codes = np.concatenate([stored[0][start : start + fp8.BLOCK * rows] for start in starts])
+        with np.errstate(over="ignore"):
+            largest = E4M3[codes & 0x7F].max(initial=0) * scales[index]
+        if f32_to_bf16(largest) >= BF16_INFINITY:
+            return f"scale {index}, {scales[index]!s}, makes a number infinite"
+    return ""
 
 
 def _codes(codes: Bytes, n: int, k: int) -> npt.NDArray[np.uint8]:
@@ -100,7 +137,7 @@ FP8 = StripForm(
     columns=columns,
     write=quantize,
     read=unpack,
-    defects=(bad_code, bad_scale),
+    defects=(bad_code, partial(bad_scale, strips.ROWS)),
     exact=exact,
     source=fp8.source_values,
     scaled=_scales,

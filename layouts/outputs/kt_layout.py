@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ktconvert.layouts.outputs import strip_card
 from ktconvert.layouts.outputs.bf16 import BF16
 from ktconvert.layouts.outputs.form import Rows, Tensor
-from ktconvert.layouts.outputs.fp8 import FP8, sound
+from ktconvert.layouts.outputs.fp8 import FP8, bad_code, bad_scale, pack
 from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.mxfp4 import MXFP4, first_bad
 from ktconvert.layouts.outputs.output import Bytes
@@ -103,7 +103,7 @@ def write_fp8(matrix: Matrix, out: Sequence[Bytes]) -> None:
     """As FP8 in strips. Raises kernels.NonFinite."""
     n, k = matrix.shape
     scales = out[1].view(np.float32).reshape(n // fp8.BLOCK, k // fp8.BLOCK)
-    kernels_strips.pack_fp8(sound(matrix), out[0].reshape(n, k), scales)
+    pack(matrix, out[0].reshape(n, k), scales)
 
 
 def read_fp8(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> npt.NDArray[np.float32]:
@@ -142,7 +142,7 @@ def mxfp4_scale_values(stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]
     return e8m0(stored.reshape(n, -1))
 
 
-def bad_mxfp4_scale(stored: Sequence[Bytes]) -> str:
+def bad_mxfp4_scale(stored: Sequence[Bytes], k: int) -> str:
     """Every scale is a number, and so are its products with the codes."""
     groups = stored[0].reshape(-1, mxfp4.GROUP // 2)
     return first_bad(stored[1], lambda scale: fields(4, groups[scale : scale + 1]))
@@ -155,5 +155,7 @@ KT_MXFP4 = replace(
     defects=(no_defect, bad_mxfp4_scale),
     scaled=mxfp4_scale_values,
 )
-KT_FP8 = kt_form(FP8, DEEPSEEK, fp8_tensors, int, write_fp8, read_fp8)
+KT_FP8 = replace(
+    kt_form(FP8, DEEPSEEK, fp8_tensors, int, write_fp8, read_fp8), defects=(bad_code, partial(bad_scale, 1))
+)
 KT_BF16 = kt_form(BF16, DEEPSEEK, bf16_tensors, int, write_bf16, read_bf16)

@@ -55,7 +55,7 @@ def scale_values(stored: Bytes, n: int, k: int) -> npt.NDArray[np.float32]:
     return e8m0(mxfp4.unlay_exponents(stored.reshape(n // strips.ROWS, k)))
 
 
-def bad_scale(stored: Sequence[Bytes]) -> str:
+def bad_scale(stored: Sequence[Bytes], k: int) -> str:
     """Every scale is a number, and so are its products with the codes."""
     blocks = stored[0].reshape(-1, BLOCK)
 

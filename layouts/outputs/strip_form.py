@@ -50,7 +50,7 @@ class StripForm:
     columns   items in a row of the codes' tensor -> columns
     write     Form.quantize
     read      Form.unpack
-    defects   for each tensor: the stored tensors of a part -> what is wrong with its numbers, "" if nothing
+    defects   for each tensor: the stored tensors of a part, k -> what is wrong with its numbers, "" if nothing
     exact     Form.exact
     source    Form.source_values
     scaled    Form.scale_values
@@ -74,7 +74,7 @@ class StripForm:
     columns: Callable[[int], int]
     write: Callable[[Matrix, Sequence[Bytes]], None]
     read: Callable[[Sequence[Bytes], int, int, Rows], npt.NDArray[np.float32]]
-    defects: tuple[Callable[[Sequence[Bytes]], str], ...]
+    defects: tuple[Callable[[Sequence[Bytes], int], str], ...]
     exact: Callable[[MoeModel], bool]
     source: Callable[[Matrix], npt.NDArray[np.float32]] = source_values
     scaled: Callable[[Bytes, int, int], npt.NDArray[np.float32]] = no_scales
@@ -200,8 +200,9 @@ class StripForm:
         """Every number is finite."""
         tensors = [output.tensors[place, tensor.suffix] for tensor in self.lay_out(0, 0)]
         stored = [output.read(tensor) for tensor in tensors]
+        k = self.columns(tensors[0].shape[-1]) if tensors[0].shape else 0
         for tensor, defect in zip(tensors, self.defects, strict=True):
-            if what := defect(stored):
+            if what := defect(stored, k):
                 yield f"{tensor.name} in {tensor.file}: {what}"
 
     # --- descriptions ---
@@ -223,7 +224,7 @@ class StripForm:
         return self.describe(facts, base_model, self.coded, non_experts)
 
 
-def no_defect(stored: Sequence[Bytes]) -> str:
+def no_defect(stored: Sequence[Bytes], k: int) -> str:
     """Of codes that are numbers whatever their bits."""
     return ""
 

@@ -97,6 +97,7 @@ def _part_of(grid: npt.NDArray[np.generic], part: Matrix, columns: int) -> npt.N
 
 
 def _write_per_channel(stored: Stored, out: Sequence[Bytes]) -> None:
+    fp8.require_finite(stored.part)
     _lay_fp8(stored, out[0])
     assert stored.part.scales is not None
     first, (n, _) = stored.part.origin[0], stored.part.shape
@@ -104,6 +105,7 @@ def _write_per_channel(stored: Stored, out: Sequence[Bytes]) -> None:
 
 
 def _write_mxfp8(stored: Stored, out: Sequence[Bytes]) -> None:
+    fp8.require_finite(stored.part)
     _lay_fp8(stored, out[0])
     assert stored.part.scales is not None
     scales = _part_of(stored.part.scales, stored.part, mxfp4_codes.GROUP).view(np.uint32)
@@ -121,6 +123,7 @@ def _write_nvfp4(stored: Stored, out: Sequence[Bytes]) -> None:
     part, tensors = stored.part, stored.tensors
     n, k = part.shape
     count, blocks = n // strips.ROWS, k // mxfp4_codes.GROUP
+    fp8.require_finite(part)
     # As MXFP4 with scales of 1, whose codes stay.
     codes = Matrix(part.values, FP4_E2M1, np.ones((n, blocks), np.float32), (1, mxfp4_codes.GROUP), skip=part.skip)
     kernels_strips.pack_mxfp4(codes, out[0].reshape(count, -1), np.empty((count, k), np.uint8))

@@ -11,7 +11,7 @@ from ktconvert.layouts.outputs.strip_form import StripForm
 def require_numbers(output: Output, form: StripForm, part: Part, stored: tuple[Bytes, ...]) -> None:
     """Raises InputError where a scale of a part is none that the form has."""
     for tensor, defect in list(zip(form.tensors(part.n, part.k), form.defects, strict=True))[1:]:
-        if what := defect(stored):
+        if what := defect(stored, part.k):
             found = output.tensors[part.place, tensor.suffix]
             described = output.names.describe(part.place, tensor.suffix)
             raise InputError(f"{output.root / found.file}: {described}: {what}; {AGAIN}.")

@@ -132,7 +132,7 @@ def _bad_scale(form: Parted, part: Part, stored: Packed) -> str:
         scales = form.scales(stored, part.n, part.k)
         sound = (np.isfinite(scales) & (scales >= 0)).all()
         return "" if sound else "holds a scale that is negative or not finite"
-    found = [what for defect in form.defects[1:] if (what := defect(stored))]
+    found = [what for defect in form.defects[1:] if (what := defect(stored, part.k))]
     return f"is damaged ({found[0]})" if found else ""
 
 
