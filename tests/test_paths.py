@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ktconvert.pipeline.cli import COMMANDS, group
 
 FILL = {"model": "m", "output": "o", "path": "p", "input_path": "i", "output_dir": "o", "model_id": "m"}
-FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2"}
+FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "dir": "d"}
 # What is typed as text and is a path, or a hub id.
 EITHER = {"input_path", "model_id", "model", "path", "against", "dataset"}
 

@@ -126,7 +126,7 @@ def test_killed_and_resumed_to_the_same_bytes(checkpoints: tuple[Path, Path], tm
 
     assert run(tmp_path / "whole", 0) == 0
     wanted, calls = tree(tmp_path / "whole"), killpoint.count(log)
-    for n in (calls // 3, calls // 2, 2 * calls // 3):
+    for n in (calls // 2, calls // 3, calls // 4):  # a resumed run has fewer calls
         assert run(tmp_path / "out", n) == killpoint.KILLED
     assert run(tmp_path / "out", 0) == 0
     assert tree(tmp_path / "out") == wanted

@@ -27,7 +27,7 @@
 #ifndef KT_GEMM_AMX_H
 #define KT_GEMM_AMX_H
 
-#include "gemm_tiles.h"
+#include "gemm_tiles_amx.h"
 
 /* A strip's columns first .. first + columns - 1, all in one column block. */
 typedef struct {

@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "gemm_bf16_steps.h"
-#include "gemm_tiles.h"
+#include "gemm_tiles_amx.h"
 
 enum {
     BLOCK = 2 * KT_TILE_TOKENS,

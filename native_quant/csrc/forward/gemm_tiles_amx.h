@@ -1,7 +1,7 @@
 /* Shared by the products of int8 and of BF16 in AMX tiles. Tiles 0 and 1 hold activations, a token in each row; 2 and 3
  * weights, the two halves of 32 rows; 4 to 7 the sums of 0 with 2 and 3, and of 1 with 2 and 3. */
-#ifndef KT_GEMM_TILES_H
-#define KT_GEMM_TILES_H
+#ifndef KT_GEMM_TILES_AMX_H
+#define KT_GEMM_TILES_AMX_H
 
 #include "arch/x86/tiles.h"
 #include "gemm_avx512.h"
