@@ -5,7 +5,7 @@ plausible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,11 @@ def judge(
     """
     n, k = matrix.shape
     rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
-    x = bf16_to_f32(kernels.decode(matrix)[rows])
-    ours, theirs = (form.unpack(tensors, n, k, rows) for tensors in (stored, rounded))
-    outside = _out_of_range(form, form.scales(stored, n, k)[rows], ours)
+    outside = _out_of_range(form, stored, n, k)
     if outside:
         return np.zeros(4), Calibrated(np.inf, False, False), outside
+    x = bf16_to_f32(kernels.decode(matrix)[rows])
+    ours, theirs = (form.unpack(tensors, n, k, rows) for tensors in (stored, rounded))
     unused = np.asarray(theirs.any(axis=0) & ~ours.any(axis=0))
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
@@ -74,15 +74,17 @@ def judge(
     return sums, comparison, problem
 
 
-def _out_of_range(form: Form, scales: npt.NDArray[Any], values: F32) -> str:
-    """What is wrong with the scales [rows, groups], or with the codes of the values [rows, k], by themselves; "" if
-    nothing is.
-    """
+def _out_of_range(form: Form, stored: Sequence[Bytes], n: int, k: int) -> str:
+    """What is wrong with all scales and codes of a linear [n, k] by themselves; "" if nothing is."""
     grid = form.grid
+    scales = form.scales(stored, n, k)
     scales = bf16_to_f32(scales) if scales.dtype == np.uint16 else scales
     if not np.isfinite(scales).all():
         return "has a scale that is not finite"
-    each = np.repeat(scales * np.float32(grid.step * NEXT_TO), values.shape[1] // scales.shape[1], axis=1)
+    if grid.high - grid.low == (1 << grid.bits) - 1:
+        return ""  # whatever the bits are, they are a code
+    values = form.unpack(stored, n, k).reshape(n, scales.shape[1], -1)
+    each = scales[:, :, None] * np.float32(grid.step * NEXT_TO)
     if ((values < grid.low * each) | (values > grid.high * each)).any():
         return f"has a code outside {grid.low} to {grid.high}"
     return ""

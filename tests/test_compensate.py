@@ -1,0 +1,225 @@
+"""GPTQ of one group of experts in AMXINT4 and AMXINT8: codes that kt-kernel can multiply, experts that saw no token, one
+or few, and Hessians without a factor; and how `verify` judges such codes.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8
+from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts
+from ktconvert.native_quant.matrix import BF16, Matrix
+from ktconvert.pipeline.gptq.compensate import Compensate
+from ktconvert.pipeline.stages.experts import quantize
+from ktconvert.pipeline.verify.calibrated import ROWS, judge
+from ktconvert.pipeline.walk.consumers import ExpertGroup, ExpertWeights
+from ktconvert.quantizers import reference, scale_search
+from ktconvert.quantizers.choice import GPTQ
+
+if find_spec("torch") is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+import torch
+
+from ktconvert.quantizers import gptq
+
+FORMS = {4: AMXINT4, 8: AMXINT8}
+HIDDEN, WIDTH = 128, 256
+SHAPES = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+
+
+def weights_of(rng: np.random.Generator, kind: str) -> dict[str, Any]:
+    """BF16 bits of an expert's linears; the first rows are zeros, subnormals and one large value."""
+    out = {}
+    for projection, (n, k) in SHAPES.items():
+        drawn = rng.standard_normal((n, k)) if kind == "gauss" else rng.standard_t(2, (n, k))
+        if kind == "wide":
+            drawn *= 10.0 ** rng.uniform(-40, 15, (n, 1))
+        bits = reference.f32_to_bf16(np.clip(drawn, -3.38e38, 3.38e38).astype(np.float32))
+        bits[0], bits[1], bits[2, 1:] = 0, np.arange(k) % 128, 0
+        out[projection] = bits
+    return out
+
+
+def hessian_of(rng: np.random.Generator, k: int, tokens: int) -> gptq.Hessian:
+    hessian = gptq.Hessian.empty(k)
+    mixing = rng.standard_normal((k, k)) * np.linspace(0.05, 2, k)
+    hessian.add(torch.from_numpy(rng.standard_normal((tokens, k)) @ mixing).bfloat16())
+    return hessian
+
+
+def compensated(
+    bits: int,
+    experts: list[dict[str, Any]],
+    gate_up: list[gptq.Hessian],
+    down: list[gptq.Hessian],
+    *,
+    tokens: list[int],
+    sees: str = "mixed",
+    floor: int = 1,
+    numa: int = 1,
+) -> tuple[Compensate, dict[tuple[int, str], Any]]:
+    """The consumer after a group, and the parts of each linear as it wrote them."""
+    form, stored = FORMS[bits], {}
+    grid = ExpertGrid(0, HIDDEN, WIDTH, numa)
+
+    def nearest(expert: int, projection: str, importance: Any) -> Any:
+        made = []
+        pieces = cut_parts(projection, experts[expert][projection], numa)
+        for part, piece in zip(grid.parts(expert, projection), pieces, strict=True):
+            out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(part.n, part.k)]
+            quantize(form, GPTQ, Matrix(np.ascontiguousarray(piece), BF16), out, part.of_columns(importance))
+            made.append((part, out))
+        return made
+
+    def write(expert: int, projection: str, made: Any) -> None:
+        stored[expert, projection] = made
+
+    consumer = Compensate(form, 0.01, "float32", sees, floor, nearest, write, numa)
+    weights = {
+        e: ExpertWeights(*(torch.from_numpy(own[p].view(np.int16)).view(torch.bfloat16) for p in SHAPES))
+        for e, own in enumerate(experts)
+    }
+    group = ExpertGroup(0, np.array(tokens), weights, dict(enumerate(gate_up)), dict(enumerate(down)))
+    consumer.take(group)
+    return consumer, stored
+
+
+def codes_of(bits: int, made: Any) -> list[tuple[Any, Any]]:
+    """Codes int8 [n, k] and scales of each part."""
+    return [(reference.unpack(bits, out[0], part.n, part.k), out[1].view(np.float32)) for part, out in made]
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 1 << 30),
+    bits=st.sampled_from([4, 8]),
+    kind=st.sampled_from(["gauss", "t2", "wide"]),
+    tokens=st.sampled_from([0, 1, 7, 400]),
+    sees=st.sampled_from(["all", "mixed", "routed"]),
+    numa=st.sampled_from([1, 2]),
+)
+def test_no_code_has_no_negative(seed: int, bits: int, kind: str, tokens: int, sees: str, numa: int) -> None:
+    """-8 and -128 never come out, whatever weights, inputs and tokens; scales are finite, and rows of zeros stay so."""
+    rng = np.random.default_rng(seed)
+    largest = (1 << bits - 1) - 1
+    seen = max(tokens, 1) if sees == "all" else tokens
+    shared = hessian_of(rng, HIDDEN, 400 if sees == "mixed" else seen)
+    _, stored = compensated(
+        bits,
+        [weights_of(rng, kind)],
+        [shared],
+        [hessian_of(rng, WIDTH, seen)],
+        tokens=[tokens],
+        sees=sees,
+        numa=numa,
+    )
+    for (_, projection), made in stored.items():
+        first, *_ = parts = codes_of(bits, made)
+        for codes, scales in parts if projection == "down" else [first]:
+            assert not codes[:2].any() and not scales[:2].any(), projection  # zeros and subnormals
+        for codes, scales in parts:
+            assert -largest <= codes.min() and codes.max() <= largest
+            assert np.isfinite(scales).all() and (scales >= 0).all()
+            assert not codes[scales == 0].any()
+
+
+def test_experts_without_enough_tokens_are_searched() -> None:
+    """An expert without tokens has the codes of mse where nothing is known of its inputs, one with few those weighted by
+    what it read, as with gate and up, of which all tokens are known; with a floor of 1 one token is compensated for.
+    """
+    rng = np.random.default_rng(5)
+    experts = [weights_of(rng, "gauss") for _ in range(4)]
+    tokens = [0, 1, 3, 400]
+    shared = hessian_of(rng, HIDDEN, 404)
+    down = [hessian_of(rng, WIDTH, count) for count in tokens]
+    consumer, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
+    assert consumer.too_few == [0, 1, 2] and consumer.fell_back == []
+
+    def wanted(expert: int, projection: str, hessian: gptq.Hessian) -> Any:
+        importance = torch.diagonal(hessian.sum).numpy().copy()
+        return scale_search.search(4, experts[expert][projection], importance if importance.any() else None)
+
+    for expert in range(4):
+        for projection in SHAPES:
+            ((codes, scales),) = codes_of(4, stored[expert, projection])
+            search = wanted(expert, projection, down[expert] if projection == "down" else shared)
+            np.testing.assert_array_equal(scales, search[1])
+            assert np.array_equal(codes, search[0]) == (expert != 3), (expert, projection)
+    one, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
+    assert one.too_few == [0]
+    ((codes, scales),) = codes_of(4, stored[1, "down"])
+    search = wanted(1, "down", down[1])
+    np.testing.assert_array_equal(scales, search[1])
+    assert not np.array_equal(codes, search[0])
+
+
+def test_a_hessian_without_a_factor_rounds_with_the_scales_of_the_search() -> None:
+    """The linears are listed, and the others of the group are compensated all the same."""
+    rng = np.random.default_rng(6)
+    experts = [weights_of(rng, "gauss") for _ in range(2)]
+    shared, down = hessian_of(rng, HIDDEN, 400), [hessian_of(rng, WIDTH, 400) for _ in range(2)]
+    down[1].sum[3, 5] = down[1].sum[5, 3] = 1e9  # not positive definite
+    consumer, stored = compensated(4, experts, [shared] * 2, down, tokens=[400, 400])
+    assert consumer.fell_back == [(1, "down")] and consumer.too_few == []
+    ((codes, scales),) = codes_of(4, stored[1, "down"])
+    importance = torch.diagonal(down[1].sum).numpy().copy()
+    _, searched = scale_search.search(4, experts[1]["down"], importance)
+    np.testing.assert_array_equal(scales, searched)
+    x, step = reference.bf16_to_f32(experts[1]["down"]), 16 * np.where(scales == 0, 1, scales)[:, None]
+    np.testing.assert_array_equal(codes[2:], np.clip(np.rint(x / step), -7, 7)[2:])
+    ((other, _),) = codes_of(4, stored[0, "down"])
+    x = reference.bf16_to_f32(experts[0]["down"])
+    assert not np.array_equal(other, np.clip(np.rint(x / step), -7, 7))
+
+
+# --- verify -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def linear() -> tuple[Matrix, list[Any], list[Any]]:
+    """A linear of 256 rows, its tensors, and those of rounding to nearest."""
+    rng = np.random.default_rng(7)
+    bf16 = weights_of(rng, "gauss")["gate"]
+    bf16[:3] = bf16[3]
+    matrix = Matrix(bf16, BF16)
+    rounded, stored = ([np.empty(t.nbytes, np.uint8) for t in AMXINT4.tensors(*bf16.shape)] for _ in range(2))
+    AMXINT4.quantize(matrix, rounded)
+    quantize(AMXINT4, GPTQ, matrix, stored)
+    return matrix, stored, rounded
+
+
+def changed(stored: list[Any], row: int, code: int) -> list[Any]:
+    """The tensors with another code in the fifth column of a row."""
+    codes = reference.unpack(4, stored[0], WIDTH, HIDDEN)
+    codes[row, 5] = code
+    return [reference.pack(4, codes).reshape(-1).view(np.uint8), stored[1]]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_verify_finds_a_code_and_a_scale_that_must_not_be(linear: Any, whole: bool) -> None:
+    """In any row, whether the error of the whole linear is measured or that of some rows."""
+    matrix, stored, rounded = linear
+    assert judge(AMXINT4, matrix, stored, rounded, whole=whole)[2] == ""
+    sampled = np.unique(np.linspace(0, WIDTH - 1, ROWS).astype(int))
+    for row in (0, int(np.setdiff1d(np.arange(WIDTH), sampled)[9]), WIDTH - 1):
+        assert judge(AMXINT4, matrix, changed(stored, row, 7), rounded, whole=whole)[2] == ""
+        problem = judge(AMXINT4, matrix, changed(stored, row, -8), rounded, whole=whole)[2]
+        assert problem == "has a code outside -7 to 7", row
+        scales = stored[1].view(np.float32).copy()
+        scales[row] = np.nan
+        problem = judge(AMXINT4, matrix, [stored[0], scales.view(np.uint8)], rounded, whole=whole)[2]
+        assert problem == "has a scale that is not finite", row
+
+
+def test_verify_finds_the_codes_of_another_expert(linear: Any) -> None:
+    matrix, _, rounded = linear
+    other = [np.empty_like(tensor) for tensor in rounded]
+    quantize(AMXINT4, GPTQ, Matrix(weights_of(np.random.default_rng(8), "gauss")["gate"], BF16), other)
+    assert "times as far as rounding to nearest" in judge(AMXINT4, matrix, other, rounded, whole=False)[2]
