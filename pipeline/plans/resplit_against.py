@@ -49,9 +49,10 @@ def advice(plan: Plan, against: str, revision: str | None = None) -> str:
     scale = plan.facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
         raise UnsupportedError(f"{plan.request.input}: {scale} weights cannot be converted again here.")
-    if QUANTIZERS[scale].importance:
+    if QUANTIZERS[scale].importance or QUANTIZERS[scale].calibrated:
+        needs = "a walk through the model" if QUANTIZERS[scale].calibrated else "its statistics"
         raise UnsupportedError(
-            f"{plan.request.input}: was made with --scale {scale}, which needs its statistics; leave out --against."
+            f"{plan.request.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
         )
     errors = Errors(np.zeros(4), np.zeros(4), np.zeros(4))
     with open_checkpoint(against, revision) as source:
