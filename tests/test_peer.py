@@ -163,16 +163,14 @@ def float64_output(
     return wanted
 
 
-@pytest.mark.parametrize("numa", [1, 2])
-def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: str, numa: int) -> None:
-    """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the
-    weights say: less than by the largest values.
+def errors_of(
+    scratch: Path, python: str, numa: int, inputs: dict[str, torch.Tensor], ways: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[float, float]]:
+    """Of the last layer in INT4, converted in these ways: how far from the source in float64 the outputs are that float64
+    computes from what is stored, and those of the real kt-kernel.
     """
-    generator, tokens = torch.Generator().manual_seed(9), 48
-    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(tokens)])
-    weights = torch.rand(tokens, TOPK, generator=generator)
-    save_file({"hidden": hidden, "ids": ids, "weights": weights}, tmp_path / "inputs.safetensors")
+    hidden, ids, weights = (inputs[name] for name in ("hidden", "ids", "weights"))
+    save_file(inputs, scratch / "inputs.safetensors")
     source = load_file(MODEL / "model.safetensors")
 
     def original(expert: int, projection: str) -> np.ndarray:
@@ -180,12 +178,12 @@ def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: s
 
     wanted = float64_output(original, hidden, ids, weights)
     errors = {}
-    for scale, *more in (("absmax",), ("mse",), ("imatrix", "--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf"))):
-        out = tmp_path / scale
+    for scale, more in ways.items():
+        out = scratch / scale
         convert(out, "int4", numa, "--scale", scale, *more)
         job = {"layer": 1, "numa": numa, "method": "AMXINT4", "folder": str(out)}
-        files = {"inputs": str(tmp_path / "inputs.safetensors"), "result": str(tmp_path / "out.safetensors")}
-        run_peer(peer_python, tmp_path, do="forward", **job, **files)
+        files = {"inputs": str(scratch / "inputs.safetensors"), "result": str(scratch / "out.safetensors")}
+        run_peer(python, scratch, do="forward", **job, **files)
         opened = open_output(out)
 
         def stored(expert: int, projection: str, opened: Output = opened) -> np.ndarray:
@@ -196,11 +194,60 @@ def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: s
             return np.concatenate(parts, axis=1 if projection == "down" else 0)
 
         ours = float64_output(stored, hidden, ids, weights)
-        theirs = load_file(tmp_path / "out.safetensors")["out"].double().numpy()
-        errors[scale] = tuple(np.linalg.norm(each - wanted) / np.linalg.norm(wanted) for each in (ours, theirs))
+        theirs = load_file(scratch / "out.safetensors")["out"].double().numpy()
+        errors[scale] = tuple(float(np.linalg.norm(each - wanted) / np.linalg.norm(wanted)) for each in (ours, theirs))
         assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
+    return errors
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: str, numa: int) -> None:
+    """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the
+    weights say: less than by the largest values.
+    """
+    generator, tokens = torch.Generator().manual_seed(9), 48
+    inputs = {
+        "hidden": torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16),
+        "ids": torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(tokens)]),
+        "weights": torch.rand(tokens, TOPK, generator=generator),
+    }
+    ways = {"absmax": (), "mse": (), "imatrix": ("--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf"))}
+    errors = errors_of(tmp_path, peer_python, numa, inputs, ways)
     assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
     assert errors["imatrix"][1] < 0.95 * errors["absmax"][1], errors  # though these inputs are alike in all columns
+
+
+def read_by_experts(text: str) -> dict[str, torch.Tensor]:
+    """What the last layer's experts read of a text, by transformers: hidden states, experts' numbers and weights."""
+    import transformers
+
+    from ktconvert.native_quant.runtime.hf_modules import find_experts
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
+    )
+    ids = transformers.AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt")["input_ids"]
+    seen: list[Any] = []
+    place = next(place for place in find_experts(model) if place.layer == 1)
+    model.get_submodule(place.name).register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
+    with torch.inference_mode():
+        model(ids, use_cache=False)
+    hidden, chosen, weights = seen[0]
+    return {"hidden": hidden.clone(), "ids": chosen.long().clone(), "weights": weights.float().clone()}
+
+
+@pytest.mark.parametrize("numa", [1, 2])
+def test_peer_computes_with_compensated_codes(tmp_path: Path, peer_python: str, numa: int) -> None:
+    """The same of `--scale gptq`, on text that was not calibrated with."""
+    pytest.importorskip("llmcompressor")
+    text = (ROOT / "examples" / "heldout.txt").read_text()
+    calibration, rest = tmp_path / "calibration.txt", text[2 * len(text) // 3 :][:600]
+    calibration.write_text(text[: 2 * len(text) // 3])
+    ways = {"absmax": (), "mse": (), "gptq": ("--dataset", str(calibration), "--max-sequence-length", "256")}
+    errors = errors_of(tmp_path, peer_python, numa, read_by_experts(rest), ways)
+    print(errors)
+    assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
+    assert errors["gptq"][1] < 0.95 * errors["mse"][1], errors
 
 
 @pytest.mark.parametrize("numa", [1, 2])
