@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import re
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.outputs.card import ranges
 from rig import calibrated, conversion, forks, gguf, killpoint
 from rig.attempts import Attempts
-from rig.safetensors import differing, read_folder
+from rig.safetensors import differing, metadata_of, read_file, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -113,11 +118,78 @@ def test_what_an_expert_sees_matters(outputs: Path) -> None:
     assert any(mixed[name] != routed[name] for name in gate)
 
 
-def test_manifest_and_metadata_say_how_it_was_made(outputs: Path) -> None:
-    facts = json.loads((outputs / "bundled int4" / "manifest.json").read_text())
-    assert facts["settings"]["scale"] == "gptq" and facts["settings"]["machine"]["threads"] == 1
-    config = json.loads((outputs / "bundled int4" / "config.json").read_text())
-    assert "gptq" in json.dumps(facts) and config
+def test_it_is_recorded_how_it_was_made(outputs: Path) -> None:
+    """Data, options and machine: in the manifest, the metadata of each shard and the model card."""
+    output = outputs / "bundled int4"
+    manifest = json.loads((output / "manifest.json").read_text())
+    facts, settings = manifest["model"], manifest["settings"]
+    assert facts["scale"] == settings["scale"] == "gptq"
+    assert facts["machine"] == settings["machine"] and settings["machine"]["threads"] == 1
+    assert (settings["calibrate"], settings["min_expert_tokens"]) == ("mixed", 4)
+    calibration = facts["calibration"]
+    assert (calibration["calibrate"], calibration["max_length"]) == ("mixed", calibrated.MAX_LENGTH)
+    shards = list(output.glob("*.safetensors"))
+    assert shards
+    for shard in shards:
+        metadata = metadata_of(shard)
+        assert metadata["scale"] == "gptq"
+        assert (
+            json.loads(metadata["calibration"]) == calibration and json.loads(metadata["machine"]) == facts["machine"]
+        )
+    card = (output / "README.md").read_text()
+    samples = re.search(r"(\d+) samples, (\d+) tokens of (\S+), at most", card)
+    assert samples and int(samples[2]) > int(samples[1]) and samples[3] == calibration["dataset"]
+    assert f"device {facts['machine']['device']}" in card and "threads 1" in card
+    assert re.search(r"\| 0 \| 0\.\d+ \| 0\.\d+ \| 0\.\d+ \|", card)  # the error of the layer
+
+
+def listed(said: str) -> list[str]:
+    """What the command said of experts with too few tokens, as the manifest has it."""
+    found = re.findall(
+        r"layer (\d+): \d+ of 8 experts rounded to nearest, for fewer .*: ([\d, ]+)$", said, re.MULTILINE
+    )
+    return [f"layer {layer}: {ranges([int(number) for number in few.split(', ')])}" for layer, few in found]
+
+
+def test_other_arrangements_keep_what_is_recorded(outputs: Path, example: Path, tmp_path: Path, cli: Any) -> None:
+    """Merged and resplit, and the experts that had too few tokens; what converting again gives is not known."""
+    few = json.loads((outputs / "bundled few" / "manifest.json").read_text())["model"]
+    assert few["too_few_tokens"] == listed((outputs / "bundled few.said").read_text()) != []
+    merged, one = tmp_path / "merged", tmp_path / "one"
+    cli("merge", "-i", str(outputs / "bundled loose"), "-o", str(merged))
+    cli("resplit", str(outputs / "bundled few"), str(one), "--threadpool-count", "1")
+    for output, before in ((merged, "bundled loose"), (one, "bundled few")):
+        cli("verify", str(output), "--against", str(example))
+        facts, old = (json.loads((path / "manifest.json").read_text())["model"] for path in (output, outputs / before))
+        for name in ("scale", "calibration", "machine", "too_few_tokens"):
+            assert facts.get(name) == old.get(name), name
+        card = (output / "README.md").read_text()
+        assert "gate and up saw every token" in card and all(each in card for each in facts.get("too_few_tokens", ()))
+    assert json.loads(metadata_of(next(one.glob("*.safetensors")))["calibration"]) == few["calibration"]
+    words = ("resplit", str(merged), str(tmp_path / "x"), "--threadpool-count", "1", "--against", str(example))
+    assert "--scale gptq, which needs a walk through the model" in cli(*words, code=3).stderr
+
+
+@pytest.mark.parametrize(("suffix", "byte", "words"), [("weight", 8, "-7 to 7"), ("scale", 0xFF, "not finite")])
+def test_verify_finds_what_must_not_be(
+    suffix: str, byte: int, words: str, outputs: Path, example: Path, tmp_path: Path, cli: Any
+) -> None:
+    """A code -8, and a scale that is no number, though the manifest says that just they were written."""
+    output = tmp_path / "out"
+    shutil.copytree(outputs / "bundled int4", output)
+    name = f"blk.1.ffn_down_exps.3.numa.1.{suffix}"
+    shard = next(path for path in output.glob("*.safetensors") if name in read_file(path))
+    start = next(entry.start for entry in read_header(shard).entries if entry.name == name)
+    data = bytearray(shard.read_bytes())
+    data[start : start + 4] = [byte] * 4
+    shard.write_bytes(data)
+    manifest = json.loads((output / "manifest.json").read_text())
+    (file,) = (file for file in manifest["files"] if file["name"] == shard.name)
+    file["sha256"] = hashlib.sha256(data).hexdigest()
+    (output / "manifest.json").write_text(json.dumps(manifest))
+    checks = json.loads(cli("verify", str(output), "--against", str(example), "--json", code=6).stdout)["checks"]
+    (problem,) = next(check["problems"] for check in checks if check["name"] == "source")
+    assert name.removesuffix(suffix) in problem and words in problem
 
 
 # --- cut off --------------------------------------------------------------------------------------
@@ -143,6 +215,26 @@ def test_killed_between_layers_and_within(attempts: Attempts) -> None:
     boundaries = [attempts.recorded_at(unit) + late for unit, late in zip(UNITS[1:], (1, 0, 1), strict=True)]
     conversion.in_parallel(attempts.killed, sorted({*boundaries, chance.choice(attempts.within("layer-001"))}))
     assert conversion.identity(attempts.model) == attempts.before
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (("--dampening-frac", "0.01"), "--dampening-frac was 0.1, is 0.01"),
+        (("--calibrate", "all"), "--calibrate was mixed, is all"),
+        (("--scale", "mse"), "--scale was gptq, is mse"),
+        (("--cpuinfer-threads", "2"), "threads was 1, is 2"),
+    ],
+)
+def test_other_options_and_another_machine_are_refused(
+    change: tuple[str, ...], shown: str, attempts: Attempts, tmp_path: Path
+) -> None:
+    if change[0] == "--cpuinfer-threads" and conversion.CORES < 2:
+        pytest.skip("needs two cores, to compute with another number of threads")
+    output = attempts.output(f"options {change[-1]}")
+    assert attempts.run(output, kill=attempts.recorded_at("samples") + 1).returncode == killpoint.KILLED
+    words = [*_arguments(attempts.model, output, attempts.dataset), *change]
+    conversion.refused(attempts.run(output, *words), 7, shown)
 
 
 # --- refused --------------------------------------------------------------------------------------

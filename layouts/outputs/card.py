@@ -128,6 +128,9 @@ SEEN = {  # what --calibrate means
 }
 
 
+FEW = "These experts saw too few tokens, and have the codes of `--scale imatrix`, or of `mse` where they saw none"
+
+
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
     """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to
     nearest.
@@ -135,7 +138,7 @@ def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any
     calibration = facts.get("calibration")
     if calibration is None:
         return []
-    seen = SEEN[calibration["calibrate"]]
+    seen = SEEN.get(calibration["calibrate"], calibration["calibrate"])
     counted = next((s for s in stats if "calibration_tokens" in s), None)
     amount = (
         f"{counted['samples']} samples, {counted['calibration_tokens']} tokens"
@@ -149,11 +152,16 @@ def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any
         f"{amount} of {calibration['dataset']}, at most {calibration['max_length']} tokens each "
         f"(seed {calibration['seed']}, dampening {calibration['dampening']}); {seen}.",
     ]
+    if machine := facts.get("machine"):
+        lines.append(f"It was computed on this machine: {', '.join(f'{k} {v}' for k, v in sorted(machine.items()))}.")
+    if few := facts.get("too_few_tokens"):
+        lines.append(f"{FEW}: {'; '.join(few)}.")
     routed = [s for s in stats if "routed_tokens" in s]
     if routed:
         lines += [
             "",
-            "| layer | tokens routed to an expert: least | median | most | experts without any | rounded to nearest |",
+            "| layer | tokens routed to an expert: least | median | most | experts without any | "
+            f"{'not compensated' if 'scale' in facts else 'rounded to nearest'} |",
             "|---|---|---|---|---|---|",
         ]
         for s in routed:

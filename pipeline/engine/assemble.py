@@ -45,8 +45,8 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     if assembly.config is not None:
         files.append(_written(target, CONFIG, assembly.config))
     finished = (work.finished.get(unit.fingerprint, {}) for unit in plan.units)
-    card = plan.conversion.card([record["stats"] for record in finished if record.get("stats")])
-    files.append(_written(target, CARD, card))
+    stats = [record["stats"] for record in finished if record.get("stats")]
+    files.append(_written(target, CARD, plan.conversion.card(stats)))
     if not assembly.loose:
         shards = []
         for unit in kept:
@@ -57,7 +57,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
         tool_version=tool_version(),
         command=plan.request.command,
         settings=dict(sorted(plan.request.settings.items())),
-        facts=plan.facts,
+        facts={**plan.facts, **plan.found(stats)},
         source=[f.lasting() for f in plan.source],
         files=files,
     )

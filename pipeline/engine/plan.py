@@ -5,7 +5,7 @@ plan.json, compared on resume.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -135,6 +135,7 @@ class Plan:
     scratch_bytes  bytes of files that exist while it runs, beside the units
     advice         sentences on what it takes, for who looks at the plan
     remedies       what to do where memory is not enough
+    found          figures of the units -> facts that are known only when these are done, for the manifest
     """
 
     request: Request
@@ -147,6 +148,7 @@ class Plan:
     scratch_bytes: int = 0
     advice: tuple[str, ...] = ()
     remedies: str = "Give it more memory."
+    found: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] = lambda stats: {}
 
     @property
     def units_apart(self) -> tuple[Unit[Any], ...]:

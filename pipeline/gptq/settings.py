@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.outputs import Form
+from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.walk import needs
 from ktconvert.pipeline.walk.calibration import Calibration
 
@@ -86,6 +87,14 @@ def facts(chosen: Mapping[str, Any]) -> dict[str, Any]:
             "engine": chosen["engine"],
         }
     }
+
+
+def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the figures of the layers say that no plan could, for the manifest and the model card: `too_few_tokens`, the
+    experts that were not compensated since too few tokens were routed to them.
+    """
+    listed = [f"layer {s['layer']}: {ranges(s['rounded_experts'])}" for s in stats if s.get("rounded_experts")]
+    return {"too_few_tokens": listed} if listed else {}
 
 
 def shape_of(model: MoeModel, form: Form, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:

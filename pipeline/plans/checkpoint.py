@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -205,9 +206,11 @@ def base_model(source: TensorSource) -> str | None:
 
 
 def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
-    """The metadata of every shard: the format, these facts, and the identity of the source."""
+    """The metadata of every shard: the format, these facts (objects as JSON), and the identity of the source."""
     about = {"format": "pt", "ktconvert_format": "1"}
-    return about | {name: str(facts[name]) for name in names} | {"source": source_identity(source)}
+    values = {name: facts[name] for name in names}
+    texts = {name: json.dumps(v, sort_keys=True) if isinstance(v, dict) else str(v) for name, v in values.items()}
+    return about | texts | {"source": source_identity(source)}
 
 
 def _hash_inputs(paths: list[Path], threads: int, advance: Callable[[int], None]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ CARRIED = (
     "scale",
     "imatrix",
     "without_counts",
+    "calibration",
+    "machine",
+    "too_few_tokens",
     "resplit_from",
 )  # facts of the layers' manifest that hold for the merged output, too
 
@@ -195,13 +198,20 @@ def recorded_facts(root: Path) -> dict[str, Any] | None:
         return None
     facts = dict(document["model"])
     for key in (key for key in CARRIED if key != "resplit_from"):  # whose type manifest.read checks
-        texts = facts.get(key, "")
-        texts = texts if isinstance(texts, list) and key in ("dtypes", "without_counts") else [texts]
-        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+        if not all(isinstance(text, str) and text.isprintable() for text in _texts(key, facts.get(key, ""))):
             raise VerificationError(
                 f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."
             )
     return facts
+
+
+def _texts(key: str, value: Any) -> Iterable[Any]:
+    """What must be printable text of a fact; of an object, its keys and its values as text."""
+    if isinstance(value, list) and key in ("dtypes", "without_counts", "too_few_tokens"):
+        return value
+    if isinstance(value, dict) and key in ("calibration", "machine"):
+        return [*value, *map(str, value.values())]
+    return [value]
 
 
 def _companions(original: Path | None) -> list[tuple[str, Path]]:

@@ -52,6 +52,8 @@ STATED = (
     "weights_on",
     "scale",
     "imatrix",
+    "calibration",
+    "machine",
     "source",
 )  # what shards say of their experts, whatever the number of parts
 SAMPLED = 3  # units whose rounding is measured for the plan
