@@ -69,6 +69,14 @@ def test_deepseek_stays_below_one_layer_of_it() -> None:
     assert 75 * 10**9 < on_gpu.disk < 76 * 10**9
 
 
+def test_mixed_takes_what_all_takes() -> None:
+    """Only the tokens that down sees are fewer."""
+    for shape in MODELS.values():
+        assert needs(replace(shape, calibrate="mixed")) == needs(shape)
+    assert round(needs(replace(DEEPSEEK, calibrate="mixed")).host / (1 << 30), 1) == 8.4
+    assert needs(replace(DEEPSEEK, calibrate="mixed")).disk == 70 << 30
+
+
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: Shape) -> None:
     estimate = needs(replace(shape, on_gpu=True))
