@@ -16,40 +16,45 @@ DATA = ("num_calibration_samples", "max_sequence_length", "dataset", "dataset_sp
 GPTQ = (*DATA, "dampening_frac", "calibrate", "min_expert_tokens")
 
 
-def data(samples: int) -> Callable[[F], F]:
-    """Which samples: --dataset, --dataset-split, --num-calibration-samples (by default `samples`),
-    --max-sequence-length.
-    """
+def _in_order(*given: Callable[[F], F]) -> Callable[[F], F]:
+    """These options, one after the other in --help."""
 
     def decorate(command: F) -> F:
-        for option in (
-            click.option(
-                "--max-sequence-length",
-                type=options.Number(min=2),
-                default=2048,
-                show_default=True,
-                help="Tokens at which a sample is cut.",
-            ),
-            click.option(
-                "--num-calibration-samples",
-                type=options.Number(min=1),
-                default=samples,
-                show_default=True,
-                help="Samples: the first rows of the split.",
-            ),
-            click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set."),
-            click.option(
-                "--dataset",
-                type=options.PathOrHubId(),
-                default="HuggingFaceH4/ultrachat_200k",
-                show_default=True,
-                help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.",
-            ),
-        ):
+        for option in reversed(given):
             command = option(command)
         return command
 
     return decorate
+
+
+def data(samples: int) -> Callable[[F], F]:
+    """Which samples: --dataset, --dataset-split, --num-calibration-samples (by default `samples`),
+    --max-sequence-length.
+    """
+    return _in_order(
+        click.option(
+            "--dataset",
+            type=options.PathOrHubId(),
+            default="HuggingFaceH4/ultrachat_200k",
+            show_default=True,
+            help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.",
+        ),
+        click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set."),
+        click.option(
+            "--num-calibration-samples",
+            type=options.Number(min=1),
+            default=samples,
+            show_default=True,
+            help="Samples: the first rows of the split.",
+        ),
+        click.option(
+            "--max-sequence-length",
+            type=options.Number(min=2),
+            default=2048,
+            show_default=True,
+            help="Tokens at which a sample is cut.",
+        ),
+    )
 
 
 def random_seed(command: F) -> F:
@@ -61,53 +66,45 @@ def random_seed(command: F) -> F:
 
 def of_gptq(calibrate: str) -> Callable[[F], F]:
     """How GPTQ uses samples: --dampening-frac, --calibrate (by default `calibrate`), --min-expert-tokens."""
-
-    def decorate(command: F) -> F:
-        for option in (
-            click.option(
-                "--min-expert-tokens",
-                type=options.Number(min=1),
-                default=128,
-                show_default=True,
-                help="Experts with fewer routed tokens are not compensated, and listed; not with --calibrate all.",
-            ),
-            click.option(
-                "--calibrate",
-                type=click.Choice(["all", "routed", "mixed"], case_sensitive=False),
-                default=calibrate,
-                show_default=True,
-                help="Every expert sees all tokens, or those routed to it; mixed: gate and up all, down those.",
-            ),
-            click.option(
-                "--dampening-frac",
-                type=options.Real(min=0, max=1),
-                default=0.1,
-                show_default=True,
-                help="Part of the mean of the Hessian's diagonal that is added to it.",
-            ),
-        ):
-            command = option(command)
-        return command
-
-    return decorate
+    return _in_order(
+        click.option(
+            "--dampening-frac",
+            type=options.Real(min=0, max=1),
+            default=0.1,
+            show_default=True,
+            help="Part of the mean of the Hessian's diagonal that is added to it.",
+        ),
+        click.option(
+            "--calibrate",
+            type=click.Choice(["all", "routed", "mixed"], case_sensitive=False),
+            default=calibrate,
+            show_default=True,
+            help="Every expert sees all tokens, or those routed to it; mixed: gate and up all, down those.",
+        ),
+        click.option(
+            "--min-expert-tokens",
+            type=options.Number(min=1),
+            default=128,
+            show_default=True,
+            help="Experts with fewer routed tokens are not compensated, and listed; not with --calibrate all.",
+        ),
+    )
 
 
 def machine(command: F) -> F:
     """Where a model runs: --trust-remote-code, --force-cpu, --max-gpu-memory, --allow-machine-change."""
-    for option in (
-        click.option(
-            "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
-        ),
-        click.option("--max-gpu-memory", type=options.Size(), default=None, help="Of the GPU, at most; e.g. 40GiB."),
-        click.option("--force-cpu", is_flag=True, help="Never calibrate on a GPU."),
+    return _in_order(
         click.option(
             "--trust-remote-code",
             is_flag=True,
             help="To calibrate, let transformers run Python code that comes with the model.",
         ),
-    ):
-        command = option(command)
-    return command
+        click.option("--force-cpu", is_flag=True, help="Never calibrate on a GPU."),
+        click.option("--max-gpu-memory", type=options.Size(), default=None, help="Of the GPU, at most; e.g. 40GiB."),
+        click.option(
+            "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
+        ),
+    )(command)
 
 
 def save_statistics(command: F) -> F:
