@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""`ktconvert gpu` against llmcompressor, whose arithmetic it follows: wall time and memory, RTN and GPTQ.
+"""`ktconvert gpu` against llmcompressor, whose arithmetic it follows: wall time and memory, RTN and GPTQ; beside GPTQ
+also `ktconvert cpu --scale gptq`.
 
 python benchmarks/gpu.py                      RTN on 1 GB, GPTQ on 0.2 GB; 5 GB of disk, some minutes
 python benchmarks/gpu.py --methods RTN        against model_free_ptq and oneshot
@@ -30,7 +31,8 @@ TINY = ROOT / "examples" / "qwen3-moe-small"
 LAYERS, EXPERT = 2, 3 * 2048 * 768 * 2  # of the synthetic model: its layers, and bytes of an expert in BF16
 OURS = "ktconvert"
 IMPORT = "its import alone"  # what llmcompressor costs before it does anything
-PEERS = {"RTN": ("model_free_ptq", "oneshot-RTN"), "GPTQ": ("oneshot-GPTQ",)}
+FOR_CPU = "cpu --scale gptq"  # INT4 or INT8 with --calibrate mixed
+PEERS = {"RTN": ("model_free_ptq", "oneshot-RTN"), "GPTQ": (FOR_CPU, "oneshot-GPTQ")}
 # Targets: figure -> how many times ours model_free_ptq's is at least.
 TARGETS = {"wall": 3.0, "RSS": 2.0}
 
@@ -60,11 +62,13 @@ class Bench:
         data = [str(self.data), str(self.samples), str(self.length)] if method == "GPTQ" else []
         if side == IMPORT:
             return [sys.executable, "-c", "import llmcompressor"]
-        if side != OURS:
+        if side not in (OURS, FOR_CPU):
             script = str(Path(__file__).with_name("peer_gpu.py"))
             return [sys.executable, script, side, str(model), str(self.out), self.kind, *data]
-        command = [sys.executable, "-m", "ktconvert.pipeline.cli", "gpu", "-i", str(model), "-o", str(self.out), "-q"]
-        command += ["--quant-method", method, "--quant-type", self.kind, "--force-cpu"]
+        command = [sys.executable, "-m", "ktconvert.pipeline.cli"]
+        command += FOR_CPU.split() if side == FOR_CPU else ["gpu", "--quant-type", self.kind]
+        command += ["--quant-method", f"int{self.kind[1]}" if side == FOR_CPU else method]
+        command += ["-i", str(model), "-o", str(self.out), "-q", "--force-cpu"]
         names = ("--dataset", "--num-calibration-samples", "--max-sequence-length", "--cpuinfer-threads")
         data += [str(self.threads)] if data else []
         return command + [word for pair in zip(names, data, strict=False) for word in pair]
