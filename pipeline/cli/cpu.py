@@ -134,7 +134,7 @@ def cpu(**params: Any) -> None:
     """Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights, or to MXFP4, FP8 or BF16.
 
     Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ, AWQ, and GGUF are read; no
-    GPU is used. Memory is bounded by a few experts, whatever the model's size.
+    GPU is needed. Memory is bounded by a few experts (--scale gptq: by one layer), whatever the model's size.
     """
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert
