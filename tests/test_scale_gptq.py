@@ -7,6 +7,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -255,6 +257,15 @@ def test_refused(options: tuple[str, ...], code: int, words: str, example: Path,
     dataset = example.parent / "heldout.txt"
     done = cli(*arguments(example, tmp_path / "out", dataset, "--threadpool-count", "1", *options), code=code)
     assert words in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torch_it_says_what_to_install(example: Path, tmp_path: Path) -> None:
+    program = "import sys; sys.modules['torch'] = None; from ktconvert.pipeline.cli import main; main()"
+    words = arguments(example, tmp_path / "out", example.parent / "heldout.txt")
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    said = "ktconvert: --scale gptq needs torch, not installed here: pip install 'ktconvert[gpu]'\n"
+    assert (done.returncode, done.stderr) == (1, said)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -139,6 +139,7 @@ def cpu(**params: Any) -> None:
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert
     from ktconvert.pipeline.plans.numa_notes import numa_notes
+    from ktconvert.pipeline.walk.environment import require
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     method = params["quant_method"]
@@ -159,7 +160,9 @@ def cpu(**params: Any) -> None:
     if native and given is not ParameterSource.DEFAULT:
         reporter.note("--threadpool-count changes nothing with --layout kt: kt-kernel splits these experts itself")
     calibrated = QUANTIZERS[params["scale"]].calibrated
-    if not calibrated:
+    if calibrated:
+        require(f"--scale {params['scale']}")
+    else:
         calibration.note_unused(reporter, UNUSED_WITHOUT_GPTQ)
     options.check_kernels()
     output = params["output"].expanduser().absolute()
