@@ -177,8 +177,9 @@ def error_of_sample(work: LayerWork, made: Path) -> dict[str, Any]:
 def report(work: LayerWork, tokens: Tokens, done: Compensate, reporter: Reporter) -> dict[str, Any]:
     """Report what happened to the layer's experts; returns the figures for the journal and the model card."""
     if done.too_few:
+        how = "rounded to nearest" if work.choice.choose is None else "not compensated"
         reporter.note(
-            f"layer {work.layer}: {len(done.too_few)} of {len(tokens)} experts rounded to nearest, for fewer than "
+            f"layer {work.layer}: {len(done.too_few)} of {len(tokens)} experts {how}, for fewer than "
             f"{work.settings.floor} tokens were routed to them: {', '.join(map(str, done.too_few[:16]))}"
             f"{', ...' if len(done.too_few) > 16 else ''}"
         )
