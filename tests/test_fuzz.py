@@ -90,7 +90,7 @@ def command(*arguments: object, words: str = "") -> int:
     finally:
         sys.argv = before
     err.seek(0)
-    lines = [line for line in err.read().splitlines() if not line.startswith(("note: ", "warning: "))]
+    lines = [line for line in err.read().splitlines() if not line.startswith(("note: ", "warning: ", "page: "))]
     assert code in CODES, (code, lines)
     if code:
         usage = [line for line in lines if not line.startswith(("Usage: ", "Try ")) and line]

@@ -67,7 +67,7 @@ def plan_calibrate(request: Request, hashed: Callable[[int], None] | None = None
         facts={
             "architecture": model.arch.name,
             **shape_facts(model, model.layers),
-            "calibration": dict(about["data"]),
+            "data": dict(about["data"]),
         },
         notes=tuple(_notes(model)),
         assembly=Assembly(companions=(), config=None, loose=True),
