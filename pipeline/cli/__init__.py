@@ -17,12 +17,12 @@ import click
 
 # command -> (module below this package, what --help says of it)
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "cpu": ("cpu", "Convert a checkpoint's routed experts to kt-kernel's AMX INT4/INT8 weights."),
+    "cpu": ("cpu", "Convert a checkpoint's routed experts to AMX INT4/INT8, MXFP4, FP8 or BF16 weights for the CPU."),
     "gpu": ("gpu", "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU."),
     "calibrate": ("calibrate", "Measure what a model's routed experts read: importance matrix and routing counts."),
     "dequantize": ("dequantize", "Write a quantized checkpoint as a BF16 release."),
     "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
-    "resplit": ("resplit", "Rewrite an AMX INT4/INT8 output for another number of NUMA nodes."),
+    "resplit": ("resplit", "Rewrite an output for another number of NUMA nodes."),
     "resume": ("resume", "Finish a conversion that was cut off."),
     "verify": ("verify", "Check an output, alone or against its source or another output."),
     "inspect": ("inspect", "Describe a checkpoint or an output, and list what it can be converted to."),
