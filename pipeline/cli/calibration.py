@@ -16,22 +16,11 @@ DATA = ("num_calibration_samples", "max_sequence_length", "dataset", "dataset_sp
 GPTQ = (*DATA, "dampening_frac", "calibrate", "min_expert_tokens")
 
 
-def _in_order(*given: Callable[[F], F]) -> Callable[[F], F]:
-    """These options, one after the other in --help."""
-
-    def decorate(command: F) -> F:
-        for option in reversed(given):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 def data(samples: int) -> Callable[[F], F]:
     """Which samples: --dataset, --dataset-split, --num-calibration-samples (by default `samples`),
     --max-sequence-length.
     """
-    return _in_order(
+    return options.in_order(
         click.option(
             "--dataset",
             type=options.PathOrHubId(),
@@ -66,7 +55,7 @@ def random_seed(command: F) -> F:
 
 def of_gptq(calibrate: str) -> Callable[[F], F]:
     """How GPTQ uses samples: --dampening-frac, --calibrate (by default `calibrate`), --min-expert-tokens."""
-    return _in_order(
+    return options.in_order(
         click.option(
             "--dampening-frac",
             type=options.Real(min=0, max=1),
@@ -93,7 +82,7 @@ def of_gptq(calibrate: str) -> Callable[[F], F]:
 
 def machine(command: F) -> F:
     """Where a model runs: --trust-remote-code, --force-cpu, --max-gpu-memory, --allow-machine-change."""
-    return _in_order(
+    return options.in_order(
         click.option(
             "--trust-remote-code",
             is_flag=True,

@@ -121,53 +121,58 @@ def checkpoint(command: F) -> F:
     return input_files(arch_file(command))
 
 
+def in_order(*given: Callable[[F], F]) -> Callable[[F], F]:
+    """These options, one after the other in --help."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(given):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 def input_files(command: F) -> F:
     """Which files are read, and how closely they are looked at: --verify-inputs, --revision."""
-    for option in (
-        click.option("--revision", default=None, help="Branch, tag or commit of a hub id."),
+    return in_order(
         click.option(
             "--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume."
         ),
-    ):
-        command = option(command)
-    return command
+        click.option("--revision", default=None, help="Branch, tag or commit of a hub id."),
+    )(command)
 
 
 def gpu_experts(command: F) -> F:
     """Which experts come from MODEL and not from --cpu-weights: --gpu-experts-mask, --num-gpu-experts."""
-    for option in (
-        click.option(
-            "--num-gpu-experts",
-            type=Number(min=0),
-            default=None,
-            help="Instead of a mask: the first N experts of each layer come from MODEL.",
-        ),
+    return in_order(
         click.option(
             "--gpu-experts-mask",
             type=FilePath(),
             default=None,
             help="Safetensors file with gpu_experts_mask, bool [layers, experts]: these experts come from MODEL.",
         ),
-    ):
-        command = option(command)
-    return command
+        click.option(
+            "--num-gpu-experts",
+            type=Number(min=0),
+            default=None,
+            help="Instead of a mask: the first N experts of each layer come from MODEL.",
+        ),
+    )(command)
 
 
 def importance(command: F) -> F:
     """Where the importance of inputs is read from: --imatrix, --statistics."""
-    for option in (
-        click.option(
-            "--statistics", type=FilePath(), default=None, help="Of --scale imatrix, instead: DIR/imatrix.gguf."
-        ),
+    return in_order(
         click.option(
             "--imatrix",
             type=FilePath(),
             default=None,
             help="Of --scale imatrix: llama.cpp's importance matrix of the model, GGUF or .dat.",
         ),
-    ):
-        command = option(command)
-    return command
+        click.option(
+            "--statistics", type=FilePath(), default=None, help="Of --scale imatrix, instead: DIR/imatrix.gguf."
+        ),
+    )(command)
 
 
 def imatrix_of(params: Mapping[str, Any]) -> Path | None:
@@ -183,13 +188,11 @@ def imatrix_of(params: Mapping[str, Any]) -> Path | None:
 
 def reporting(command: F) -> F:
     """Options for what is reported, and how: --json, -q, -v."""
-    for option in (
-        click.option("-v", "--verbose", is_flag=True, help="Say more."),
-        click.option("-q", "--quiet", is_flag=True, help="Warnings and errors only."),
+    return in_order(
         click.option("--json", "json_events", is_flag=True, help="One JSON event per line on stdout."),
-    ):
-        command = option(command)
-    return command
+        click.option("-q", "--quiet", is_flag=True, help="Warnings and errors only."),
+        click.option("-v", "--verbose", is_flag=True, help="Say more."),
+    )(command)
 
 
 def reporter(json_events: bool, quiet: bool, verbose: bool) -> Reporter:
