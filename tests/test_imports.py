@@ -39,7 +39,9 @@ HEAVY = {
     "matplotlib",
 }
 # They subclass transformers' classes, so they import it at the top; other modules import them inside a function.
-SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_output")}
+SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_output")} | {
+    "ktconvert.pipeline.models.serving.keeper"
+}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 MODULES = {

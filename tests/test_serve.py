@@ -83,6 +83,7 @@ def test_a_chat_completion_streamed_and_not(server: str, example: Path) -> None:
     whole = json.loads(post(f"{server}/v1/chat/completions", CHAT))
     text = whole["choices"][0]["message"]["content"]
     assert whole["object"] == "chat.completion"
+    assert whole["model"] == str(example)
     assert whole["choices"][0]["finish_reason"] == "length"
     assert whole["usage"]["completion_tokens"] == CHAT["max_tokens"]
     assert whole["usage"]["prompt_tokens"] == 3  # "import", " os" and the newline of the plainest template

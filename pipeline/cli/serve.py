@@ -38,7 +38,7 @@ def serve(model: str, **params: Any) -> None:
     server answers for this model only; Ctrl-C ends it.
     """
     from ktconvert.pipeline.models import generate
-    from ktconvert.pipeline.models.server import listen
+    from ktconvert.pipeline.models.serving.server import listen
 
     options.check_kernels("the command again")
     generate.require("serve")

@@ -1,0 +1,1 @@
+"""transformers' server, with our experts in its model."""
