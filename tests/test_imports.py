@@ -37,6 +37,8 @@ HEAVY = {
     "accelerate",
     "datasets",
     "matplotlib",
+    "dask",
+    "distributed",
 }
 # They subclass transformers' classes, so they import it at the top; other modules import them inside a function.
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_output")} | {

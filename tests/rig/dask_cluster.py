@@ -1,0 +1,200 @@
+"""Real `dask scheduler` and `dask worker` processes on loopback, started as a user would, named, and always ended.
+
+Every process has a log of its own, printed when the cluster ends, so that a failing test shows them. Each is killed
+when the process that started it ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT = 60.0  # seconds for a process to come up; it takes one or two, a loaded machine many times that
+# As docs/SCALE.md tells users to start a worker. The dashboard is for people.
+WORKER = ["--nthreads", "1", "--resources", "unit=1", "--memory-limit", "0", "--death-timeout", "120", "--no-dashboard"]
+SCHEDULER = ["--port", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
+DASK = ("setpriv", "--pdeathsig", "KILL", sys.executable, "-P", "-m", "dask")
+ROLES = ("CLIENT", "SCHEDULER", "WORKER")
+
+
+class Cluster:
+    """A scheduler and its workers. Use as a context manager; `add` starts more.
+
+    file     what `--executor dask:FILE` names
+    address  tcp://127.0.0.1:PORT, or tls://
+    env      what every process of this cluster has in its environment, and whoever is to reach it with TLS
+    """
+
+    def __init__(
+        self, folder: Path, *, ttl: str | None = None, tls: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Start the scheduler, without waiting for it.
+
+        ttl  after how long a silent worker is given up, such as "3s"; None: Dask's own five minutes
+        tls  the folder of `certificates`; None: without TLS
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.file = folder, folder / "scheduler.json"
+        self.env = {"DASK_TEMPORARY_DIRECTORY": str(folder), **(env or {})}
+        self._protocol = ["--protocol", "tls" if tls else "tcp"]
+        self._nannies: set[str] = set()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        if ttl is not None:
+            self.env["DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL"] = ttl
+        if tls is not None:
+            self.env |= tls_environment(tls)
+        self._start("scheduler", ["scheduler", *SCHEDULER, *self._protocol], {})
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ends stopped ones, too, and what a nanny started
+        for name, process in self._processes.items():
+            process.wait()
+            print(f"--- {name}: {self.log(name)}")
+
+    @property
+    def address(self) -> str:
+        """What `--executor dask:ADDRESS` names."""
+        _wait(lambda: "Scheduler at:" in self.log("scheduler"), self, "scheduler")
+        return next(line.split()[-1] for line in self.log("scheduler").splitlines() if "Scheduler at:" in line)
+
+    def start(
+        self, *names: str, nanny: bool = False, env: Mapping[str, str] | None = None, words: tuple[str, ...] = ()
+    ) -> Cluster:
+        """Start workers of these names at the same time and wait until the scheduler knows them.
+
+        nanny  whether a process of its own starts each one, and starts it again when it ends
+        env    what they have in their environment beside that of the cluster, such as a PYTHONPATH
+        words  further options of `dask worker`
+        """
+        for name in names:
+            command = ["worker", *WORKER, *self._protocol, "--nanny" if nanny else "--no-nanny", "--name", name]
+            if nanny:
+                self._nannies.add(name)
+            self._start(name, [*command, *words], env or {})
+        for name in names:
+            self.wait_until_known(name)
+        return self
+
+    def wait_until_known(self, name: str, times: int = 1) -> None:
+        """Until a worker was accepted by the scheduler so many times: more than once where its nanny starts it again."""
+        _wait(lambda: self.log(name).count("Registered to:") >= times, self, name)
+
+    def log(self, name: str) -> str:
+        """What a process has said until now."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def pid(self, name: str) -> int:
+        """The process that computes: of a worker with a nanny, that which the nanny started; or the scheduler's."""
+        own = self._processes[name].pid
+        if name not in self._nannies:
+            return own
+        for thread in Path(f"/proc/{own}/task").iterdir():  # any of its threads may have started it
+            for child in (thread / "children").read_text().split():
+                with contextlib.suppress(FileNotFoundError):
+                    if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        return int(child)
+        raise ProcessLookupError(f"{name} has no process just now")
+
+    def nanny(self, name: str) -> int:
+        """The process that starts a worker again."""
+        assert name in self._nannies
+        return self._processes[name].pid
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the process that computes: SIGKILL, SIGSTOP, SIGCONT ..."""
+        os.kill(self.pid(name), number)
+
+    def ended(self, name: str, seconds: float = TIMEOUT) -> int:
+        """Wait until a process (with a nanny, the nanny) has ended; its return code."""
+        return self._processes[name].wait(seconds)
+
+    def alive(self, name: str) -> bool:
+        """Whether a process (with a nanny, the nanny) still runs."""
+        return self._processes[name].poll() is None
+
+    def _start(self, name: str, words: list[str], env: Mapping[str, str]) -> None:
+        assert name not in self._processes, f"there is a {name} already"
+        host = ["--host", "127.0.0.1", "--scheduler-file", str(self.file)]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [*DASK, *words, *host],
+                env={**os.environ, **self.env, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+
+def _wait(done: Callable[[], bool], cluster: Cluster, name: str) -> None:
+    """Until done(); fails where the process has ended, or takes too long."""
+    until = time.monotonic() + TIMEOUT
+    while not done():
+        assert cluster.alive(name) and time.monotonic() < until, f"{name} did not come up:\n{cluster.log(name)}"
+        time.sleep(0.01)
+
+
+def certificates(folder: Path) -> Path:
+    """Make a key and a certificate that vouches for itself: ca.pem and key.pem. Each call makes others."""
+    from distributed.security import Security
+
+    made = Security.temporary()
+    folder.mkdir(parents=True)
+    (folder / "ca.pem").write_text(str(made.tls_ca_file))
+    (folder / "key.pem").write_text(str(made.tls_client_key))
+    return folder
+
+
+def tls_environment(folder: Path) -> dict[str, str]:
+    """Dask's own settings for TLS, as environment: who holds these certificates is let in, nobody else."""
+    at = "DASK_DISTRIBUTED__COMM__"
+    roles = {f"{at}TLS__{role}__CERT": str(folder / "ca.pem") for role in ROLES}
+    roles |= {f"{at}TLS__{role}__KEY": str(folder / "key.pem") for role in ROLES}
+    return {f"{at}REQUIRE_ENCRYPTION": "true", f"{at}TLS__CA_FILE": str(folder / "ca.pem"), **roles}
+
+
+def other_version(folder: Path, version: str) -> dict[str, str]:
+    """The environment of a worker that has this version of ktconvert, whose code is otherwise the one under test."""
+    import ktconvert.pipeline
+
+    packages = Path(str(ktconvert.pipeline.__file__)).resolve().parents[1]
+    place = folder / "ktconvert"
+    (place / "pipeline").mkdir(parents=True)
+    for name in ("layouts", "quantizers", "native_quant"):
+        (place / name).symlink_to(packages / name)
+    for path in (packages / "pipeline").iterdir():
+        if path.name not in ("__init__.py", "__pycache__"):
+            (place / "pipeline" / path.name).symlink_to(path)
+    code = (packages / "pipeline" / "__init__.py").read_text()
+    other = code.replace(ktconvert.pipeline.__version__, version)
+    assert other != code
+    (place / "pipeline" / "__init__.py").write_text(other)
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture
+def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Start a cluster that ends with the test: dask_cluster("a", "b", nanny=True), or dask_cluster(ttl="3s", tls=folder)
+    and then .start(...).
+    """
+    with contextlib.ExitStack() as stack:
+
+        def begin(*names: str, nanny: bool = False, **how: Any) -> Cluster:
+            folder = tmp_path / f"cluster{len(list(tmp_path.glob('cluster*')))}"
+            return stack.enter_context(Cluster(folder, **how)).start(*names, nanny=nanny)
+
+        yield begin
