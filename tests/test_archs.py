@@ -445,13 +445,42 @@ def test_unknown_family_in_an_unknown_form(tmp_path: Path) -> None:
         model.read(tmp_path)
 
 
+@pytest.mark.parametrize("count", [None, 0, 1])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_dense_model(family: str, tmp_path: Path) -> None:
+def test_dense_model(family: str, count: int | None, tmp_path: Path) -> None:
     model = Model(Arch("?", (family,)), SEPARATE)
     model.experts = {}
     model.rest = {"model.layers.0.mlp.gate_proj.weight": model._bits(2, 2)}
+    model.config["n_routed_experts"] = count
     with pytest.raises(UnsupportedError, match="dense model"):
         model.read(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["unheard_of", "qwen3_moe"])
+@pytest.mark.parametrize("names", [("w13", "w2"), ("experts.w13", "experts.w2"), ()])
+def test_a_model_that_counts_experts_is_never_called_dense(names: tuple[str, ...], family: str, tmp_path: Path) -> None:
+    """The sentence names the tensors that were not understood, one of each kind; those of the shared expert are none."""
+    model = Model(Arch("?", (family,)), SEPARATE)
+    model.experts = {f"model.layers.{n}.mlp.{name}": model._bits(E, 4, 4) for n in (1, 2) for name in names}
+    with pytest.raises(UnsupportedError) as failure:
+        model.read(tmp_path)
+    said = str(failure.value)
+    assert "--arch-file" in said and "dense" not in said and "shared" not in said
+    if names:
+        shown = [f"'model.layers.1.mlp.{name}'" for name in names]
+        assert f"tensors {', '.join(shown)})" in said and str(tmp_path / "model-0000") in said
+    else:
+        assert "n_routed_experts = 3" in said
+
+
+def test_a_correction_bias_among_the_experts_is_the_routers(tmp_path: Path) -> None:
+    """Laguna and others publish it there; it is carried with the rest of the model."""
+    model = Model(ROWS["Laguna"], SEPARATE)
+    own = [f"model.layers.{n}.mlp.experts.e_score_correction_bias" for n in (1, 2)]
+    model.rest.update({name: ("F32", np.zeros(E, np.float32)) for name in own})
+    parsed = model.read(tmp_path)
+    check(model, parsed)
+    assert not parsed.expert_tensor_names() & {*own}
 
 
 # FP8

@@ -114,9 +114,11 @@ def _separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: st
     return Separate(f"{base}{gate}.weight", f"{base}{up}.weight", f"{base}{down}.weight")
 
 
-def _fused(block: str, interleaved: bool = False) -> Fused:
+def _fused(
+    block: str, gate_up: str = "experts.gate_up_proj", down: str = "experts.down_proj", interleaved: bool = False
+) -> Fused:
     base = "{prefix}layers.{layer}." + block
-    return Fused(f"{base}experts.gate_up_proj", f"{base}experts.down_proj", interleaved)
+    return Fused(base + gate_up, base + down, interleaved)
 
 
 W132 = ("w1", "w3", "w2")
@@ -124,6 +126,7 @@ MLP = (_separate("mlp."), _fused("mlp."))
 SPARSE = (_separate("block_sparse_moe.", *W132), _fused("block_sparse_moe."), *MLP)
 FEED_FORWARD = (_separate("feed_forward."), _fused("feed_forward."))
 FEED_FORWARD_W = (_separate("feed_forward.", *W132), _fused("feed_forward."))
+LINEARS = ("input_linear.weight", "output_linear.weight")
 FFN_W = (_separate("ffn.", *W132),)
 BARE = (_separate(""), _fused(""))
 BARE_W = (_separate("", *W132),)
@@ -271,6 +274,16 @@ ARCHS = (
     Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP),
     Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM", "gguf:afmoe"), MLP),
     Arch("Laguna", ("laguna", "LagunaForCausalLM"), MLP),
+    Arch(
+        "Granite 3 MoE, 4 H",
+        ("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        (_fused("block_sparse_moe.", *LINEARS),),
+        width=DENSE_WIDTH,
+    ),
+    Arch(
+        "Aria", ("aria", "aria_text"), (_fused("mlp.", "experts.fc1.weight", "experts.fc2.weight"),), width=DENSE_WIDTH
+    ),
+    Arch("JetMoE", ("jetmoe", "JetMoeForCausalLM"), (_fused("mlp.", *LINEARS),), width=DENSE_WIDTH),
     Arch(
         "Grok-1, Grok-2",
         ("Grok1ForCausalLM", "gguf:grok"),

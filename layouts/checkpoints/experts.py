@@ -24,7 +24,7 @@ from ktconvert.layouts.checkpoints.archs import (
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.match import Scan, name_of, scan
-from ktconvert.layouts.checkpoints.refusals import refuse_formats, refuse_gaps, refuse_strays
+from ktconvert.layouts.checkpoints.refusals import not_recognised, refuse_formats, refuse_gaps, refuse_strays
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -266,13 +266,7 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
         ways = "; ".join(" + ".join(getattr(style, p) for p in style.parts) for style in hits)
         raise UnsupportedError(f"{called}: experts of several forms ({ways}); choose with --arch-file")
     if not hits and not seen.foreign:
-        if not any("expert" in name for name in source.tensors):
-            raise UnsupportedError(f"{called}: a dense model, it has no experts to convert")
-        rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
-        raise UnsupportedError(
-            f"{called}: its experts are not stored as any known family's; known are: {rows}. "
-            "If they are gate, up and down matrices, describe them with --arch-file"
-        )
+        raise not_recognised(called, source, archs)
     if known is not None or not hits:
         return known or Arch(called, ()), seen
     notes.append(

@@ -20,6 +20,7 @@ MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 ROUTER = re.compile(
     r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.|\.ffn_gate_inp\."
 )
+ROUTERS_OWN = re.compile(r"\.e_score_correction_bias$")  # some families keep it among the experts
 ROUTED = re.compile(r"(?:^|\.)experts\.")
 SHARED = re.compile(r"\.shared?_(?:expert|mlp)|_shexp\.")
 
@@ -109,7 +110,7 @@ def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
                 continue
         if MTP.search(shape) and "expert" in shape:
             out.mtp.append(name)
-        elif inside is not None:
+        elif inside is not None and not ROUTERS_OWN.search(shape):
             out.strays.append(name)
         elif ROUTED.search(shape):
             out.others.append(name)

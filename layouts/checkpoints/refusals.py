@@ -1,12 +1,17 @@
-"""Checks before a conversion: for formats that are not supported, stray tensors and missing layers."""
+"""Checks before a conversion: for formats that are not supported, experts that no row describes, stray tensors and
+missing layers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
-from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Style
-from ktconvert.layouts.checkpoints.match import Scan, name_of
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Arch, Style
+from ktconvert.layouts.checkpoints.match import NUMBER, SHARED, Scan, name_of
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
+
+MOST_NAMES = 4  # of different tensors in one sentence
 
 
 def refuse_formats(tensors: Iterable[tuple[str, str]]) -> None:
@@ -18,6 +23,32 @@ def refuse_formats(tensors: Iterable[tuple[str, str]]) -> None:
 def no_input(name: str, what: str) -> UnsupportedError:
     """The sentence for a tensor that no row of the table of encodings reads."""
     return UnsupportedError(f"tensor {name!r}: {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
+
+
+def not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
+    """The sentence for a checkpoint in which no row finds experts: it has none, or they are stored in another way.
+
+    Their tensors are those called so, else those of three dimensions with one matrix for each expert.
+    """
+    counted = cfg.number(source.config, tuple(dict.fromkeys(key for arch in archs for key in arch.experts)))
+    experts = counted[1] if counted else 0
+    theirs = [name for name in source.tensors if "expert" in name and not SHARED.search(name)] or [
+        name for name, info in source.tensors.items() if len(info.shape) == 3 and info.shape[0] == experts > 1
+    ]
+    if experts < 2 and not theirs:
+        return UnsupportedError(f"{called}: a dense model, it has no experts to convert")
+    remedy = "if they are gate, up and down matrices, describe them with --arch-file"
+    if not theirs:
+        key = counted[0] if counted else ""
+        return UnsupportedError(
+            f"{called}: config.json says {key} = {experts}, but no tensor looks like theirs; {remedy}"
+        )
+    kinds = list({NUMBER.sub("#", name): name for name in reversed(theirs)}.values())[::-1]
+    shown = ", ".join(map(repr, kinds[:MOST_NAMES])) + (" and others" if len(kinds) > MOST_NAMES else "")
+    rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
+    return UnsupportedError(
+        f"{called}: its experts (tensors {shown}) are not stored as any known family's; {remedy}. Known are: {rows}"
+    )
 
 
 def refuse_strays(seen: Scan, prefix: str, mtp: Iterable[int]) -> None:
