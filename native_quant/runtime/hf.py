@@ -109,8 +109,11 @@ class KTConvertQuantizer(HfQuantizer):
         hot = {} if source is None else _load_hot(source, places, masks)
         for place in places:
             parent, _, name = place.name.rpartition(".")
+            block = model.get_submodule(parent)
             ours = RoutedExperts(place.layer, loaded[place.layer], place.zero_ids, hot.get(place.layer))
-            setattr(model.get_submodule(parent), name, ours)
+            setattr(block, name, ours)
+            if next(block.parameters(recurse=False), None) is None:
+                block._is_hf_initialized = True  # there are families whose initialization would reach into the experts
         model._keys_to_ignore_on_load_unexpected.update(_below(model, place) for place in places)
         return model
 
