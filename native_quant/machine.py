@@ -231,6 +231,53 @@ def _node_meminfo(root: Path) -> dict[int, dict[str, int]]:
     return tables
 
 
+# ---- names and processes --------------------------------------------------------------------------------------------
+
+
+def host() -> str:
+    """The name of this machine in locks and records; KTCONVERT_HOST replaces it. Without white space, never empty."""
+    return "-".join((os.environ.get("KTCONVERT_HOST") or os.uname().nodename).split())[:64] or "localhost"
+
+
+def boot_id(root: Path = ROOT) -> str:
+    """What tells this start of the machine from every other; `unknown` where the kernel does not say."""
+    return (read_text(root / "proc/sys/kernel/random/boot_id") or "").strip() or "unknown"
+
+
+def pid_namespace() -> str:
+    """Within which process numbers mean the same, as containers have their own; `unknown` where /proc is absent."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return "unknown"
+
+
+def process_start(pid: int, root: Path = ROOT) -> int:
+    """When a process started, in clock ticks since boot; 0 where that cannot be seen."""
+    state = _process_state(pid, root)
+    return int(state[19]) if len(state) > 19 else 0
+
+
+def process_alive(pid: int, start: int = 0, root: Path = ROOT) -> bool:
+    """Whether a process of this machine runs: not ended, nor waiting for its parent to notice.
+
+    start  its `process_start`, 0 if not known: a process that started at another time only has its number
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    state = _process_state(pid, root)
+    return not state or (state[0] not in "ZX" and start in (0, process_start(pid, root)))
+
+
+def _process_state(pid: int, root: Path) -> list[str]:
+    """/proc/PID/stat from its third field on, the state; the second, the name, may hold anything."""
+    return (read_text(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()
+
+
 # ---- disk -----------------------------------------------------------------------------------------------------------
 
 

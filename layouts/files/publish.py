@@ -20,13 +20,13 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError, ResourceError
+from ktconvert.layouts.errors import InputError, OutputError, ResourceError
 from ktconvert.layouts.files.shards import ALIGNMENT
 
 STAGING_BYTES = 4 << 20
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
-RENAME_EXCHANGE = 2
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 AT_FDCWD = -100
 
 Bytes = npt.NDArray[np.uint8]
@@ -256,6 +256,33 @@ def publish(partial: Path, final: Path) -> None:
         sync_folder(final.parent)
 
 
+def publish_new(partial: Path, final: Path) -> bool:
+    """Give a synced file a name that nothing has, or leave all as it is; whether it was given.
+
+    The file keeps its first name, too, where the file system has hard links. Raises OutputError where it has neither
+    these nor renames that do not replace.
+    """
+    try:
+        os.link(partial, final)
+    except FileExistsError:  # by our own call, if a network file system had to repeat it
+        with contextlib.suppress(FileNotFoundError):
+            return partial.samefile(final)
+        return False
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if _renameat2(partial, final, RENAME_NOREPLACE):
+            code = ctypes.get_errno()
+            if code == errno.EEXIST:
+                return False
+            raise OutputError(
+                f"{final}: cannot be made by one process alone, since this file system has no locks, no hard links and "
+                f"no renames that do not replace ({os.strerror(code)}); choose another one."
+            ) from error
+    sync_folder(final.parent)
+    return True
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a small file under its final name, replacing what lies there: all of it is seen, or nothing."""
     path = path.absolute()
@@ -311,8 +338,7 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
 
     Cut off in the second way, `old` may be missing: it is in `aside` then.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
+    if _renameat2(new, old, RENAME_EXCHANGE):
         remove_tree(aside)
         old.rename(aside)
         try:
@@ -322,6 +348,12 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
             raise
         aside.rename(new)
     sync_folder(old.parent)
+
+
+def _renameat2(new: Path, old: Path, flag: int) -> int:
+    """0, or -1 and the reason in ctypes' errno."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag))
 
 
 def remove_tree(path: Path) -> None:

@@ -28,6 +28,7 @@ The same command again, or `ktconvert resume DIR`, finishes what was cut off.
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @options.checkpoint
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
+@options.force_unlock
 @options.cpuinfer_threads
 @options.max_memory
 @options.reporting

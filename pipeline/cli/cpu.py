@@ -128,6 +128,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 )
 @options.checkpoint
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
+@options.force_unlock
 @options.max_memory
 @options.reporting
 def cpu(**params: Any) -> None:

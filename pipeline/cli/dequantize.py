@@ -48,6 +48,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards at this size. [default: 5GB]")
 @options.input_files
 @click.option("--overwrite", is_flag=True, help="Replace what lies at OUT, once the new output is complete.")
+@options.force_unlock
 @options.max_memory
 @options.reporting
 def dequantize(src: str | None, out: Path | None, **params: Any) -> None:

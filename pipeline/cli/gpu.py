@@ -137,6 +137,7 @@ class SeveralValues(click.Command):
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards between experts. [default: 5GB]")
 @options.checkpoint
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output-dir, once the new output is complete.")
+@options.force_unlock
 @options.max_memory
 @options.reporting
 def gpu(**params: Any) -> None:

@@ -17,6 +17,7 @@ from ktconvert.pipeline.tell.report import Reporter, size
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.engine.plan import Plan
+    from ktconvert.pipeline.engine.workdir import Places
 
 F = TypeVar("F", bound=Callable[..., Any])
 MOST = 1 << 62
@@ -113,6 +114,15 @@ def arch_file(command: F) -> F:
         type=FilePath(),
         default=None,
         help="A row for an architecture that is not in the table (TOML).",
+    )(command)
+
+
+def force_unlock(command: F) -> F:
+    """Take away a lock that another process left."""
+    return click.option(
+        "--force-unlock",
+        is_flag=True,
+        help="Take away the lock of a process that has ended on another host, on a file system without locks.",
     )(command)
 
 
@@ -261,9 +271,19 @@ def text_of(option: str, path: Path | None) -> str | None:
         raise UsageError(f"{option} {path}: cannot be read ({error}).") from error
 
 
+def take_lock_away(places: Places, reporter: Reporter) -> None:
+    """--force-unlock: remove the lock of a process that left it, and say whose it was."""
+    from ktconvert.pipeline.engine.lock import unlock
+
+    for taken in unlock(places.root, places.output):
+        reporter.note(f"--force-unlock took away {taken}")
+
+
 def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
     """Show a plan with --dry-run, else execute it; with its notes first."""
     from ktconvert.pipeline.engine.execute import execute
+    from ktconvert.pipeline.engine.existing import adopts
+    from ktconvert.pipeline.engine.workdir import locate
     from ktconvert.pipeline.tell import show
 
     for note in plan.notes:
@@ -271,4 +291,6 @@ def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None
     if params["dry_run"]:
         show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
     else:
+        if params["force_unlock"]:
+            take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter)
         execute(plan, reporter, overwrite=params["overwrite"])

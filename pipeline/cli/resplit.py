@@ -39,6 +39,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Make again what came from files that were touched since.")
 @click.option("--overwrite", is_flag=True, help="Replace what lies at NEW, once the new output is complete.")
+@options.force_unlock
 @options.cpuinfer_threads
 @options.max_memory
 @options.reporting

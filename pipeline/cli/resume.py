@@ -26,6 +26,7 @@ Examples:
 @click.option(
     "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
 )
+@options.force_unlock
 @options.cpuinfer_threads
 @options.max_memory
 @options.reporting
@@ -40,6 +41,8 @@ def resume(output: Path, **params: Any) -> None:
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     output = output.expanduser().absolute()
     places = locate(output)
+    if params["force_unlock"] and not params["dry_run"]:
+        options.take_lock_away(places, reporter)
     old = saved_plan(places)
     if old is None:
         if output.is_dir() and manifest.read(output) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -12,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal as journals
+from ktconvert.pipeline.engine import lock
 from ktconvert.pipeline.engine.units import Result, Unit
 
 INSIDE = ".ktconvert"
-OURS = {"lock", "plan.json", "journal.jsonl", "partial", "store", "out", "old"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class WorkDir:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.may_replace = False
-        self._lock = _lock(places)
+        self._lock = lock.acquire(places.root, places.output)
         for folder in (places.partial, places.store):
             folder.mkdir(exist_ok=True)
         for leftover in places.partial.iterdir():
@@ -108,7 +106,7 @@ class WorkDir:
 
     def __exit__(self, *_: object) -> None:
         self.journal.close()
-        os.close(self._lock)
+        self._lock.release()
 
     def save_plan(self, document: dict[str, Any]) -> None:
         """Write plan.json, whole and durable."""
@@ -147,50 +145,12 @@ class WorkDir:
 
     def remove(self) -> None:
         """The output is complete: nothing here is needed any more. The plan goes first, the lock last."""
-        for name in ("plan.json", *sorted(OURS - {"plan.json", "lock"}), "lock"):
+        for name in ("plan.json", *sorted(lock.OURS - {"plan.json"})):
             publish.remove_tree(self.places.root / name)
+        self._lock.remove()
         # Another process may wait for the lock; NFS keeps open files until they are closed.
         with contextlib.suppress(OSError):
             self.places.root.rmdir()
-
-
-def _lock(places: Places) -> int:
-    """Lock the work directory and leave our pid in the lock file; the open descriptor holds it."""
-    path = places.root / "lock"
-    while True:
-        _require_ours(places.root)
-        try:
-            with publish.explained(path):
-                publish.make_folder(places.root)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:
-            if places.root.parent.is_dir():
-                continue  # whoever held it removed the folder just now
-            raise
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            raise OutputError(
-                f"{places.output}: process {holder} is converting into it; wait for it or stop it."
-            ) from error
-        if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
-            break
-        os.close(fd)  # whoever held it finished and removed it in between
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-def _require_ours(root: Path) -> None:
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    foreign = [name for name in names if name not in OURS and not name.startswith(".nfs")]
-    if foreign or (names and "lock" not in names) or (root.exists() and not root.is_dir()):
-        raise OutputError(
-            f"{root}: ktconvert works in a folder of this name, and something else lies there; "
-            "move it away or choose another --output."
-        )
 
 
 def records(work: WorkDir, units: Iterable[Unit[Any]]) -> dict[Unit[Any], dict[str, Any]]:

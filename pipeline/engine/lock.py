@@ -1,0 +1,251 @@
+"""The lock of a work directory: one process works in it alone, or several do, each as a part of its own (RESUME.md).
+
+Where the file system has locks, they are flock's: `lock` is held exclusively by who works alone, and shared by parts;
+each of these holds `lock.part-R-of-N` exclusively. Where it has none, `lock.held` and `lock.held.part-R-of-N` are files
+that exist as long as they are held (lockfile.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.files import publish
+from ktconvert.pipeline.engine import lockfile
+from ktconvert.pipeline.engine.lockfile import Holder
+
+OURS = {"token", "plan.json", "journal.jsonl", "partial", "attempts", "store", "out", "old"}
+NAMES = re.compile(r"lock(\.part-\d+-of-\d+|\.held(\.part-\d+-of-\d+)?(\.(after-)?[0-9a-f]+)*)?")
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+PATIENCE = 1.0  # seconds, for one that wants to work alone to see our part and to give way
+NAMED = 4  # processes that a message names
+
+Holders = list[tuple[Path, bytes]]  # locks, each with what it contains
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` processes that share the units; number from 0."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def name(self) -> str:
+        """In names of files."""
+        return f"part-{self.number}-of-{self.count}"
+
+
+@dataclass
+class Lock:
+    """A held lock.
+
+    fds    whose flocks are held
+    files  that are there as long as the lock is held, with our name inside
+    """
+
+    root: Path
+    own: Holder = field(default_factory=Holder.this)
+    fds: list[int] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+    def flock(self, path: Path, how: int) -> bool:
+        """Lock a file; False where the file system has no locks.
+
+        Raises BlockingIOError where it is locked, FileNotFoundError where whoever had it removed it just now.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.fds.append(fd)
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return False
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        if not os.path.samestat(os.fstat(fd), path.stat()):
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return True
+
+    def release(self) -> None:
+        """Let others work in the directory."""
+        for path in self.files:
+            if lockfile.read(path) == self.own.line:  # else --force-unlock took it away
+                path.unlink(missing_ok=True)
+        for fd in self.fds:
+            os.close(fd)
+        self.files, self.fds = [], []
+
+    def remove(self) -> None:
+        """Remove what is left of locks in the directory, ours last. For who works alone."""
+        for path in _locks(self.root) - {self.root / "lock", *self.files}:
+            path.unlink(missing_ok=True)
+        (self.root / "lock").unlink(missing_ok=True)
+        self.release()
+
+
+def acquire(root: Path, output: Path, part: Part | None = None) -> Lock:
+    """Make the work directory `root` of an output, and lock it for this process alone, or for one of several parts.
+
+    Raises OutputError where another process works in it, or the folder is not ours.
+    """
+    while True:
+        lock = Lock(root)
+        try:
+            require_ours(root)
+            with publish.explained(root / "lock"):
+                publish.make_folder(root)
+                _lock(lock, output, part)
+            return lock
+        except BaseException as error:
+            lock.release()
+            if isinstance(error, FileNotFoundError) and root.parent.is_dir():
+                continue  # whoever held it removed it just now
+            raise
+
+
+def require_ours(root: Path) -> None:
+    """Raise OutputError where something lies at `root` that is not a work directory."""
+    names = {path.name for path in root.iterdir()} if root.is_dir() else set()
+    locks = {name for name in names if NAMES.fullmatch(name)}
+    foreign = [name for name in names - OURS - locks if not name.startswith(".nfs")]
+    if foreign or (names and not locks) or (root.exists() and not root.is_dir()):
+        raise OutputError(
+            f"{root}: ktconvert works in a folder of this name, and something else lies there; "
+            "move it away or choose another --output."
+        )
+
+
+def unlock(root: Path, output: Path, part: Part | None = None) -> list[str]:
+    """Take away locks that are files, and that bar the way to us, of processes of which nobody here can tell whether
+    they still run. Returns what was taken away, in words.
+
+    Raises OutputError where the file system itself holds a lock.
+    """
+    if not root.is_dir():
+        return []
+    require_ours(root)
+    lock, taken = Lock(root), []
+    try:
+        _flock(lock, part)
+    except BlockingIOError as error:
+        raise OutputError(
+            f"{_busy(output, _holders(root, error, part))} The file system itself keeps the lock until that process "
+            "ends: --force-unlock cannot take it away."
+        ) from error
+    finally:
+        lock.release()
+    for path, _ in _others(lock, part):
+        since = _since(path)
+        if (content := lockfile.take_away(path, lock.own)) is not None:
+            taken.append(f"{path} of {_who(path, content)}, made {since}")
+    return taken
+
+
+def _lock(lock: Lock, output: Path, part: Part | None) -> None:
+    """Take what is to be held, and leave our name in it; the caller releases what was taken before a failure."""
+    try:
+        has_locks = _flock(lock, part)
+    except BlockingIOError as error:
+        raise OutputError(_busy(output, _holders(lock.root, error, part))) from error
+    if not has_locks:
+        held = lock.root / _held(part)
+        if (content := lockfile.take(held, lock.own)) is not None:
+            raise OutputError(_refusal(output, [(held, content)]))
+        lock.files.append(held)
+    deadline = time.monotonic() + PATIENCE
+    while others := _others(lock, part):
+        if part is None or time.monotonic() > deadline:
+            raise OutputError(_refusal(output, others))
+        time.sleep(PATIENCE / 20)
+    if has_locks and part is None:
+        for path in _locks(lock.root):
+            if _of_part("lock.", path):  # of one that was killed: parts hold `lock`, too
+                path.unlink()
+    if has_locks or part is None:
+        os.ftruncate(lock.fds[-1], 0)
+        os.pwrite(lock.fds[-1], lock.own.line, 0)
+
+
+def _flock(lock: Lock, part: Part | None) -> bool:
+    """Take flocks; False where the file system has none. Raises BlockingIOError with the file's name."""
+    if part is None:
+        return lock.flock(lock.root / "lock", fcntl.LOCK_EX)
+    mine = lock.root / f"lock.{part.name}"
+    if not (lock.flock(lock.root / "lock", fcntl.LOCK_SH) and lock.flock(mine, fcntl.LOCK_EX)):
+        return False
+    lock.files.append(mine)
+    return True
+
+
+def _held(part: Part | None) -> str:
+    return f"lock.held.{part.name}" if part else "lock.held"
+
+
+def _locks(root: Path) -> set[Path]:
+    """All files in a work directory that belong to locks."""
+    return {path for path in root.iterdir() if NAMES.fullmatch(path.name)}
+
+
+def _others(lock: Lock, part: Part | None) -> Holders:
+    """The locks that are files and bar the way to a part, or to one that works alone, with what they contain; without
+    those of processes that have ended.
+    """
+    found = []
+    for path in sorted(_locks(lock.root) - set(lock.files)):
+        bars = path.name in ("lock.held", _held(part)) or (part is None and _of_part("lock.held.", path))
+        if bars and (content := lockfile.read(path)) is not None and lockfile.lives(content) is not False:
+            found.append((path, content))
+    return found
+
+
+def _holders(root: Path, error: BlockingIOError, part: Part | None) -> Holders:
+    """Who holds the flock that we met: parts, if there are any, and we want to work alone."""
+    met = Path(error.filename)
+    parts = [path for path in sorted(_locks(root)) if part is None and _of_part("lock.", path)]
+    holders = [(path, lockfile.read(path) or b"") for path in parts]
+    return [held for held in holders if lockfile.lives(held[1]) is not False] or [(met, lockfile.read(met) or b"")]
+
+
+def _of_part(prefix: str, path: Path) -> re.Match[str] | None:
+    """The number and the count of the part whose lock this is."""
+    return re.fullmatch(rf"{re.escape(prefix)}part-(\d+)-of-(\d+)", path.name)
+
+
+def _who(path: Path, content: bytes) -> str:
+    """Whom a lock names, with its part."""
+    part = _of_part("lock.", path) or _of_part("lock.held.", path)
+    name = lockfile.named(content)
+    return f"part {part[1]}/{part[2]} ({name})" if part else name
+
+
+def _since(path: Path) -> str:
+    """When a lock was made, in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+
+
+def _busy(output: Path, holders: Holders) -> str:
+    names = [_who(path, content) for path, content in holders]
+    if len(names) > NAMED:
+        names[NAMED:] = [f"{len(names) - NAMED} more"]
+    if len(names) == 1:
+        return f"{output}: {names[0]} is converting into it; wait for it or stop it."
+    return f"{output}: {', '.join(names[:-1])} and {names[-1]} are converting into it; wait for them or stop them."
+
+
+def _refusal(output: Path, holders: Holders) -> str:
+    unknown = [path for path, content in holders if lockfile.lives(content) is None]
+    if not unknown:
+        return _busy(output, holders)
+    return (
+        f"{_busy(output, holders)} Its lock is the file {unknown[0]}, made {_since(unknown[0])}; whether that process "
+        "still runs cannot be told from here: if it has ended, add --force-unlock."
+    )

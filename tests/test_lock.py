@@ -1,0 +1,374 @@
+"""One process at a time, or one for each part, with the locks of the file system or without: real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.native_quant import machine
+from rig import conversion, shims
+
+LIBRARY = """
+import os, sys, signal
+from pathlib import Path
+from ktconvert.layouts.errors import OutputError
+from ktconvert.pipeline.engine.lock import Part, acquire, unlock
+
+output = Path(sys.argv[1])
+root = output.with_name(output.name + ".work")
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(3)
+    return child
+"""
+
+# Eight processes at once, in many rounds, each of which begins with what an earlier process left. Each says whether it
+# has the lock; who has it keeps it until all have spoken. They dawdle between looking and doing, as processes on a busy
+# machine do.
+RACE = (
+    LIBRARY
+    + """
+import random, time
+from ktconvert.layouts.files import publish
+from ktconvert.pipeline.engine import lockfile
+
+def dawdling(call):
+    def slow(*arguments):
+        random.seed()
+        time.sleep(random.random() / 100)
+        return call(*arguments)
+    return slow
+
+def killed_holder():
+    def hold():
+        acquire(root, output)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(in_child(hold), 0)
+
+def killed_while_replacing():
+    killed_holder()
+    if not (root / "lock.held").exists():
+        return  # flock leaves nothing to replace
+    def replace():
+        publish.publish = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        acquire(root, output)
+    os.waitpid(in_child(replace), 0)
+    assert list(root.glob("lock.held.after-*"))
+
+before = {"nothing": lambda: None, "killed": killed_holder, "killed while replacing": killed_while_replacing}
+for number in range(int(sys.argv[3])):
+    before[sys.argv[2]]()
+    (start, go), (heard, said), (end, stop) = os.pipe(), os.pipe(), os.pipe()
+    def contend():
+        os.close(go)
+        os.close(stop)
+        lockfile.read, publish.publish = dawdling(lockfile.read), dawdling(publish.publish)
+        os.read(start, 1)
+        try:
+            lock = acquire(root, output)
+        except OutputError as error:
+            assert "is converting into it" in str(error), error
+            os.write(said, b"0")
+        else:
+            os.write(said, b"1")
+            os.read(end, 1)
+            lock.remove()
+        os._exit(0)
+    children = [in_child(contend) for _ in range(8)]
+    os.close(go)
+    words = b""
+    while len(words) < 8:
+        words += os.read(heard, 8)
+    assert words.count(b"1") == 1, (number, words)
+    os.close(stop)
+    for child in children:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, number
+    assert not list(root.iterdir()), (number, list(root.iterdir()))
+    root.rmdir()
+    for fd in (start, heard, said, end):
+        os.close(fd)
+"""
+)
+
+# Holds the lock, of a part where one is named, until stdin ends or it is killed.
+HOLD = (
+    LIBRARY
+    + """
+part = Part(*map(int, sys.argv[2].split("/"))) if sys.argv[2:] else None
+try:
+    lock = acquire(root, output, part)
+except OutputError as error:
+    print(error, flush=True)
+    sys.exit(7)
+print("held", flush=True)
+sys.stdin.read()
+lock.release()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def preloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each reason why a system refuses flock, a library under which it does."""
+    base = tmp_path_factory.mktemp("shims")
+    found = {}
+    for reason in ("ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL"):
+        (base / reason).mkdir()
+        found[reason] = shims.refusing(base / reason, reason, "flock")
+    return found
+
+
+@pytest.fixture(params=["locks", "no locks"])
+def system(request: pytest.FixtureRequest, preloads: dict[str, Path]) -> dict[str, str]:
+    """The environment of a process on a file system with locks, or without."""
+    return {} if request.param == "locks" else {"LD_PRELOAD": str(preloads["ENOLCK"])}
+
+
+@pytest.fixture
+def no_locks(preloads: dict[str, Path]) -> dict[str, str]:
+    return {"LD_PRELOAD": str(preloads["ENOLCK"])}
+
+
+class Process:
+    """One that holds a lock, or was refused: then `text` says why."""
+
+    def __init__(self, output: Path, *words: str, **env: str) -> None:
+        command = [sys.executable, "-c", HOLD, str(output), *words]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.text = self.process.stdout.readline().strip()
+        self.holds = self.text == "held"
+
+    def end(self, number: int | None = None) -> None:
+        if number is not None:
+            self.process.send_signal(number)
+        self.process.communicate(timeout=60)
+
+
+def race(output: Path, before: str, rounds: int, env: dict[str, str]) -> None:
+    command = [sys.executable, "-c", RACE, str(output), before, str(rounds)]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("before", ["nothing", "killed", "killed while replacing"])
+def test_of_many_at_once_one_has_the_lock(tmp_path: Path, system: dict[str, str], before: str) -> None:
+    with conversion.in_memory(tmp_path) as base:
+        race(base / "out", before, 30, system)
+
+
+def test_parts_work_at_once_and_nobody_works_alone_then(tmp_path: Path, system: dict[str, str]) -> None:
+    output = tmp_path / "out"
+    parts = [Process(output, f"{n}/3", KTCONVERT_HOST="abc"[n], **system) for n in range(3)]
+    assert [part.text for part in parts] == ["held"] * 3
+    alone = Process(output, KTCONVERT_HOST="a", **system)
+    for n, part in enumerate(parts):
+        assert f"part {n}/3 (process {part.process.pid} on host {'abc'[n]})" in alone.text
+    assert alone.text.count(" are converting into it; wait for them or stop them.") == 1
+    again = Process(output, "1/3", KTCONVERT_HOST="d", **system)
+    assert f"{output}: part 1/3 (process {parts[1].process.pid} on host b) is converting into it" in again.text
+    parts[0].end()
+    parts[2].end()
+    alone = Process(output, KTCONVERT_HOST="b", **system)
+    assert f"{output}: part 1/3 (process {parts[1].process.pid} on host b) is converting into it" in alone.text
+    parts[1].end(signal.SIGKILL)
+    alone = Process(output, KTCONVERT_HOST="b", **system)
+    assert alone.holds
+    part = Process(output, "2/3", KTCONVERT_HOST="b", **system)
+    assert f"process {alone.process.pid} on host b is converting into it; wait for it or stop it." in part.text
+    alone.end()
+    part = Process(output, "1/3", KTCONVERT_HOST="b", **system)
+    assert part.holds
+    part.end()
+
+
+def test_parts_and_one_alone_at_once(tmp_path: Path, system: dict[str, str]) -> None:
+    """Either the parts work, or the one that works alone, never both."""
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            made = list(pool.map(lambda words: Process(tmp_path / "out", *words, **system), [["0/2"], [], ["1/2"]]))
+        alone = made.pop(1)
+        assert not (alone.holds and any(part.holds for part in made))
+        assert alone.holds or any(part.holds for part in made)
+        for process in (alone, *made):
+            process.end()
+
+
+@pytest.mark.parametrize("reason", ["ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL"])
+def test_a_file_stands_for_the_lock_where_there_is_none(tmp_path: Path, preloads: dict[str, Path], reason: str) -> None:
+    env = {"LD_PRELOAD": str(preloads[reason])}
+    first = Process(tmp_path / "out", **env)
+    held = tmp_path / "out.work/lock.held"
+    assert held.read_bytes() == (tmp_path / "out.work/lock").read_bytes()
+    assert held.read_text().split()[:3] == [str(first.process.pid), machine.host(), machine.boot_id()]
+    second = Process(tmp_path / "out", **env)
+    assert f"process {first.process.pid} on host {machine.host()} is converting into it" in second.text
+    assert "--force-unlock" not in second.text  # it is known to run
+    first.end()
+    assert not held.exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "boot", "start", "namespace", "refused"),
+    [
+        ("this", "{boot}", "{start}", "{namespace}", True),
+        ("this", "{boot}", "1", "{namespace}", False),
+        ("this", "another", "{start}", "{namespace}", False),
+        ("this", "{boot}", "{start}", "pid:[1]", True),
+        ("another", "{boot}", "1", "{namespace}", True),
+        ("another", "another", "1", "{namespace}", True),
+        ("localhost", "another", "1", "{namespace}", True),
+    ],
+    ids=[
+        "it runs",
+        "its number was given to another since",
+        "the host was restarted",
+        "a container",
+        "another host",
+        "another host and start",
+        "hosts without names",
+    ],
+)
+def test_whose_lock_is_taken_over(
+    tmp_path: Path, no_locks: dict[str, str], host: str, boot: str, start: str, namespace: str, refused: bool
+) -> None:
+    root, pid = tmp_path / "out.work", os.getpid()
+    root.mkdir()
+    (root / "lock").touch()
+    known = {
+        "boot": machine.boot_id(),
+        "start": machine.process_start(pid),
+        "namespace": machine.pid_namespace(),
+    }
+    line = f"{pid} {host} {boot} {start} {namespace}\n".format(**known)
+    (root / "lock.held").write_text(line)
+    mine = "localhost" if host == "localhost" else "this"
+    second = Process(tmp_path / "out", KTCONVERT_HOST=mine, **no_locks)
+    assert second.holds is not refused, second.text
+    if refused:
+        assert f"process {pid} on host {host} is converting into it" in second.text
+        assert (root / "lock.held").read_text() == line
+    second.end()
+
+
+@pytest.mark.parametrize("content", [b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n"])
+def test_a_lock_that_says_nothing_is_respected(tmp_path: Path, no_locks: dict[str, str], content: bytes) -> None:
+    root = tmp_path / "out.work"
+    root.mkdir()
+    (root / "lock.held").write_bytes(content)
+    second = Process(tmp_path / "out", **no_locks)
+    assert "another process is converting into it" in second.text
+    assert "--force-unlock" in second.text
+    assert (root / "lock.held").read_bytes() == content
+
+
+def test_one_with_locks_respects_one_without(tmp_path: Path, no_locks: dict[str, str]) -> None:
+    first = Process(tmp_path / "out", "0/2", KTCONVERT_HOST="a", **no_locks)
+    second = Process(tmp_path / "out", KTCONVERT_HOST="b")
+    assert f"part 0/2 (process {first.process.pid} on host a)" in second.text
+    first.end()
+    second = Process(tmp_path / "out", KTCONVERT_HOST="b")
+    assert second.holds
+    second.end()
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return conversion.larger(tmp_path_factory.mktemp("larger"))
+
+
+def test_a_killed_conversion_on_another_host(
+    larger: tuple[Path, Any], tmp_path: Path, no_locks: dict[str, str]
+) -> None:
+    source, wanted = larger
+    output, held = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
+    output.parent.mkdir()
+    on = {name: {**no_locks, "KTCONVERT_HOST": name} for name in "ab"}
+    again = ("cpu", "-i", source, "-o", output)
+    with conversion.held(source, output, prefix=["env", *(f"{k}={v}" for k, v in on["a"].items())]) as process:
+        name = f"process {process.pid} on host a "
+        before = conversion.identity(output.parent)
+        for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
+            done = conversion.ktconvert(*words, env=on["a"])
+            conversion.refused(done, 7, name, "wait for it or stop it")
+            assert "took away" not in done.stderr
+        conversion.refused(conversion.ktconvert(*again, env=on["b"]), 7, name, str(held), "made 20", "--force-unlock")
+        assert conversion.ktconvert("resume", output, "--dry-run", "--force-unlock", env=on["b"]).returncode == 0
+        assert conversion.identity(output.parent) == before
+    done = conversion.ktconvert("resume", output, env=on["b"])
+    conversion.refused(done, 7, name, str(held), "--force-unlock")
+    done = conversion.ktconvert("resume", output, "--force-unlock", env=on["b"])
+    assert done.returncode == 0, done.stderr
+    assert f"--force-unlock took away {held} of process {process.pid} on host a, made 20" in done.stderr
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(output.parent) == ["out"]
+
+
+def test_a_killed_conversion_on_this_host(larger: tuple[Path, Any], tmp_path: Path, no_locks: dict[str, str]) -> None:
+    source, wanted = larger
+    output = tmp_path / "made/out"
+    output.parent.mkdir()
+    with conversion.held(source, output, prefix=["env", *(f"{k}={v}" for k, v in no_locks.items())]):
+        pass
+    assert (tmp_path / "made/out.work/lock.held").exists()
+    done = conversion.ktconvert("resume", output, env=no_locks)
+    assert done.returncode == 0, done.stderr
+    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(output.parent) == ["out"]
+
+
+def test_what_the_file_system_locks_cannot_be_taken_away(larger: tuple[Path, Any], tmp_path: Path) -> None:
+    source, _ = larger
+    output = tmp_path / "made/out"
+    output.parent.mkdir()
+    with conversion.held(source, output, prefix=["env", "KTCONVERT_HOST=a"]) as process:
+        before = conversion.identity(output.parent)
+        for words in (("cpu", "-i", source, "-o", output, "--force-unlock"), ("resume", output, "--force-unlock")):
+            done = conversion.ktconvert(*words, env={"KTCONVERT_HOST": "b"})
+            name = f"process {process.pid} on host a is converting into it"
+            conversion.refused(done, 7, name, "--force-unlock cannot take it away")
+        assert conversion.identity(output.parent) == before
+    assert conversion.ktconvert("resume", output, "-q").returncode == 0
+
+
+def test_a_part_takes_away_what_bars_its_own_way(tmp_path: Path, no_locks: dict[str, str]) -> None:
+    root = tmp_path / "out.work"
+    root.mkdir()
+    for name, part in (("lock.held.part-0-of-3", "0/3"), ("lock.held.part-1-of-3", "1/3")):
+        killed = Process(tmp_path / "out", part, KTCONVERT_HOST="a", **no_locks)
+        assert killed.holds
+        killed.end(signal.SIGKILL)
+        assert (root / name).exists()
+    code = LIBRARY + "for taken in unlock(root, output, Part(1, 3)): print(taken)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        env={**os.environ, **no_locks},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert conversion.names(root) == ["lock", "lock.held.part-0-of-3"]
+
+
+def test_without_any_way_to_be_alone_it_is_refused(tmp_path: Path) -> None:
+    library = shims.refusing(tmp_path, "EOPNOTSUPP", "flock", "link", "renameat2")
+    source = conversion.checkpoint(tmp_path / "source", layers=1)
+    done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", env={"LD_PRELOAD": str(library)})
+    conversion.refused(done, 7, str(tmp_path / "out.work/lock.held"), "choose another")
