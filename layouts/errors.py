@@ -43,3 +43,7 @@ class OutputError(KtconvertError):
     """The output is in use, is not ours, or was begun with other options."""
 
     exit_code = 7
+
+
+class WorkerLostError(KtconvertError):
+    """A unit of work ended the processes that made it, again and again; the message has the last one's words."""

@@ -38,8 +38,8 @@ from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.cli.bench import Counts
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import agree, saved_plan, unit_states
+from ktconvert.pipeline.engine.places import locate
 from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.plans.commands import plan_request
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, gguf, mutations

@@ -2,4 +2,5 @@
 
 from ktconvert.pipeline.cli import main
 
-main()
+if __name__ == "__main__":  # processes that multiprocessing starts import this, too
+    main()

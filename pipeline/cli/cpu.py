@@ -82,6 +82,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @calibration.of_gptq("mixed")
 @calibration.save_statistics
 @calibration.machine
+@options.executor
 @options.cpuinfer_threads
 @click.option(
     "--threadpool-count",

@@ -43,6 +43,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     help="OUT, as kt-kernel's scripts spell it.",
 )
 @click.option("--config-path", default=None, help="Accepted and ignored: config.json is read from SRC.")
+@options.executor
 @options.cpuinfer_threads
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards at this size. [default: 5GB]")

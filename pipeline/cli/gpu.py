@@ -124,6 +124,7 @@ class SeveralValues(click.Command):
     default=None,
     help="Accepted and ignored: memory is bounded by some experts. [default: 1000GiB with --max-gpu-memory]",
 )
+@options.executor
 @options.cpuinfer_threads
 @click.option(
     "--tp-size",

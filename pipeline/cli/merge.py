@@ -39,6 +39,7 @@ Examples:
 @click.option("--verify-inputs", is_flag=True, help="Merge again what came from files that were touched since.")
 @click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
 @options.force_unlock
+@options.executor
 @options.cpuinfer_threads
 @options.max_memory
 @options.reporting

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,8 +17,8 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.tell.report import Reporter, size
 
 if TYPE_CHECKING:
+    from ktconvert.pipeline.engine.places import Places
     from ktconvert.pipeline.engine.plan import Plan
-    from ktconvert.pipeline.engine.workdir import Places
 
 F = TypeVar("F", bound=Callable[..., Any])
 MOST = 1 << 62
@@ -104,6 +105,17 @@ def max_memory(command: F) -> F:
         type=Size(),
         default=None,
         help="Stay below this much memory, e.g. 4GiB. [default: what is free]",
+    )(command)
+
+
+def executor(command: F) -> F:
+    """--executor."""
+    return click.option(
+        "--executor",
+        default="threads",
+        show_default=True,
+        help="Who makes the files: threads[:N] here, or Dask's workers on many hosts: dask:tcp://HOST:8786, "
+        "dask:tls://HOST:8786, dask:FILE (of a scheduler), dask:local[:N].",
     )(command)
 
 
@@ -281,9 +293,8 @@ def take_lock_away(places: Places, reporter: Reporter) -> None:
 
 def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
     """Show a plan with --dry-run, else execute it; with its notes first."""
-    from ktconvert.pipeline.engine.execute import execute
     from ktconvert.pipeline.engine.existing import adopts
-    from ktconvert.pipeline.engine.workdir import locate
+    from ktconvert.pipeline.engine.places import locate
     from ktconvert.pipeline.tell import show
 
     for note in plan.notes:
@@ -293,4 +304,27 @@ def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None
     else:
         if params["force_unlock"]:
             take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter)
-        execute(plan, reporter, overwrite=params["overwrite"])
+        make(plan, reporter, params)
+
+
+def make(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
+    """Execute a plan with the engine that --executor names."""
+    from ktconvert.pipeline.engine.execute import execute
+    from ktconvert.pipeline.engine.executors import DEFAULT, opened
+    from ktconvert.pipeline.plans.commands import reopened
+
+    with opened(params.get("executor", DEFAULT), reporter.note) as engine:
+        if engine.executor is None and engine.threads is not None:
+            tuning = {
+                **plan.request.tuning,
+                "cpuinfer_threads": lowered("--executor threads", engine.threads, reporter),
+            }
+            plan = replace(plan, request=replace(plan.request, tuning=tuning))
+        execute(
+            plan,
+            reporter,
+            overwrite=params.get("overwrite", False),
+            executor=engine.executor,
+            reopen=reopened,
+            threads=params["cpuinfer_threads"] or engine.threads,
+        )

@@ -27,14 +27,15 @@ Examples:
     "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
 )
 @options.force_unlock
+@options.executor
 @options.cpuinfer_threads
 @options.max_memory
 @options.reporting
 def resume(output: Path, **params: Any) -> None:
     """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output."""
-    from ktconvert.pipeline.engine.execute import execute, tidy
+    from ktconvert.pipeline.engine.execute import tidy
     from ktconvert.pipeline.engine.existing import saved_plan
-    from ktconvert.pipeline.engine.workdir import locate
+    from ktconvert.pipeline.engine.places import locate
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
     from ktconvert.pipeline.tell import show
 
@@ -67,4 +68,4 @@ def resume(output: Path, **params: Any) -> None:
     if params["dry_run"]:
         show.show_plan(plan, as_json=params["json_events"])
         return
-    execute(plan, reporter)
+    options.make(plan, reporter, params)

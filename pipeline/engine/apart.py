@@ -14,8 +14,9 @@ from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import publish
+from ktconvert.pipeline.engine.places import has_size, locate
 from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.engine.workdir import WorkDir, has_size, locate
+from ktconvert.pipeline.engine.workdir import WorkDir
 
 Finished = Mapping[str, Mapping[str, Any]]  # the journal's records of finished units, by fingerprint
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest, publish
-from ktconvert.pipeline.engine.workdir import Places, WorkDir
+from ktconvert.pipeline.engine.places import Places
+from ktconvert.pipeline.engine.workdir import WorkDir
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 NOT_OURS = {"lost+found"}

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+from ktconvert.layouts.errors import UsageError
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.apart import require_delivered, require_free
 from ktconvert.pipeline.engine.assemble import assemble
+from ktconvert.pipeline.engine.crew import Crew
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan
-from ktconvert.pipeline.engine.loop import StopFlag, recorded, run_units
+from ktconvert.pipeline.engine.lanes import lanes
+from ktconvert.pipeline.engine.loop import StopFlag, publish_unit, recorded, run_units, to_run
+from ktconvert.pipeline.engine.places import Places, locate
 from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.engine.room import require_room
-from ktconvert.pipeline.engine.workdir import Places, WorkDir, done_reason, locate
+from ktconvert.pipeline.engine.room import fit_threads, require_disk
+from ktconvert.pipeline.engine.tasks import Tasks, made_of
+from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
+from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.tell.report import Reporter, duration, size
 
 
@@ -21,8 +31,25 @@ def tidy(places: Places) -> None:
             work.remove()
 
 
-def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
-    """Do what the plan says, from wherever it stands. Returns False when there was nothing to do."""
+def execute(
+    plan: Plan,
+    reporter: Reporter,
+    *,
+    overwrite: bool = False,
+    executor: Executor | None = None,
+    reopen: Reopen | None = None,
+    threads: int | None = None,
+) -> bool:
+    """Do what the plan says, from wherever it stands. Returns False when there was nothing to do.
+
+    executor  has the units made by its workers, which `reopen` the plan and pack with so many threads each (None: the
+              CPUs that they may use); None: threads of this process make them
+    """
+    if executor is not None and any(stage.chain for stage in plan.stages):
+        raise UsageError(
+            f"{plan.request.command}: each layer's calibration needs what the layer before left, so no executor can "
+            "make them at the same time; leave out --executor."
+        )
     places = locate(plan.request.output, adopt=adopts(plan))
     if already_finished(plan, overwrite):
         require_delivered(plan)
@@ -34,15 +61,42 @@ def execute(plan: Plan, reporter: Reporter, *, overwrite: bool = False) -> bool:
     with WorkDir(places) as work:
         _adopt_plan(plan, work, reporter, overwrite)
         require_free(plan, work.finished, work.may_replace)
+        _adopt_attempts(plan, work, reporter)
         _report_death(work, plan, reporter)
-        threads = require_room(plan, work, reporter)
+        require_disk(plan, work)
         stop = StopFlag()
-        with stop.installed(), recorded(work):
-            run_units(plan, work, reporter, threads, stop)
+        with stop.installed(), recorded(work), _crew(plan, work, reporter, executor, reopen, threads) as crew:
+            run_units(plan, work, reporter, crew, stop)
             work.journal.append({"event": "start", "unit": "assemble"})
             assemble(plan, work)
     _summary(plan, reporter)
     return True
+
+
+@contextlib.contextmanager
+def _crew(
+    plan: Plan,
+    work: WorkDir,
+    reporter: Reporter,
+    executor: Executor | None,
+    reopen: Reopen | None,
+    threads: int | None,
+) -> Iterator[Crew]:
+    if executor is None:
+        left = sum(len(to_run(stage, work)[: 1 if stage.chain else None]) for stage in plan.stages)
+        with lanes(work, reporter, fit_threads(plan, reporter), left) as crew:
+            yield crew
+    else:
+        assert reopen is not None
+        yield Tasks(work, reporter, executor, reopen, threads)
+
+
+def _adopt_attempts(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
+    """Publish and record what workers finished after the last coordinator had died."""
+    wanted = {unit.fingerprint: unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None}
+    for attempt in attempts.read(work.places):
+        if attempt.is_whole(work.places) and attempt.fingerprint in wanted:
+            publish_unit(plan, work, wanted.pop(attempt.fingerprint), made_of(work, attempt), reporter)
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:

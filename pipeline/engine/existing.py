@@ -12,9 +12,10 @@ from ktconvert.layouts.errors import InputError, OutputError, UsageError, Verifi
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.files.documents import NUMBER
 from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.places import INSIDE, Places, has_size, locate
 from ktconvert.pipeline.engine.plan import FORMAT, Plan, changed_files, require_same_settings, require_same_source
 from ktconvert.pipeline.engine.units import Status, statuses
-from ktconvert.pipeline.engine.workdir import INSIDE, Places, done_reason, has_size, locate
+from ktconvert.pipeline.engine.workdir import done_reason
 
 IGNORED = {INSIDE, "lost+found"}
 SOURCE = {

@@ -1,5 +1,5 @@
-"""The loop: skip what is done; run, publish, record what is not; then assemble. Threads, memory
-and Ctrl-C live here.
+"""The loop: skip what is done; have made, publish and record what is not. Ctrl-C lives here; who makes a unit, and
+where, is the crew's matter.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ import os
 import queue
 import signal
 import threading
-import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ktconvert.layouts.errors import ResourceError
+from ktconvert.layouts.errors import ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.engine.crew import Crew, Made
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
-from ktconvert.pipeline.engine.units import LEFT, Context, Link, Stage, Unit
+from ktconvert.pipeline.engine.units import LEFT, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.tell.report import Reporter
 
 SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
-WAITING = 2  # packing threads beyond those asked for: so many wait for the disk at any time
-LANES = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
 
 class Interrupted(Exception):
@@ -80,65 +77,56 @@ def recorded(work: WorkDir) -> Iterator[None]:
             work.journal.append({"event": "end"})
 
 
-def run_units(plan: Plan, work: WorkDir, reporter: Reporter, threads: int, stop: StopFlag) -> None:
-    """Make every unit that is not done. Raises the first failure after the other lanes have finished their unit."""
-    todo: queue.SimpleQueue[tuple[Stage[Any], tuple[Unit[Any], ...]]] = queue.SimpleQueue()
-    done_bytes = 0
-    for stage in plan.stages:
-        run = to_run(stage, work)
-        done_bytes += sum(unit.bytes_in for unit in stage.units) - sum(unit.bytes_in for unit in run)
-        for units in [run] if stage.chain and run else [(unit,) for unit in run]:
-            todo.put((stage, units))
-    lanes = max(1, min(LANES, threads, todo.qsize()))
-    failures: list[BaseException] = []
-    reporter.begin(sum(u.bytes_in for u in plan.units), done_bytes)
+def run_units(plan: Plan, work: WorkDir, reporter: Reporter, crew: Crew, stop: StopFlag) -> None:
+    """Have every unit made that is not done, publish and record it.
 
-    def lane(context: Context) -> None:
-        use_own_cpus()
-        while not stop.number and not failures:
-            try:
-                stage, units = todo.get_nowait()
-            except queue.Empty:
-                return
-            for unit in units:
-                if stop.number or failures:
-                    return
+    Raises the first failure after what was under way has ended. What is only this unit's (WorkerLostError) does not
+    keep the others from being made.
+    """
+    ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+    flying: dict[Future[Any], tuple[Stage[Any], tuple[Unit[Any], ...]]] = {}
+    failures: list[BaseException] = []
+
+    def stopped() -> bool:
+        return bool(stop.number) or any(not isinstance(error, WorkerLostError) for error in failures)
+
+    to_do = {stage.name: to_run(stage, work) for stage in plan.stages}
+    total = sum(unit.bytes_in for unit in plan.units)
+    reporter.begin(total, total - sum(unit.bytes_in for units in to_do.values() for unit in units))
+    waiting = deque(
+        (stage, units)
+        for stage in plan.stages
+        for units in ([to_do[stage.name]] if stage.chain and to_do[stage.name] else zip(to_do[stage.name]))
+    )
+    try:
+        while flying or (waiting and not stopped()):
+            while waiting and len(flying) < crew.most and not stopped():
+                stage, units = waiting.popleft()
+                future = crew.submit(stage, units[0])
+                flying[future] = (stage, units)
+                future.add_done_callback(ended.put)
+            for future in list(flying) if stopped() else []:
+                if crew.give_up(flying[future][1][0], future):
+                    del flying[future]
+            crew.watch()
+            with contextlib.suppress(queue.Empty):
+                future = ended.get(timeout=SIGNAL_DELAY)
+                if future not in flying:  # given up
+                    continue
+                stage, units = flying.pop(future)
                 try:
-                    run_one(plan, work, stage, unit, context)
+                    publish_unit(plan, work, units[0], crew.take(units[0], future), reporter)
                 except BaseException as error:
                     failures.append(error)
-
-    try:
-        with ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=use_own_cpus) as pool:
-            _start_threads(pool, threads + WAITING)
-            context = Context(pool, window=-(-(threads + WAITING) // lanes) + 1, reporter=reporter)
-            crew = [threading.Thread(target=lane, args=(context,), name=f"lane-{i}") for i in range(lanes)]
-            try:
-                for thread in crew:
-                    thread.start()
-            except RuntimeError as error:  # no more threads to be had; the lanes that there are end with their unit
-                failures.append(error)
-            for thread in crew:
-                while thread.is_alive():
-                    thread.join(SIGNAL_DELAY)
+                    continue
+                if units[1:]:
+                    waiting.appendleft((stage, units[1:]))
     finally:
         reporter.end()
     if failures:
-        raise failures[0]
+        raise next((error for error in failures if not isinstance(error, WorkerLostError)), failures[0])
     if stop.number:
         raise Interrupted(stop.number, plan.request.output)
-
-
-def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start them before there is work: a submit() that cannot start one fails, but leaves its work to those that there
-    are.
-    """
-    ready = threading.Event()
-    try:
-        for _ in range(count):
-            pool.submit(ready.wait)
-    finally:
-        ready.set()
 
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
@@ -165,48 +153,24 @@ def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     return stage.units[first : undone[-1] + 1]
 
 
-def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
-    at = stage.units.index(unit)
-    store, scratch = work.places.store, work.places.partial / f"{unit.stage}.{unit.key}"
-    scratch.mkdir()
-    return Link(
-        before=store / stage.units[at - 1].left_name if at and stage.units[at - 1].leaves else None,
-        leaves=work.places.partial / unit.left_name if unit.leaves else None,
-        scratch=scratch,
-        store={u.key: store / u.stored_name for u in stage.units[: at + 1]},
-        side=work.places.partial / unit.side_name if unit.side else None,
-        sides={u.key: store / u.side_name for u in stage.units[:at] if u.side},
-    )
-
-
-def run_one(plan: Plan, work: WorkDir, stage: Stage[Any], unit: Unit[Any], context: Context) -> None:
-    """Run one unit, publish what it wrote, record it: in this order, each step durable before the next."""
-    name = f"{unit.stage}.{unit.key}"
-    begun = time.monotonic()
-    if stage.chain:
-        context = replace(context, chain=_link(work, stage, unit))
-    work.journal.append({"event": "start", "unit": name})
-    context.reporter.at(unit.key)
-    context.reporter.event("start", unit=name)
-    partial = work.places.partial / unit.stored_name
-    result = stage.run(unit, partial, context)
+def publish_unit(plan: Plan, work: WorkDir, unit: Unit[Any], made: Made, reporter: Reporter) -> None:
+    """Publish what was made, and record it: in this order, each step durable before the next."""
     require_unchanged(plan)
     stored = work.places.store / unit.stored_name
     if unit.folder:
         publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder
-    link = context.chain
+    link = made.link
     if link is not None:
         publish.remove_tree(link.scratch)
         if link.side is not None:
             publish.publish(link.side, work.places.store / unit.side_name)
         if link.leaves is not None:
             publish.publish(link.leaves, work.places.store / unit.left_name)
-    publish.publish(partial, stored)
-    seconds = time.monotonic() - begun
-    work.record(unit, result, seconds)
+    publish.publish(made.path, stored)
+    work.record(unit, made.result, made.seconds, **made.who)
     if link is not None and link.before is not None:
         link.before.unlink(missing_ok=True)
-    context.reporter.event(
-        "done", unit=name, seconds=round(seconds, 3), bytes=sum(w.nbytes for w in result.files), stats=result.stats
-    )
-    context.reporter.say(f"{name}: {seconds:.2f} s", level=1)
+    seconds, nbytes = round(made.seconds, 3), sum(w.nbytes for w in made.result.files)
+    reporter.event("done", unit=unit.name, seconds=seconds, bytes=nbytes, stats=made.result.stats, **made.who)
+    where = f" on {made.who['host']}" if made.who else ""
+    reporter.say(f"{unit.name}: {made.seconds:.2f} s{where}", level=1)

@@ -15,8 +15,8 @@ from ktconvert.pipeline.tell.report import Reporter, size
 SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal and directory entries
 
 
-def require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
-    """Raise ResourceError where disk or memory cannot do; returns the number of threads that memory allows."""
+def require_disk(plan: Plan, work: WorkDir) -> None:
+    """Raise ResourceError where the disk cannot hold what is to be made, or files may not be as large."""
     todo = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
     needed = disk_needed(plan, todo)
     free = machine.disk_free(work.places.root)
@@ -28,7 +28,6 @@ def require_room(plan: Plan, work: WorkDir, reporter: Reporter) -> int:
     limit = machine.file_size_limit()
     if limit is not None:
         _require_below(limit, plan, todo, work)
-    return fit_threads(plan, reporter)
 
 
 def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], work: WorkDir) -> None:

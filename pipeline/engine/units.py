@@ -55,6 +55,11 @@ class Unit(Generic[Work]):
         return hashlib.sha256(json.dumps(identity, separators=(",", ":")).encode()).hexdigest()
 
     @property
+    def name(self) -> str:
+        """What it is called in the journal, in events and in messages."""
+        return f"{self.stage}.{self.key}"
+
+    @property
     def stored_name(self) -> str:
         """Its name in the store: a name that says what the content is cannot lie."""
         return f"{self.stage}.{self.key}.{self.fingerprint[:16]}" + ("" if self.folder else ".safetensors")
@@ -158,7 +163,7 @@ def statuses(
         for unit in stage.units:
             reason = is_done(unit)
             if reason is None:
-                known = f"{unit.stage}.{unit.key}" in others
+                known = unit.name in others
                 states.append(Status(unit, False, "made from other inputs or options" if known else "not made yet"))
             else:
                 states.append(Status(unit, True, reason))

@@ -5,82 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
+import secrets
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.files import publish
-from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine import journal as journals
-from ktconvert.pipeline.engine import lock
+from ktconvert.pipeline.engine.places import Places, has_size
 from ktconvert.pipeline.engine.units import Result, Unit
-
-INSIDE = ".ktconvert"
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where things lie for one output. inside: the output cannot be renamed to, so work happens below it and files move
-    into place.
-    """
-
-    output: Path
-    root: Path
-    inside: bool
-
-    @property
-    def plan(self) -> Path:
-        """What was asked, complete."""
-        return self.root / "plan.json"
-
-    @property
-    def journal(self) -> Path:
-        """One line per finished unit."""
-        return self.root / "journal.jsonl"
-
-    @property
-    def partial(self) -> Path:
-        """Files being written; emptied at every start."""
-        return self.root / "partial"
-
-    @property
-    def store(self) -> Path:
-        """Finished units, named by their fingerprints."""
-        return self.root / "store"
-
-    @property
-    def assembly(self) -> Path:
-        """Where the final directory is put together."""
-        return self.root / "out"
-
-    @property
-    def old(self) -> Path:
-        """What lay at the output, where two folders cannot be swapped in one step."""
-        return self.root / "old"
-
-    @property
-    def finals(self) -> tuple[Path, ...]:
-        """Folders where a finished unit may lie under its final name."""
-        return (self.assembly, self.output) if self.inside else (self.assembly,)
-
-
-def locate(output: Path, *, adopt: bool = False) -> Places:
-    """Where the work for this output lies or will lie; adopt: the output already holds folders that are kept."""
-    output = output.absolute()
-    beside = Places(output, output.with_name(output.name + ".work"), inside=False)
-    inside = Places(output, output / INSIDE, inside=True)
-    for begun in (inside, beside):
-        if begun.plan.exists():
-            return begun
-    if inside.root.is_dir():
-        return inside
-    if output.is_symlink() and output.is_dir():
-        return inside
-    if output.is_dir() and (adopt or machine.is_mount_point(output) or not os.access(output.parent, os.W_OK)):
-        return inside
-    return beside
 
 
 class WorkDir:
@@ -94,10 +29,9 @@ class WorkDir:
         self.places = places
         self.may_replace = False
         self._lock = lock.acquire(places.root, places.output)
-        for folder in (places.partial, places.store):
+        for folder in (places.partial, places.attempts, places.store):
             folder.mkdir(exist_ok=True)
-        for leftover in places.partial.iterdir():
-            publish.remove_tree(leftover)
+        attempts.sweep(places)
         self.journal = journals.Journal(places.journal)
         self.finished = journals.finished(self.journal.records)
 
@@ -114,16 +48,26 @@ class WorkDir:
         publish.write_file(partial, encode(document))
         publish.publish(partial, self.places.plan)
 
-    def record(self, unit: Unit[Any], result: Result, seconds: float) -> None:
-        """Make a published unit count."""
+    def new_token(self) -> str:
+        """A name for this run, where workers find it."""
+        name = secrets.token_hex(8)
+        partial = self.places.partial / "token"
+        publish.write_file(partial, name.encode())
+        publish.publish(partial, self.places.token)
+        return name
+
+    def record(self, unit: Unit[Any], result: Result, seconds: float, **who: Any) -> None:
+        """Make a published unit count. who: `host` and `pid` of the process that made it."""
         entry = {
             "event": "done",
-            "unit": f"{unit.stage}.{unit.key}",
+            "unit": unit.name,
             "fingerprint": unit.fingerprint,
             "files": [[w.path, w.nbytes, w.sha256] for w in result.files],
             "tensors": result.tensors,
             "seconds": round(seconds, 3),
             "stats": result.stats,
+            "at": round(time.time(), 3),
+            **who,
         }
         self.journal.append(entry, sync=True)
         self.finished[unit.fingerprint] = entry
@@ -176,14 +120,6 @@ def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[
         if not any(_is(folder / unit.final / path, nbytes, sha256) for folder in places.finals):
             return None
     return reason
-
-
-def has_size(path: Path, nbytes: int) -> bool:
-    """Whether a file is there and has this size."""
-    try:
-        return path.stat().st_size == nbytes
-    except (OSError, ValueError):  # a damaged record may name what no file can be called
-        return False
 
 
 def _is(path: Path, nbytes: int, sha256: str) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.encodings import input_types
-from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
 from ktconvert.layouts.outputs import forms_of
-from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.execute import execute
+from ktconvert.pipeline.engine.existing import saved_plan
+from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.plan import Plan, Request, changed_files
 from ktconvert.pipeline.plans.calibrate import plan_calibrate
 from ktconvert.pipeline.plans.cpu import plan_cpu
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
@@ -18,6 +23,7 @@ from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
 from ktconvert.pipeline.plans.resplit import plan_resplit
 from ktconvert.pipeline.stages.carry_over import CALLED
+from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.quantizers.choice import QUANTIZERS
 
 PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
@@ -120,3 +126,31 @@ def saved_request(output: Path, saved: Mapping[str, Any]) -> Request:
 def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
     """The plan of any request."""
     return PLANNERS[request.command](request, hashed)
+
+
+def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
+    """The plan that was saved for an output, made again on another host or later, with some of its tuning changed.
+
+    Raises OutputError where there is none, InputError where its input is not what it was.
+    """
+    saved = saved_plan(locate(output))
+    if saved is None:
+        raise OutputError(f"{output}: no conversion into it was begun.")
+    request = saved_request(output, saved)
+    plan = plan_request(replace(request, tuning={**request.tuning, **tuning}))
+    other, touched = changed_files(saved["source"], plan)
+    if other or touched:
+        wrong = other or [f"{name} was modified" for name in touched]
+        raise InputError(f"{request.input} is not the input that {output} was begun with: {'; '.join(wrong[:5])}.")
+    return plan
+
+
+def run(
+    plan: Plan, executor: Executor | None = None, reporter: Reporter | None = None, *, overwrite: bool = False
+) -> bool:
+    """Make what a plan says, from wherever it stands: with threads of this process, or with the workers of any
+    concurrent.futures.Executor, which see its input and output under the same paths and have this ktconvert.
+
+    Returns False when there was nothing to do. Raises KtconvertError.
+    """
+    return execute(plan, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)

@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Form
-from ktconvert.pipeline.engine.loop import WAITING
+from ktconvert.pipeline.engine.lanes import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Request
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq

@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.layouts.outputs.resplit import Parted, is_parted, rounds_again
 from ktconvert.layouts.outputs.strip_form import StripForm
-from ktconvert.pipeline.engine.loop import WAITING
+from ktconvert.pipeline.engine.lanes import WAITING
 from ktconvert.pipeline.engine.plan import (
     CARD,
     CONFIG,

@@ -22,7 +22,7 @@ from ktconvert.layouts.files.shards import ALIGNMENT, Entry, group_by_limit, pla
 from ktconvert.layouts.outputs import merged
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.engine.loop import LANES
+from ktconvert.pipeline.engine.lanes import LANES
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import READ_AHEAD
 from ktconvert.pipeline.stages.ordered import in_order

@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs.names import Names
 from ktconvert.layouts.outputs.output import Bytes, Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.resplit import Parted
-from ktconvert.pipeline.engine.loop import LANES
+from ktconvert.pipeline.engine.lanes import LANES
 from ktconvert.pipeline.engine.plan import SourceFile
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard

@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.workdir import Places, locate
+from ktconvert.pipeline.engine.places import Places, locate
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
 from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.report import facts, facts_rows
@@ -183,7 +183,7 @@ def look_unfinished(places: Places) -> dict[str, Any]:
         "units": len(states),
         "units_done": len(states) - len(todo),
         "bytes_left": sum(unit.bytes_in for unit in todo),
-        "units_left": [f"{unit.stage}.{unit.key}" for unit in todo],
+        "units_left": [unit.name for unit in todo],
     }
 
 

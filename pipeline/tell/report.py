@@ -57,6 +57,7 @@ class Reporter:
         self._amount: Callable[[float], str] = size
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._workers: dict[str, TaskID] = {}
 
     def event(self, kind: str, **fields: Any) -> None:
         """One machine-readable line, with --json."""
@@ -121,6 +122,15 @@ class Reporter:
     def at(self, unit: str) -> None:
         """The unit that was begun last."""
         self._where = unit
+
+    def worker(self, name: str, unit: str | None) -> None:
+        """Which unit a worker elsewhere is making; None: it has ended. A line each on a terminal."""
+        with self._lock:
+            if self._bar is None:
+                return
+            if name not in self._workers:
+                self._workers[name] = self._bar.add_task("", total=None, rss="")
+            self._bar.update(self._workers[name], description=f"{name}: {unit or 'idle'}")
 
     def advance(self, nbytes: int) -> None:
         """So many more bytes of input are done."""

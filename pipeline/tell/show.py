@@ -14,9 +14,9 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.apart import require_free
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
+from ktconvert.pipeline.engine.places import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.room import disk_needed, fit_threads, room_sentence
-from ktconvert.pipeline.engine.workdir import locate
 from ktconvert.pipeline.tell.report import size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
@@ -131,7 +131,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "stages": stages,
         "units": [
             {
-                "unit": f"{s.unit.stage}.{s.unit.key}",
+                "unit": s.unit.name,
                 "final": s.unit.final,
                 "fingerprint": s.unit.fingerprint,
                 "done": done[s.unit],

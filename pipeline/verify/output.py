@@ -17,7 +17,7 @@ from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_mo
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant.runtime import from_checkpoint
-from ktconvert.pipeline.engine.workdir import locate
+from ktconvert.pipeline.engine.places import locate
 from ktconvert.pipeline.plans.importance import open_for
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.checks import Check, LayerError

@@ -1,0 +1,235 @@
+"""Attempts to make a unit away from the coordinator: each has a file of its own in partial/, and a record in attempts/
+that is whole at any time and can be read by whoever sees the work directory.
+
+Every engine runs a unit at least once, and two attempts may be made at the same time, on different hosts: they give the
+same bytes under different names, and nobody removes one whose process may still live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.files import documents, publish
+from ktconvert.layouts.files.documents import NUMBER
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine.journal import FILE, STATS
+from ktconvert.pipeline.engine.places import Places, has_size
+from ktconvert.pipeline.engine.units import Result, Unit, Written
+
+ENDING = ".json"
+RESULT = {"files": [FILE], "tensors": NUMBER, "stats": STATS}
+RECORD = {
+    "name": str,
+    "unit": str,
+    "fingerprint": str,
+    "run": str,
+    "host": str,
+    "boot": str,
+    "pid": int,
+    "began": (float, int),
+    "ended": (float, int, None),
+    "result": (RESULT, None),
+    "failure": (str, None),
+    "oom_kills": (NUMBER, None),
+    "warnings": [str],
+}
+_count = itertools.count()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt: who makes which unit, since when, and what came of it.
+
+    name       of its file in partial/; no other attempt has it
+    run        the coordinator's run (WorkDir.token), or which part of a conversion it is
+    began      seconds since the epoch; ended: None while it lasts, and where its process died
+    result     what a Result says, once the file is whole and durable
+    failure    the sentence with which it failed
+    oom_kills  the kernel's count when it began (machine.oom_kills)
+    warnings   what the user should read, in sentences
+    """
+
+    name: str
+    unit: str
+    fingerprint: str
+    run: str
+    host: str
+    boot: str
+    pid: int
+    began: float
+    ended: float | None = None
+    result: dict[str, Any] | None = None
+    failure: str | None = None
+    oom_kills: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def worker(self) -> str:
+        """Who makes it, for people."""
+        return f"{self.host}, process {self.pid}"
+
+    def is_dead(self) -> bool:
+        """Whether its process is certainly gone; of another host nobody knows."""
+        if self.host != machine.host():
+            return False
+        return self.boot != machine.boot_id() or not machine.process_alive(self.pid)
+
+    def written(self) -> Result:
+        """What a finished attempt made."""
+        assert self.result is not None
+        files = tuple(Written(path, nbytes, sha256) for path, nbytes, sha256 in self.result["files"])
+        return Result(files, self.result["tensors"], self.result["stats"])
+
+    def is_whole(self, places: Places) -> bool:
+        """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
+        if self.result is None:
+            return False
+        path = places.partial / self.name
+        return all(has_size(path / inner, nbytes) for inner, nbytes, _ in self.result["files"])
+
+
+def begin(places: Places, unit: Unit[Any], run: str) -> Attempt:
+    """Put a record of a new attempt of this process where others see it."""
+    host = machine.host()
+    who = f"{re.sub('[^A-Za-z0-9-]', '-', host)}.{os.getpid()}.{next(_count)}"
+    attempt = Attempt(
+        name=f"{unit.stored_name}.{who}",
+        unit=unit.name,
+        fingerprint=unit.fingerprint,
+        run=run,
+        host=host,
+        boot=machine.boot_id(),
+        pid=os.getpid(),
+        began=round(time.time(), 3),
+        oom_kills=machine.oom_kills(),
+    )
+    _save(places, attempt)
+    return attempt
+
+
+def finish(places: Places, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
+    """Say that its file is whole; durable on return."""
+    files = [[w.path, w.nbytes, w.sha256] for w in result.files]
+    told = {"files": files, "tensors": result.tensors, "stats": result.stats}
+    ended = replace(attempt, ended=round(time.time(), 3), result=told, warnings=tuple(warnings))
+    _save(places, ended)
+    return ended
+
+
+def fail(places: Places, attempt: Attempt, why: str) -> Attempt:
+    """Remove what it wrote, and say why it ended."""
+    publish.remove_tree(places.partial / attempt.name)
+    ended = replace(attempt, ended=round(time.time(), 3), failure=why)
+    _save(places, ended)
+    return ended
+
+
+def _save(places: Places, attempt: Attempt) -> None:
+    path = places.attempts / (attempt.name + ENDING)
+    aside = path.with_name(f".{path.name}")
+    publish.write_file(aside, (json.dumps(asdict(attempt), sort_keys=True) + "\n").encode())
+    publish.publish(aside, path)
+
+
+def read(places: Places, unit: Unit[Any] | None = None) -> list[Attempt]:
+    """The attempts that are on record, of one unit or of all, the oldest first; records that cannot be understood do
+    not count.
+    """
+    return sorted(_read(places, "" if unit is None else f"{unit.stored_name}."), key=lambda a: (a.began, a.name))
+
+
+def _read(places: Places, prefix: str) -> Iterator[Attempt]:
+    if not places.attempts.is_dir():
+        return
+    for path in places.attempts.iterdir():
+        if not (path.name.startswith(prefix) and path.name.endswith(ENDING)):
+            continue
+        try:
+            record = documents.parse(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if documents.mismatch(record, RECORD) is None and record["name"] + ENDING == path.name:
+            yield Attempt(**{key: record[key] for key in RECORD} | {"warnings": tuple(record["warnings"])})
+
+
+def forget(places: Places, attempt: Attempt) -> None:
+    """Remove an attempt that has ended, with what is left of it."""
+    publish.remove_tree(places.partial / attempt.name)
+    publish.remove_tree(places.attempts / (attempt.name + ENDING))
+
+
+def sweep(places: Places) -> list[Attempt]:
+    """Remove what is of no use to anyone, in partial/ and attempts/; returns the attempts that are finished, or may
+    live.
+    """
+    files, records = list(places.partial.iterdir()), list(places.attempts.iterdir())  # before their records are read
+    kept = []
+    for attempt in read(places):
+        if attempt.is_whole(places) or (attempt.ended is None and not attempt.is_dead()):
+            kept.append(attempt)
+        else:
+            forget(places, attempt)
+    names = {attempt.name for attempt in kept}
+    for path in files:
+        if path.name not in names:
+            publish.remove_tree(path)
+    for path in records:
+        if path.name.removesuffix(ENDING) not in names and not path.name.startswith("."):  # written just now
+            publish.remove_tree(path)
+    return kept
+
+
+# --- last words -----------------------------------------------------------------------------------
+
+_speaking = threading.Lock()
+
+
+@contextlib.contextmanager
+def last_words(places: Places, attempt: Attempt) -> Iterator[None]:
+    """Where a fatal signal ends the process within, Python's trace is left beside the record; else nothing is.
+
+    One attempt of a process at a time: Python has one place for it.
+    """
+    if faulthandler.is_enabled() or not _speaking.acquire(blocking=False):
+        yield
+        return
+    path = _words(places, attempt)
+    try:
+        with path.open("w") as stream:
+            faulthandler.enable(stream)
+            try:
+                yield
+            finally:
+                faulthandler.disable()
+    finally:
+        _speaking.release()
+        publish.remove_tree(path)
+
+
+def words_of(places: Places, attempt: Attempt) -> str:
+    """How the process of an attempt ended, as far as it can be known: a few words."""
+    kills = machine.oom_kills()
+    try:
+        trace = _words(places, attempt).read_text(errors="replace").strip()
+    except OSError:
+        trace = ""
+    if trace:
+        return trace.splitlines()[0].removeprefix("Fatal Python error: ")
+    if attempt.host == machine.host() and kills and attempt.oom_kills is not None and kills > attempt.oom_kills:
+        return "the kernel has killed for memory since: give each worker fewer threads or more memory"
+    return "it left no word, as a process that the system kills (SIGKILL, no memory left) does not"
+
+
+def _words(places: Places, attempt: Attempt) -> Path:
+    return places.attempts / f".{attempt.name}.words"

@@ -1,0 +1,128 @@
+"""Dask as a concurrent.futures.Executor: a cluster that the user started, or one on this machine for trying."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts.errors import KtconvertError, UsageError, WorkerLostError
+from ktconvert.native_quant import machine
+
+UNIT = {"unit": 1}  # what a worker offers once for each unit that it may make at a time
+START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
+LOCAL = "local"
+MOST_HERE = 1024
+PATIENCE = 20  # seconds to wait for a scheduler
+
+
+class DaskExecutor(Executor):
+    """Tasks for a Dask client, of which its caller disposes.
+
+    A future is released as soon as it has ended: Dask makes the units of a worker that died once more as long as
+    somebody holds their futures, also the finished ones.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Have fn(*args, **kwargs) called by a worker that offers a unit. What it raises is not tried again; a worker
+        that dies is Dask's matter.
+        """
+        ours: Future[Any] = Future()
+        theirs = self._client.submit(fn, *args, **kwargs, pure=False, resources=UNIT, retries=0)
+
+        def settle(theirs: Any) -> None:
+            try:
+                result, error = theirs.result(), None
+            except BaseException as caught:
+                result, error = None, _explained(caught)
+            theirs.release()
+            if ours.set_running_or_notify_cancel():
+                ours.set_result(result) if error is None else ours.set_exception(error)
+
+        def cancel(ours: Future[Any]) -> None:
+            if ours.cancelled():
+                theirs.cancel()
+
+        theirs.add_done_callback(settle)
+        ours.add_done_callback(cancel)
+        return ours
+
+
+def _explained(error: BaseException) -> BaseException:
+    from distributed import KilledWorker
+
+    if not isinstance(error, KilledWorker):
+        return error
+    return WorkerLostError(
+        f"the workers that made {error.task} ended again and again, the last one at {error.last_worker.address}; see "
+        "what they wrote."
+    )
+
+
+@contextlib.contextmanager
+def connected(where: str, note: Callable[[str], None]) -> Iterator[DaskExecutor]:
+    """An executor for the cluster at tcp://HOST:PORT or tls://HOST:PORT, in a scheduler's file, or `local[:N]`, which
+    starts N workers here (by default one for each NUMA node) and ends them. Certificates are those of Dask's settings.
+
+    note  is told what keeps workers from working. Raises KtconvertError where Dask is missing or no scheduler answers,
+    UsageError for what is none of these places.
+    """
+    if find_spec("distributed") is None:
+        raise KtconvertError("`--executor dask:...` needs Dask, not installed here: pip install 'ktconvert[dask]'")
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what happens, we say
+    distributed: Any = importlib.import_module("distributed")  # untyped
+    with contextlib.ExitStack() as stack:
+        if (count := workers_here(where)) is not None:
+            cluster = distributed.LocalCluster(
+                n_workers=count,
+                threads_per_worker=1,
+                resources=UNIT,
+                memory_limit=None,
+                dashboard_address=None,
+                scheduler_kwargs={"dashboard": False},
+                host="127.0.0.1",
+                silence_logs=logging.CRITICAL,
+            )
+            client = distributed.Client(stack.enter_context(cluster))
+        else:
+            client = _client(distributed.Client, where)
+        stack.callback(client.close)
+        offering = [w for w in client.scheduler_info()["workers"].values() if w.get("resources", {}).get("unit")]
+        if not offering:
+            note(f"no worker offers to make units yet; start one on each host: {START}")
+        yield DaskExecutor(client)
+
+
+def workers_here(where: str) -> int | None:
+    """The number of workers that `local[:N]` asks for; None where it is another place. Raises UsageError for a number
+    that is none.
+    """
+    name, _, count = where.partition(":")
+    if name != LOCAL:
+        return None
+    if count and not (count.isdecimal() and 0 < int(count) <= MOST_HERE):
+        raise UsageError(f"--executor dask:{where}: give a number of workers from 1 to {MOST_HERE}.")
+    return int(count or len(machine.numa_nodes()))
+
+
+def _client(connect: Callable[..., Any], where: str) -> Any:
+    try:
+        if where.startswith(("tcp://", "tls://")):
+            return connect(where, timeout=PATIENCE)
+        if not Path(where).expanduser().is_file():
+            raise UsageError(
+                f"--executor dask:{where}: there is no such file; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or "
+                "the file that `dask scheduler --scheduler-file` writes."
+            )
+        return connect(scheduler_file=str(Path(where).expanduser()), timeout=PATIENCE)
+    except (OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise KtconvertError(f"--executor dask:{where}: no Dask scheduler answers there ({why[0]}).") from error

@@ -1,0 +1,59 @@
+"""What --executor names: threads of this process, or the workers of an engine behind concurrent.futures.Executor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import dask_executor
+
+DEFAULT = "threads"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Who makes units.
+
+    executor  None: threads of this process
+    threads   of each worker, or of this process, for packing; None: the CPUs that it may use
+    """
+
+    executor: Executor | None = None
+    threads: int | None = None
+
+
+@contextlib.contextmanager
+def opened(name: str, note: Callable[[str], None]) -> Iterator[Engine]:
+    """The engine that --executor names, until it is left. note: is told what keeps it from working.
+
+    Raises UsageError for a name that is none, KtconvertError where it cannot be had.
+    """
+    kind, _, where = name.partition(":")
+    if kind not in ENGINES:
+        raise UsageError(f"--executor {name}: give one of {', '.join(ENGINES)}, as `ktconvert cpu --help` shows.")
+    with ENGINES[kind](where, note) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def _threads(where: str, note: Callable[[str], None]) -> Iterator[Engine]:
+    if where and not (where.isdecimal() and 0 < int(where) < 1 << 31):
+        raise UsageError(f"--executor threads:{where}: give a number of threads.")
+    yield Engine(None, int(where) if where else None)
+
+
+@contextlib.contextmanager
+def _dask(where: str, note: Callable[[str], None]) -> Iterator[Engine]:
+    with dask_executor.connected(where, note) as executor:
+        here = dask_executor.workers_here(where)
+        yield Engine(executor, None if here is None else max(1, machine.allowed_cpus() // here))
+
+
+ENGINES: Mapping[str, Callable[[str, Callable[[str], None]], contextlib.AbstractContextManager[Engine]]] = {
+    "threads": _threads,
+    "dask": _dask,
+}

@@ -1,0 +1,101 @@
+"""Units made by threads of this process: some lanes with a unit each, and one pool that packs for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.engine.crew import Made
+from ktconvert.pipeline.engine.units import Context, Link, Stage, Unit
+from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.tell.report import Reporter
+
+WAITING = 2  # packing threads beyond those asked for: so many wait for the disk at any time
+LANES = 2  # units in flight: while one is hashed in file order, the next is already being packed
+
+
+class Lanes:
+    """A crew of threads. Use `lanes`."""
+
+    def __init__(self, work: WorkDir, pool: ThreadPoolExecutor, context: Context, most: int) -> None:
+        self.most = most  # the next unit begins when one is recorded: a power cut loses the work on so many
+        self._work, self._pool, self._context = work, pool, context
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Made]:
+        """Have a unit made."""
+        return self._pool.submit(self._make, stage, unit)
+
+    def take(self, unit: Unit[Any], future: Future[Made]) -> Made:
+        """What came of it."""
+        return future.result()
+
+    def give_up(self, unit: Unit[Any], future: Future[Made]) -> bool:
+        """Take a unit back that nobody makes yet."""
+        return future.cancel()
+
+    def watch(self) -> None:
+        """What is to be reported, units report themselves."""
+
+    def _make(self, stage: Stage[Any], unit: Unit[Any]) -> Made:
+        work, context, begun = self._work, self._context, time.monotonic()
+        if stage.chain:
+            context = replace(context, chain=_link(work, stage, unit))
+        work.journal.append({"event": "start", "unit": unit.name, "at": round(time.time(), 3)})
+        context.reporter.at(unit.key)
+        context.reporter.event("start", unit=unit.name)
+        partial = work.places.partial / unit.stored_name
+        result = stage.run(unit, partial, context)
+        return Made(partial, result, time.monotonic() - begun, link=context.chain)
+
+
+@contextlib.contextmanager
+def lanes(work: WorkDir, reporter: Reporter, threads: int, units: int) -> Iterator[Lanes]:
+    """A crew of so many packing threads, for so many units. Raises RuntimeError where the system gives no threads."""
+    count = max(1, min(LANES, threads, units))
+    with packing_pool(threads) as pool, ThreadPoolExecutor(count, "lane", use_own_cpus) as crew:
+        start_threads(crew, count)
+        yield Lanes(work, crew, Context(pool, window_of(threads, count), reporter), count)
+
+
+def packing_pool(threads: int) -> ThreadPoolExecutor:
+    """Threads for the pieces of units, so that so many are busy. Raises RuntimeError where the system gives none."""
+    pool = ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=use_own_cpus)
+    start_threads(pool, threads + WAITING)
+    return pool
+
+
+def window_of(threads: int, lanes: int) -> int:
+    """How many pieces of a unit may be in flight."""
+    return -(-(threads + WAITING) // lanes) + 1
+
+
+def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Start them before there is work: a submit() that cannot start one fails, but leaves its work to those that there
+    are.
+    """
+    ready = threading.Event()
+    try:
+        for _ in range(count):
+            pool.submit(ready.wait)
+    finally:
+        ready.set()
+
+
+def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
+    at = stage.units.index(unit)
+    store, scratch = work.places.store, work.places.partial / unit.name
+    scratch.mkdir()
+    return Link(
+        before=store / stage.units[at - 1].left_name if at and stage.units[at - 1].leaves else None,
+        leaves=work.places.partial / unit.left_name if unit.leaves else None,
+        scratch=scratch,
+        store={u.key: store / u.stored_name for u in stage.units[: at + 1]},
+        side=work.places.partial / unit.side_name if unit.side else None,
+        sides={u.key: store / u.side_name for u in stage.units[:at] if u.side},
+    )

@@ -1,0 +1,92 @@
+"""Where things lie for one output, and whether they are there (RESUME.md)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconvert.native_quant import machine
+
+INSIDE = ".ktconvert"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things lie for one output. inside: the output cannot be renamed to, so work happens below it and files move
+    into place.
+    """
+
+    output: Path
+    root: Path
+    inside: bool
+
+    @property
+    def plan(self) -> Path:
+        """What was asked, complete."""
+        return self.root / "plan.json"
+
+    @property
+    def journal(self) -> Path:
+        """One line per finished unit."""
+        return self.root / "journal.jsonl"
+
+    @property
+    def partial(self) -> Path:
+        """Files being written; emptied at every start, but for attempts that are finished or may live."""
+        return self.root / "partial"
+
+    @property
+    def attempts(self) -> Path:
+        """A record of each attempt to make a unit in another process (attempts.py)."""
+        return self.root / "attempts"
+
+    @property
+    def token(self) -> Path:
+        """A name of the coordinator's run, by which workers know that they see this very folder."""
+        return self.root / "token"
+
+    @property
+    def store(self) -> Path:
+        """Finished units, named by their fingerprints."""
+        return self.root / "store"
+
+    @property
+    def assembly(self) -> Path:
+        """Where the final directory is put together."""
+        return self.root / "out"
+
+    @property
+    def old(self) -> Path:
+        """What lay at the output, where two folders cannot be swapped in one step."""
+        return self.root / "old"
+
+    @property
+    def finals(self) -> tuple[Path, ...]:
+        """Folders where a finished unit may lie under its final name."""
+        return (self.assembly, self.output) if self.inside else (self.assembly,)
+
+
+def locate(output: Path, *, adopt: bool = False) -> Places:
+    """Where the work for this output lies or will lie; adopt: the output already holds folders that are kept."""
+    output = output.absolute()
+    beside = Places(output, output.with_name(output.name + ".work"), inside=False)
+    inside = Places(output, output / INSIDE, inside=True)
+    for begun in (inside, beside):
+        if begun.plan.exists():
+            return begun
+    if inside.root.is_dir():
+        return inside
+    if output.is_symlink() and output.is_dir():
+        return inside
+    if output.is_dir() and (adopt or machine.is_mount_point(output) or not os.access(output.parent, os.W_OK)):
+        return inside
+    return beside
+
+
+def has_size(path: Path, nbytes: int) -> bool:
+    """Whether a file is there and has this size."""
+    try:
+        return path.stat().st_size == nbytes
+    except (OSError, ValueError):  # a damaged record may name what no file can be called
+        return False

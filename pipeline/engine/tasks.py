@@ -1,0 +1,115 @@
+"""Units made by any concurrent.futures.Executor: what travels to a worker, and what is known of it meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from ktconvert.layouts.errors import KtconvertError, ResourceError
+from ktconvert.pipeline.engine import attempts
+from ktconvert.pipeline.engine.attempts import Attempt
+from ktconvert.pipeline.engine.crew import Made
+from ktconvert.pipeline.engine.plan import tool_version
+from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.engine.worker import Failure, Reopen, Task, make_unit
+from ktconvert.pipeline.tell.report import Reporter
+
+LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
+
+
+class Tasks:
+    """A crew of whatever an executor's workers are: they see the source and the work directory under the same paths.
+
+    reopen   makes the plan again on a worker
+    threads  for packing, of each worker; None: the CPUs that it may use
+    """
+
+    most = sys.maxsize  # who is free takes the next one: nothing here knows how many workers there are
+
+    def __init__(
+        self, work: WorkDir, reporter: Reporter, executor: Executor, reopen: Reopen, threads: int | None
+    ) -> None:
+        self._work, self._reporter, self._executor = work, reporter, executor
+        self._reopen, self._threads = reopen, threads
+        self._run = work.new_token()
+        self._units: dict[str, Unit[Any]] = {}
+        self._known: dict[str, Attempt] = {}
+        self._looked = 0.0
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
+        """Have a unit made."""
+        self._units[unit.fingerprint] = unit
+        output, version = str(self._work.places.output), tool_version()
+        task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
+        return self._executor.submit(make_unit, task)
+
+    def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made:
+        """What came of it. Raises the worker's failure, and KtconvertError where the executor lost the task."""
+        try:
+            made = future.result()
+        except KtconvertError:
+            raise
+        except BaseException as error:  # CancelledError is no Exception
+            raise KtconvertError(
+                f"{unit.name}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and "
+                f"its scheduler run, then `ktconvert resume {self._work.places.output}`."
+            ) from error
+        if isinstance(made, Failure):
+            raise made.error()
+        self._reporter.advance(unit.bytes_in)
+        for text in made.warnings:
+            self._reporter.warn(text)
+        self._look()
+        for attempt in attempts.read(self._work.places, unit):
+            if attempt.name != made.name and attempt.ended is None:
+                self._reporter.event("lost", **self._note("lost", attempt))
+        self._reporter.worker(made.worker, None)
+        return made_of(self._work, made)
+
+    def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
+        """Take a unit back that nobody makes yet."""
+        self._look()
+        begun = any(a.fingerprint == unit.fingerprint and a.ended is None for a in self._known.values())
+        return not begun and future.cancel()
+
+    def watch(self) -> None:
+        """Note which attempts have begun and ended since the last look."""
+        if time.monotonic() - self._looked >= LOOK_EVERY:
+            self._look()
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        for attempt in attempts.read(self._work.places):
+            known = self._known.get(attempt.name)
+            if attempt.run != self._run or known == attempt:
+                continue
+            self._known[attempt.name] = attempt
+            if known is None:
+                self._reporter.event("start", **self._note("start", attempt))
+                self._reporter.at(attempt.unit)
+                self._reporter.worker(attempt.worker, attempt.unit)
+            if attempt.failure is not None:
+                self._reporter.event("failed", why=attempt.failure, **self._note("failed", attempt))
+                self._reporter.worker(attempt.worker, None)
+
+    def _note(self, event: str, attempt: Attempt) -> dict[str, Any]:
+        """Put it into the journal; what is told of it."""
+        about = {"unit": attempt.unit, "host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
+        why = {} if attempt.failure is None else {"why": attempt.failure}
+        self._work.journal.append({"event": event, "at": attempt.ended or attempt.began, **about, **why})
+        return about
+
+
+def made_of(work: WorkDir, attempt: Attempt) -> Made:
+    """A finished attempt, to be published. Raises ResourceError where its files cannot be seen here."""
+    if not attempt.is_whole(work.places):
+        raise ResourceError(
+            f"{work.places.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
+            "see that the file systems of both hosts are the same one, then resume."
+        )
+    assert attempt.ended is not None
+    who = {"host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
+    return Made(work.places.partial / attempt.name, attempt.written(), attempt.ended - attempt.began, who)

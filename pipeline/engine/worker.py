@@ -1,0 +1,178 @@
+"""What a worker does: it opens the plan itself, makes sure that it sees what the coordinator sees, and makes one unit
+under a name of its own attempt. Nothing large travels: a task names a unit, an attempt names files.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktconvert.layouts import errors
+from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, WorkerLostError
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import attempts
+from ktconvert.pipeline.engine.attempts import Attempt
+from ktconvert.pipeline.engine.lanes import packing_pool, window_of
+from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.plan import Plan, require_unchanged, tool_version
+from ktconvert.pipeline.engine.room import fit_threads
+from ktconvert.pipeline.engine.units import Context, Stage, Unit
+from ktconvert.pipeline.tell.report import Reporter
+
+DEATHS = 3  # attempts at a unit that may die in a run
+
+# (output, tuning of this machine) -> the plan that was saved there, made again. A function of a module, so that any
+# executor can send it.
+Reopen = Callable[[Path, Mapping[str, Any]], Plan]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A unit as it travels.
+
+    output   whose work directory holds the plan; run: the token there
+    version  of the coordinator's ktconvert
+    threads  for packing; None: the CPUs that the worker may use
+    """
+
+    output: str
+    run: str
+    version: str
+    stage: str
+    key: str
+    fingerprint: str
+    reopen: Reopen
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What prevented a unit, as it travels: the name of the error's class, its exit code and sentence."""
+
+    kind: str
+    exit_code: int
+    sentence: str
+
+    def error(self) -> KtconvertError:
+        """To be raised by the coordinator."""
+        kind = getattr(errors, self.kind, KtconvertError)
+        error: KtconvertError = kind(self.sentence)
+        error.exit_code = self.exit_code
+        return error
+
+
+def make_unit(task: Task) -> Attempt | Failure:
+    """Make a unit, or find that it was made. What is wrong with this host, the input or the disk comes back as a
+    Failure: to try it again would not help.
+    """
+    try:
+        return _make(task, _open(task))
+    except (KtconvertError, OSError, MemoryError) as error:
+        return _failure(error)
+
+
+def _failure(error: Exception) -> Failure:
+    if isinstance(error, MemoryError):
+        error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
+    sentence = str(error) if isinstance(error, KtconvertError) else f"{error.filename}: {error.strerror}"  # type: ignore[attr-defined]
+    code = getattr(error, "exit_code", KtconvertError.exit_code)
+    return Failure(type(error).__name__, code, f"host {machine.host()}: {sentence}")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A plan, opened by this process; pool: its packing threads."""
+
+    plan: Plan
+    places: Places
+    pool: ThreadPoolExecutor
+    window: int
+
+    def find(self, task: Task) -> tuple[Stage[Any], Unit[Any]]:
+        """The unit of a task. Raises OutputError where this host would make something else of it."""
+        for stage in self.plan.stages:
+            for unit in stage.units:
+                if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
+                    return stage, unit
+        raise OutputError(
+            f"{self.places.plan}: {task.stage}.{task.key} is another unit here than where the conversion runs; install "
+            "the same ktconvert on all hosts, and see that they read the same files."
+        )
+
+
+_opening = threading.Lock()
+
+
+def _open(task: Task) -> Opened:
+    with _opening:
+        return _opened(task.output, task.run, task.version, task.reopen, task.threads)
+
+
+@functools.lru_cache(1)
+def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | None) -> Opened:
+    """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
+    if version != tool_version():
+        raise OutputError(
+            f"ktconvert {tool_version()} is installed here, {version} where the conversion runs; install the same one."
+        )
+    places = locate(Path(output))
+    try:
+        found = places.token.read_text()
+    except OSError as error:
+        raise OutputError(
+            f"{places.root}: cannot be read here ({error.strerror}); every host needs the file system of --output at "
+            "the same path."
+        ) from error
+    if found != run:
+        raise OutputError(
+            f"{places.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
+            "the file system of --output at the same path."
+        )
+    count = machine.allowed_cpus() if threads is None else min(threads, machine.allowed_cpus())
+    plan = reopen(places.output, {"cpuinfer_threads": count, "verify_inputs": False})
+    plan.conversion.require_ready()
+    count = fit_threads(plan)
+    return Opened(plan, places, packing_pool(count), window_of(count, 1))
+
+
+def _make(task: Task, opened: Opened) -> Attempt | Failure:
+    stage, unit = opened.find(task)
+    places = opened.places
+    before = attempts.read(places, unit)
+    for attempt in before:
+        if attempt.is_whole(places):
+            return attempt
+    dead = [attempt for attempt in before if attempt.run == task.run and attempt.ended is None]
+    if len(dead) >= DEATHS:
+        raise WorkerLostError(
+            f"{unit.name}: {len(dead)} processes that made it ended or stopped answering, the last one on "
+            f"{dead[-1].worker}: {attempts.words_of(places, dead[-1])}."
+        )
+    attempt = attempts.begin(places, unit, task.run)
+    reporter = Collecting()
+    try:
+        with attempts.last_words(places, attempt):
+            result = stage.run(unit, places.partial / attempt.name, Context(opened.pool, opened.window, reporter))
+        require_unchanged(opened.plan)
+    except (KtconvertError, OSError, MemoryError) as error:
+        failure = _failure(error)
+        attempts.fail(places, attempt, failure.sentence)
+        return failure
+    return attempts.finish(places, attempt, result, reporter.warnings)
+
+
+class Collecting(Reporter):
+    """Keeps warnings for the coordinator to give; says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(verbosity=-2)
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        """Keep it."""
+        self.warnings.append(text)
