@@ -64,6 +64,7 @@ def execute(
         _adopt_attempts(plan, work, reporter)
         _report_death(work, plan, reporter)
         require_disk(plan, work)
+        threads = fit_threads(plan, reporter) if executor is None else threads
         stop = StopFlag()
         with stop.installed(), recorded(work), _crew(plan, work, reporter, executor, reopen, threads) as crew:
             run_units(plan, work, reporter, crew, stop)
@@ -83,8 +84,9 @@ def _crew(
     threads: int | None,
 ) -> Iterator[Crew]:
     if executor is None:
+        assert threads is not None
         left = sum(len(to_run(stage, work)[: 1 if stage.chain else None]) for stage in plan.stages)
-        with lanes(work, reporter, fit_threads(plan, reporter), left) as crew:
+        with lanes(work, reporter, threads, left) as crew:
             yield crew
     else:
         assert reopen is not None
