@@ -40,9 +40,10 @@ HEAVY = {
     "dask",
     "distributed",
 }
-# They subclass transformers' classes, so they import it at the top; other modules import them inside a function.
+# They subclass or replace what transformers has, so they import it at the top; other modules import them inside a
+# function.
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_output")} | {
-    "ktconvert.pipeline.models.serving.keeper"
+    f"ktconvert.pipeline.models.serving.{name}" for name in ("keeper", "pieces", "turns")
 }
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))

@@ -29,6 +29,9 @@ NEEDS = {
     "serve": ("torch", "transformers", "accelerate", "fastapi", "uvicorn", "openai", "pydantic"),
 }
 FOREVER = 10**9  # seconds before a bar is drawn
+# Tokens of a prompt that go through the model at once. Attention needs memory for this number times the tokens before
+# them, where a prompt in one piece may need it for its length squared.
+PART = 512
 # The plainest chat template there is, for tokenizers that have none: one message per line.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
@@ -313,6 +316,7 @@ def write(
         config.top_p = config.top_k = None
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    in_parts(model, config, inputs)
     spoken = Spoken()
     inputs = inputs.to(model.device)
     begin = time.perf_counter()
@@ -320,6 +324,23 @@ def write(
         model.generate(**inputs, generation_config=config, streamer=spoken)
     first, last = spoken.times[0], spoken.times[-1]
     return spoken.text, Speed(inputs["input_ids"].shape[1], len(spoken.times), first - begin, last - first)
+
+
+def in_parts(model: Any, config: Any, inputs: Any) -> None:
+    """Have a prompt of more than PART tokens (input_ids [1, T]) read in parts, by the generation config `config`.
+
+    Only of text, and only where all that the model remembers of a part are keys and values: transformers' recurrent
+    layers begin anew with each part.
+    """
+    from transformers import cache_utils
+
+    if inputs["input_ids"].shape[-1] <= PART or set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}:
+        return
+    if not model._supports_default_dynamic_cache():
+        return
+    layers = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    if all(type(layer) in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer) for layer in layers):
+        config.prefill_chunk_size = PART
 
 
 def prompt_inputs(tokenizer: Any, prompt: str) -> Any:

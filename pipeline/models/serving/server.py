@@ -16,21 +16,34 @@ def listen(choice: Choice, host: str, port: int) -> None:
     Raises KtconvertError for a port that is taken (before the model is loaded), and what generate.load raises.
     """
     _require_free(host, port)
-    config = prepare(choice)
+    application, turns = load(choice)
     import uvicorn
 
+    from ktconvert.pipeline.models.serving.stopping import Server
+
+    Server(uvicorn.Config(application, host=host, port=port, log_level="info"), turns).run()
+
+
+def load(choice: Choice) -> tuple[Any, Any]:
+    """The ASGI application that answers for this model, and the Turns that generate for it."""
+    config = prepare(choice)
+    from ktconvert.pipeline.models.serving.clients import Watched
     from ktconvert.pipeline.models.serving.keeper import OneModel
+    from ktconvert.pipeline.models.serving.turns import OneByOne, Turns
 
     with explained(choice.model):
         keeper = OneModel(choice, config, choice.model)
-    uvicorn.Server(uvicorn.Config(_application(keeper), host=host, port=port, log_level="info")).run()
+        turns = Turns(*keeper.load_model_and_processor(keeper.name))
+    return Watched(_application(keeper, OneByOne(turns))), turns
 
 
-def _application(keeper: Any) -> Any:
-    """transformers' own application: its handlers of chat completions, completions and responses over one model."""
-    from transformers.cli.serving import chat_completion, completion, response, server, utils
+def _application(keeper: Any, state: Any) -> Any:
+    """transformers' own application: its handlers of chat completions, completions and responses over one model.
 
-    state = utils.GenerationState()
+    state: gives the handlers who generates
+    """
+    from transformers.cli.serving import chat_completion, completion, response, server
+
     handlers = {
         "chat_handler": chat_completion.ChatCompletionHandler(keeper, state),
         "completion_handler": completion.CompletionHandler(keeper, state),

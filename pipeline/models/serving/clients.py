@@ -1,0 +1,87 @@
+"""Whether a client still waits for its answer.
+
+Servers tell an application that a client has gone only if the application asks, and neither Starlette nor transformers'
+handlers ask while an answer is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_client: ContextVar[Client] = ContextVar("client")
+
+
+class Client:
+    """The client of one request, and what is to be done when it has gone."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+        self._calls: list[Callable[[], None]] = []
+
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """`call` it then, at once if that has happened."""
+        self._calls.append(call)
+        if self.gone.is_set():
+            call()
+
+    def left(self) -> None:
+        """It has gone."""
+        self.gone.set()
+        for call in self._calls:
+            call()
+
+
+def when_gone(call: Callable[[], None]) -> None:
+    """Have `call` called when the client of this request has gone; nothing outside a request."""
+    client = _client.get(None)
+    if client is not None:
+        client.when_gone(call)
+
+
+class Watched:
+    """An ASGI application around another one, which listens to the client once it has said all of its request."""
+
+    def __init__(self, application: Application) -> None:
+        self.application = application
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            return await self.application(scope, receive, send)
+        client, watching = Client(), None
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            client.left()
+
+        async def listen() -> Message:
+            nonlocal watching
+            if watching is None:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    client.left()
+                elif not message.get("more_body", False):
+                    watching = asyncio.create_task(watch())
+                return message
+            await client.gone.wait()
+            return {"type": "http.disconnect"}
+
+        token = _client.set(client)
+        try:
+            await self.application(scope, listen, send)
+        finally:
+            _client.reset(token)
+            if watching is not None:
+                watching.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching

@@ -1,0 +1,165 @@
+"""From a model's token ids to the text that a client gets: piece by piece, and never a word of the prompt.
+
+Where a chat template does not begin an answer as transformers' parser of answers expects, transformers' server has the
+parser read the whole prompt, and the answer begins with what the user said. Here the parser gets the beginning that the
+template writes, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from transformers.cli.serving import chat_completion, response, utils
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+# What a user says where only the template matters; it must not depend on it.
+PROBES = ("a", "b")
+THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
+HELD = 64  # tokens whose text may still change before it is given nevertheless
+_template, _decoded = utils.get_response_template, utils._decode_prefix  # before `read_answers_of`
+CUT = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while some of its bytes are missing
+
+
+class Pieces:
+    """Takes ids one at a time and gives what can be said already: text, reasoning and tool calls, as the handlers of
+    transformers' server take them.
+
+    tokenizer  of the model, or a processor that has one
+    parser     a ResponseParser of transformers, which is fed the special tokens too; None: all is text
+    ends       ids that end an answer and are no part of it
+    stop       strings at which the text ends; they are no part of it either
+    """
+
+    def __init__(self, tokenizer: Any, parser: Any, ends: Sequence[int], stop: Sequence[str]) -> None:
+        self.tokenizer, self.parser = getattr(tokenizer, "tokenizer", tokenizer), parser
+        self.ends, self.stop = frozenset(ends), tuple(stop)
+        self.stopped = False
+        self._ids: list[int] = []
+        self._said = 0  # ids of which the text was given
+        self._held = ""  # text that may be the beginning of a stop string
+        self._unread = ""  # text that the parser has taken and not given back
+
+    def put(self, token: int) -> list[Any]:
+        """What this token completes. After a stop string nothing comes any more."""
+        if self.stopped or token in self.ends:
+            return []
+        self._ids.append(token)
+        before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
+        if len(now) <= len(before) or (now.endswith(CUT) and len(self._ids) - self._said < HELD):
+            return []
+        # What came before stays for the next decoding: many tokenizers write the first word of a text differently.
+        self._ids, self._said = self._ids[self._said :], len(self._ids) - self._said
+        return self._text(now[len(before) :])
+
+    def end(self) -> list[Any]:
+        """What was held back."""
+        last: list[Any] = []
+        if not self.stopped:
+            last += self._text(self._decode(self._ids)[len(self._decode(self._ids[: self._said])) :])
+        if not self.stopped:
+            last += self._parsed(self._held)
+        if self.parser is not None:
+            last += self._guarded(lambda parser: parser.finalize()[1])
+        return last
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.parser is None)
+        return text
+
+    def _text(self, text: str) -> list[Any]:
+        """Text up to the first stop string, less an end that may be the beginning of one."""
+        text = self._held + text
+        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return self._parsed(text[: min(found)])
+        held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._held = text[len(text) - held :]
+        return self._parsed(text[: len(text) - held])
+
+    def _parsed(self, text: str) -> list[Any]:
+        if not text:
+            return []
+        if self.parser is None:
+            return [text]
+        self._unread += text
+        return self._guarded(lambda parser: parser.feed(text))
+
+    def _guarded(self, step: Callable[[Any], list[dict[str, Any]]]) -> list[Any]:
+        """What the parser gives; a tool call that is none (cut short, or no JSON) comes as the text that it is."""
+        try:
+            events = step(self.parser)
+            items = utils.response_events_to_chunks(events)
+        except (ValueError, KeyError, TypeError, RuntimeError):
+            self.parser = None
+            rest, self._unread = self._unread, ""
+            return [rest] if rest else []
+        if events and not any(event.get("dirty") for event in events):
+            self._unread = ""
+        return items
+
+
+class Written(list[int]):
+    """A generation's new ids, with what is needed to tell its text: see Pieces."""
+
+    ends: Sequence[int] = ()
+    stop: Sequence[str] = ()
+
+
+def read_answers_of(processor: Any, model: Any) -> None:
+    """Have the handlers of transformers' server read this model's answers by `message`, and parse them only where its
+    chat template writes the words from which parsing starts; other answers are plain text.
+
+    Parsers start with what the template writes after these words ("<think>"), and nothing that a user says. The
+    handlers look these functions up in their modules, and offer no other place to replace them.
+    """
+    template = _template(processor, model)
+    beginnings = _beginnings(processor, template)
+
+    def prefix(tokenizer: Any, input_ids: Any) -> str:
+        prompt = _decoded(tokenizer, input_ids)
+        more = (more for words, more in beginnings if prompt.endswith(words + more))
+        return max(more, key=len, default="").rstrip()  # a parser keeps spaces for later, and these are not generated
+
+    modules: Any = utils, chat_completion, response
+    modules[0].get_response_template = lambda processor, model: template if beginnings else None
+    modules[0]._decode_prefix = prefix
+    modules[1].parse_assistant_message = modules[2].parse_assistant_message = message
+
+
+def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
+    """How this chat template may begin an answer: the words from which parsing starts, and what it writes after."""
+    if template is None:
+        return set()
+    anchor, found = load_response_template(template).start_anchor_re, set[tuple[str, str]]()
+    for settings in THINKING:
+        ends = set[tuple[str, str] | None]()
+        for text in PROBES:
+            messages = [{"role": "user", "content": text}]
+            prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings)
+            last = max(anchor.finditer(prompt), key=lambda match: match.end(), default=None)
+            ends.add(last and (last[0], prompt[last.end() :]))
+        end = ends.pop()
+        if end is not None and not ends:
+            found.add(end)
+    return found
+
+
+def message(
+    processor: Any, model: Any, generated_ids: Written, input_ids: Any, cleaned_content: str = "", **more: Any
+) -> tuple[str, str | None, list[Any] | None]:
+    """A whole answer as (text, reasoning, tool calls): what a stream of it would give, in one piece."""
+    parser = utils.build_response_parser(processor, model, input_ids, **more)
+    if parser is None:
+        return cleaned_content, None, None
+    items = spoken(Pieces(processor, parser, generated_ids.ends, generated_ids.stop), generated_ids)
+    calls = [item for item in items if isinstance(item, utils.ToolCall)]
+    reasoning = "".join(item for item in items if isinstance(item, utils.ReasoningText))
+    text = "".join(item for item in items if isinstance(item, str) and not isinstance(item, utils.ReasoningText))
+    return text, reasoning or None, calls or None
+
+
+def spoken(pieces: Pieces, ids: Iterable[int]) -> list[Any]:
+    """All that these ids say."""
+    return [item for token in ids for item in pieces.put(token)] + pieces.end()

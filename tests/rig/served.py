@@ -1,0 +1,101 @@
+"""The server in this process, on a free port of this machine: its clients are real ones, and what it computes is seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.pipeline.models.generate import Choice
+from ktconvert.pipeline.models.serving import clients
+from ktconvert.pipeline.models.serving.server import load
+
+PATIENCE = 120  # seconds; only what never happens takes so long
+
+
+@dataclass
+class Served:
+    """A running server.
+
+    turns     who generates for it
+    passes    through the model: (thread, shape of input_ids, shape of logits) in their order
+    running   generations at this moment
+    left      clients that the server saw go while it generated
+    """
+
+    model: Path
+    turns: Any
+    url: str = ""
+    passes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    running: int = 0
+    left: int = 0
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for it."""
+        end = time.monotonic() + PATIENCE
+        while not happened():
+            assert time.monotonic() < end, "it never happened"
+            time.sleep(0.002)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count what happens."""
+        model = self.turns.model
+        generate, left = model.generate, clients.Client.left
+
+        def note(_: Any, args: Any, named: dict[str, Any], out: Any) -> None:
+            shape = tuple(named["input_ids"].shape)
+            self.passes.append((threading.current_thread().name, shape, tuple(out.logits.shape)))
+
+        def counted(*args: Any, **options: Any) -> Any:
+            self.running += 1
+            try:
+                return generate(*args, **options)
+            finally:
+                self.running -= 1
+
+        def noticed(client: clients.Client) -> None:
+            left(client)
+            self.left += bool(self.running)
+
+        model.register_forward_hook(note, with_kwargs=True)
+        monkeypatch.setattr(model, "generate", counted)
+        monkeypatch.setattr(clients.Client, "left", noticed)
+
+
+@contextmanager
+def served(model: Path) -> Iterator[Served]:
+    """The model behind a server, its experts as they are stored."""
+    import uvicorn
+
+    application, turns = load(Choice(str(model), cpu_weights=model, threads=1))
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        answering = Served(model, turns)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            answering.watch(monkeypatch)
+            answering.until(lambda: server.started)
+            answering.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+            yield answering
+    finally:
+        turns.interrupt()
+        server.should_exit = True
+        thread.join()
+        turns.stop()
+
+
+def with_template(example: Path, to: Path, template: str | None) -> Path:
+    """A copy of the model whose tokenizer has this chat template, or none."""
+    shutil.copytree(example, to)
+    settings = to / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    return to

@@ -1,0 +1,185 @@
+"""ktconvert serve: what it generates, for whom, and when it stops; asked by real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.pipeline.models import generate
+from ktconvert.pipeline.models.serving.asked import Asked, asking
+from rig.served import Served, served, with_template
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+
+WORDS = "import os"
+ANSWER = 12  # tokens
+LONG = 900  # tokens, of a context of 1024
+
+# Chat templates of several families: how they begin and end what is said.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "none": None,
+    "ChatML": CHATML,
+    "ChatML that begins to think": CHATML.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n"),
+    "Llama": (
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+    "Mistral": "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def server(example: Path) -> Iterator[Served]:
+    with served(example) as running:
+        yield running
+
+
+def client(of: Served) -> Any:
+    return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_holds_only_what_was_generated(name: str, example: Path, tmp_path: Path) -> None:
+    """In a chat, a stream of it, a response and a stream of that: what `ktconvert run --chat` writes."""
+    model = with_template(example, tmp_path / "model", TEMPLATES[name])
+    choice = generate.Choice(str(model), cpu_weights=model, threads=1)
+    loaded, tokenizer = generate.load(choice)
+    # What looks like the beginning of an answer is the user's where the template writes another one.
+    with served(model) as running:
+        for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
+            inputs = generate.chat_inputs(tokenizer, [{"role": "user", "content": said}])
+            text, _ = generate.write(loaded, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
+            assert text and answers(running, model, said) == [text] * 4
+
+
+def answers(running: Served, model: Path, said: str) -> list[str]:
+    """Of a chat, a stream of it, a response and a stream of that."""
+    ask = client(running)
+    chat = {"model": str(model), "messages": [{"role": "user", "content": said}], "max_tokens": ANSWER}
+    whole = ask.chat.completions.create(**chat, temperature=0).choices[0].message.content
+    stream = ask.chat.completions.create(**chat, temperature=0, stream=True)
+    deltas = [chunk.choices[0].delta.content or "" for chunk in stream]
+    response = {"model": str(model), "input": said, "max_output_tokens": ANSWER, "temperature": 0}
+    one = ask.responses.create(**response, stream=False).output_text
+    parts = [e.delta for e in ask.responses.create(**response, stream=True) if e.type == "response.output_text.delta"]
+    return [whole, "".join(deltas), one, "".join(parts)]
+
+
+def ask_and_leave(server: Served, path: str, body: dict[str, Any], when: Callable[[], bool]) -> None:
+    """A client that hangs up as soon as something has happened."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode() + content)
+        server.until(when)
+
+
+REQUESTS = {
+    "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORDS}], "max_tokens": LONG}),
+    "a completion": ("/v1/completions", {"prompt": WORDS, "max_tokens": LONG}),
+    "a response": ("/v1/responses", {"input": WORDS, "max_output_tokens": LONG}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["in one piece", "streamed"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_is_computed_for_a_client_that_has_gone(name: str, stream: bool, server: Served) -> None:
+    path, body = REQUESTS[name]
+    server.passes.clear()
+    gone = server.left
+    ask_and_leave(server, path, {**body, "temperature": 0, "stream": stream}, lambda: len(server.passes) > 5)
+    server.until(lambda: server.left > gone)
+    known = len(server.passes)
+    server.until(lambda: not server.running)
+    assert len(server.passes) <= known + 1 < LONG
+
+
+def test_a_client_that_goes_while_its_prompt_is_read(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "PART", 4)
+    server.passes.clear()
+    gone = server.left
+    body = {"prompt": "import os\n" * 200, "max_tokens": 5, "temperature": 0}
+    ask_and_leave(server, "/v1/completions", body, lambda: len(server.passes) > 5)
+    server.until(lambda: server.left > gone)
+    known = len(server.passes)
+    server.until(lambda: not server.running)
+    assert len(server.passes) <= known + 1 < 100
+    assert {shape for _, shape, _ in server.passes} == {(1, 4)}
+
+
+def test_two_clients_get_their_tokens_in_turns(server: Served) -> None:
+    server.passes.clear()
+    chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
+    with ThreadPoolExecutor(2) as clients:
+        for _ in clients.map(lambda _: client(server).chat.completions.create(**chat, max_tokens=100), range(2)):
+            pass
+    threads = [thread for thread, _, _ in server.passes]
+    first, second = (([i for i, t in enumerate(threads) if t == name]) for name in sorted(set(threads)))
+    begin, end = max(first[0], second[0]), min(first[-1], second[-1])
+    both = threads[begin : end + 1]
+    assert len(both) > 20
+    assert all(a != b for a, b in pairwise(both))
+
+
+def test_a_seed_is_a_clients_own(server: Served) -> None:
+    """Whoever draws random numbers at the same time."""
+    config = copy.deepcopy(server.turns.model.generation_config)
+    config.update(do_sample=True, max_new_tokens=40)
+
+    def draw(seed: int | None) -> list[int]:
+        with asking(f"seed-{seed}", Asked(seed=seed)):
+            inputs = server.turns.processor(WORDS, return_tensors="pt")
+            done = server.turns.generate_non_streaming(
+                server.turns.model, server.turns.processor, inputs, config, f"seed-{seed}"
+            )
+            return asyncio.run(done)[2]
+
+    alone = draw(7)
+    assert draw(8) != alone
+    with ThreadPoolExecutor(3) as clients:
+        answers = list(clients.map(draw, (None, 7, 9)))
+    assert answers[1] == alone
+    assert answers[0] not in answers[1:]
+
+
+def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server: Served) -> None:
+    ask = client(server)
+    options = {"model": str(server.model), "prompt": "def add(", "max_tokens": 40, "temperature": 0}
+    free = ask.completions.create(**options).choices[0].text
+    stop = free[10:14]
+    assert free.index(stop) == 10
+    server.passes.clear()
+    cut = ask.completions.create(**options, stop=["nowhere", stop]).choices[0]
+    assert (cut.text, cut.finish_reason) == (free[:10], "stop")
+    assert len(server.passes) < 20
+    parts = [chunk.choices[0].text for chunk in ask.completions.create(**options, stop=[stop], stream=True)]
+    assert "".join(parts) == free[:10]
+
+
+def test_a_long_prompt_is_read_in_parts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the scores of every position, and to the same end."""
+    ask = client(server)
+    options = {"model": str(server.model), "prompt": "import os\nimport sys\n" * 30, "max_tokens": 8, "temperature": 0}
+    whole = ask.completions.create(**options).choices[0].text
+    monkeypatch.setattr(generate, "PART", 16)
+    server.passes.clear()
+    assert ask.completions.create(**options).choices[0].text == whole
+    shapes = [(shape, logits[1]) for _, shape, logits in server.passes]
+    assert len(shapes) > 12
+    assert all(shape[1] <= 16 and scores == 1 for shape, scores in shapes)
