@@ -40,11 +40,11 @@ HEAVY = {
     "dask",
     "distributed",
 }
-# They subclass or replace what transformers has, so they import it at the top; other modules import them inside a
-# function.
-SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_output")} | {
-    f"ktconvert.pipeline.models.serving.{name}" for name in ("keeper", "pieces", "turns")
-}
+# They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
+# modules import them inside a function.
+SUBCLASSING = {
+    f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_operator", "hf_output")
+} | {f"ktconvert.pipeline.models.serving.{name}" for name in ("keeper", "pieces", "turns")}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 MODULES = {

@@ -571,8 +571,29 @@ def test_checkpoints_of_another_kind(case: Case, tmp_path: Path, spoken_by: dict
     error = call(model, "--cpu-weights", case.cold, "--prompt", "x").exception
     assert type(error) is UnsupportedError
     assert "is quantized itself (compressed-tensors)" in str(error)
+    with pytest.raises(UnsupportedError, match=re.escape(str(error))):  # the same sentence
+        transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=KTConvertConfig(case.cold))
     with pytest.raises(UnsupportedError, match="is not an input yet"):
         HotWeights(edited(model, fp8))
+
+
+@qwen
+def test_packed_weights_beside_the_experts(case: Case, tmp_path: Path) -> None:
+    """transformers would fill in random numbers for them."""
+    model, name = copied(case, tmp_path / "model"), "model.layers.1.self_attn.q_proj.weight"
+
+    def pack(tensors: Tensors) -> None:
+        if name in tensors:
+            tensors[f"{name}_packed"] = tensors.pop(name)
+
+    for path in model.glob("*.safetensors"):
+        path.chmod(0o644)
+        edit_file(path, pack)
+    sentence = rf"{re.escape(str(model))}: is quantized beyond its routed experts \({re.escape(name)}_packed\)"
+    error = call(model, "--cpu-weights", case.cold, "--prompt", "x").exception
+    assert isinstance(error, UnsupportedError) and re.match(sentence, str(error))
+    with pytest.raises(UnsupportedError, match=sentence):
+        transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=KTConvertConfig(case.cold))
 
 
 def test_more_than_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

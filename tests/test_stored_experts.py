@@ -83,6 +83,18 @@ def test_a_model_with_its_own_experts(method: str, models: dict[str, Path], exam
     assert distance(logits(own), theirs) < (0.15 if method == "MXFP4" else 0.02)
 
 
+def test_the_quantization_of_a_model_gives_way(models: dict[str, Path], tmp_path: Path) -> None:
+    """It need not be taken out of its config, wherever that has it."""
+    for options in ({}, {"cpu_weights": models["BF16"]}):
+        want = logits(loaded(models["FP8"], **options))
+        ours, info = transformers.AutoModelForCausalLM.from_pretrained(
+            models["FP8"], quantization_config=KTConvertConfig(**options), output_loading_info=True
+        )
+        assert not any(info.values()), info
+        assert torch.equal(logits(ours), want)
+        assert ours.config.quantization_config.quant_method == "ktconvert"
+
+
 some = pytest.mark.parametrize("method", ["FP8", *(pytest.param(m, marks=pytest.mark.long) for m in ("BF16", "MXFP4"))])
 
 
@@ -263,6 +275,8 @@ def test_a_model_that_transformers_cannot_dequantize(models: dict[str, Path], ex
     assert error.exit_code == 0, error.exception
     with pytest.raises(UnsupportedError, match=rf"{re.escape(name)} is quantized itself \(other\).*dequantize {model}"):
         loaded(model)
+    with pytest.raises(UnsupportedError, match=rf"{re.escape(name)} is quantized itself \(other\)"):
+        transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=KTConvertConfig())
 
 
 def test_gguf_is_one_sentence(models: dict[str, Path], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ktconvert.native_quant.runtime.experts import Job
+from ktconvert.native_quant.runtime.jobs import Job
 from ktconvert.native_quant.runtime.pool import Pool
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +19,11 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime import kt_methods, weights
-from ktconvert.native_quant.runtime.pool import Pool, default_pool, no_threads
+from ktconvert.native_quant.runtime import kt_methods, tables, weights
+from ktconvert.native_quant.runtime.jobs import Job, check
+from ktconvert.native_quant.runtime.pool import Pool, default_pool
 from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.tables import InUse
 from ktconvert.native_quant.runtime.wanted import Wanted
 
 U16 = npt.NDArray[np.uint16]
@@ -31,28 +32,6 @@ F32 = npt.NDArray[np.float32]
 Skip = npt.NDArray[np.bool_] | npt.NDArray[np.uint8] | None
 
 _warned: set[tuple[str, int, int]] = set()
-
-
-class Job:
-    """A forward that runs in the background; its arrays must live until wait() has returned."""
-
-    # Kept here because at exit the module's globals may be cleared before the last jobs are freed.
-    _free = staticmethod(lib.ktq_job_free)
-
-    def __init__(self, pointer: Any, keep: tuple[object, ...]) -> None:
-        self.pointer, self._keep = pointer, keep
-
-    def submit(self) -> None:
-        """Queue it (again), after waiting for its last run. It keeps its experts alive, even if they are closed."""
-        lib.ktq_job_submit(self.pointer)
-
-    def wait(self) -> None:
-        """Wait for it. Raises forward()'s errors, and RuntimeError in a child that was forked while it was pending."""
-        lib.ktq_job_wait(self.pointer)
-        _check(lib.ktq_job_result(self.pointer))
-
-    def __del__(self) -> None:
-        self._free(self.pointer)
 
 
 class Experts:
@@ -82,7 +61,8 @@ class Experts:
         self.parts, self.nbytes = grid.numa, packed.nbytes
         self.pool = pool or default_pool()
         self.exact = exact
-        table = _table(packed, _checked_order(order, packed.experts))
+        self.source: Path | None = None  # the directory that it was loaded from
+        table = tables.table(packed, tables.checked_order(order, packed.experts))
         moe = ffi.new(
             "ktq_moe *",
             {
@@ -96,7 +76,7 @@ class Experts:
                 "swiglu_alpha": swiglu_alpha,
             },
         )
-        self._weights: _Weights | None = _Weights(moe, table, packed)
+        self._weights: InUse | None = InUse(moe, table, packed)
 
     @classmethod
     def load(
@@ -138,7 +118,9 @@ class Experts:
         packed = kind_of(path).load(path, layer, pool, wanted)
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)
-        return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha)
+        loaded = cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha)
+        loaded.source = path.absolute()
+        return loaded
 
     @classmethod
     def from_bf16(
@@ -165,19 +147,32 @@ class Experts:
         packed = weights.pack(gate, up, down, FORMS[method], layer, parts, pool)
         return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha)
 
-    def forward(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16 | None = None) -> U16:
+    def forward(
+        self,
+        hidden: U16,
+        ids: I64,
+        weights: F32,
+        *,
+        skip: Skip = None,
+        out: U16 | None = None,
+        strict_ids: bool = False,
+    ) -> U16:
         """hidden [T, H] BF16 bits, ids [T, k], weights [T, k] -> out [T, H] BF16 bits.
 
-        Ids below 0, not below E, or marked in skip [E] add nothing. Raises ValueError for arrays that do not fit and
-        after close(), MemoryError, and ResourceError where a forked process cannot start the pool's threads.
+        By definition an id outside 0 .. E-1 adds nothing, nor does one that is marked in skip [E]; a token without any
+        other id gives zeros. strict_ids: ids outside are errors instead.
+        Raises ValueError for arrays that do not fit, for the first such id, and after close(), MemoryError, and
+        ResourceError where a forked process cannot start the pool's threads.
         """
         out = np.empty(hidden.shape, np.uint16) if out is None else out
-        self.forward_call(self._call(hidden, ids, weights, skip, out))
+        self.forward_call(self._call(hidden, ids, weights, skip, out, strict_ids))
         return out
 
-    def submit(self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16) -> Job:
+    def submit(
+        self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16, strict_ids: bool = False
+    ) -> Job:
         """The same in the background, after all earlier jobs of the same pool."""
-        job = self.job(self._call(hidden, ids, weights, skip, out), (hidden, ids, weights, skip, out))
+        job = self.job(self._call(hidden, ids, weights, skip, out, strict_ids), (hidden, ids, weights, skip, out))
         job.submit()
         return job
 
@@ -185,7 +180,7 @@ class Experts:
         """A job that can be submitted many times; call: as returned by call_at(). Each run reads its arrays again."""
         used = self._open()
         job = ffi.new("ktq_job **")
-        _check(lib.ktq_job_new(self.pool.pointer, used.moe, call, job))
+        check(lib.ktq_job_new(self.pool.pointer, used.moe, call, job))
         return Job(job[0], (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
@@ -207,7 +202,7 @@ class Experts:
     def forward_call(self, call: Any) -> None:
         """forward() for a call of call_at()."""
         used = self._open()  # another thread may call close() meanwhile
-        _check(lib.ktq_forward(self.pool.pointer, used.moe, call))
+        check(lib.ktq_forward(self.pool.pointer, used.moe, call))
 
     def save(self, folder: Path | str) -> None:
         """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
@@ -246,6 +241,22 @@ class Experts:
         """Release the weights: no new forward can start. They are freed with the last job that uses them."""
         self._weights = None
 
+    def __copy__(self) -> Experts:
+        """The same read-only weights and threads, closed on its own."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
+        return self.__copy__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the experts of layer {self.layer} of {self.source or 'a model in memory'} cannot be pickled (pickle, "
+            "torch.save, spawned processes): their weights are memory of this process; save the path of their "
+            "directory, and load them from it again with Experts.load, or the model with from_pretrained"
+        )
+
     def __enter__(self) -> Experts:
         return self
 
@@ -254,13 +265,13 @@ class Experts:
     ) -> None:
         self.close()
 
-    def _open(self) -> _Weights:
+    def _open(self) -> InUse:
         used = self._weights
         if used is None:
             raise ValueError(f"the experts of layer {self.layer} were closed; load them again")
         return used
 
-    def _call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16) -> Any:
+    def _call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16, strict_ids: bool) -> Any:
         if hidden.ndim != 2 or hidden.shape[1] != self.hidden:
             raise ValueError(f"hidden must have shape (tokens, {self.hidden}), not {hidden.shape}")
         tokens = len(hidden)
@@ -279,40 +290,13 @@ class Experts:
             0 if skip is None else _address("skip", skip.view(np.uint8), np.uint8),
             _address("out", out, np.uint16, writable=True),
         )
+        if strict_ids and (outside := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
+            token, place = outside[0].tolist()
+            raise ValueError(
+                f"ids[{token}, {place}] is {ids[token, place]}, and layer {self.layer} has experts 0 to "
+                f"{self.num_experts - 1}; without strict_ids it adds nothing to token {token}"
+            )
         return self.call_at(tokens, ids.shape[1], *addresses)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """What a forward reads: ktq_moe, the table that it points to, and the arrays that the table points to."""
-
-    moe: Any
-    table: Any
-    packed: weights.LayerWeights
-
-
-def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
-    """ktq_expert [parts][E]: where each matrix lies."""
-    table = ffi.new("ktq_expert[]", packed.grid.numa * packed.experts)
-    at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
-    for place, expert in enumerate(order):
-        at[expert].append(place)
-    for part, stored in packed.arrays.items():
-        addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
-        for place in at[part.expert]:
-            row = table[part.numa * packed.experts + place]
-            for name, address in zip((part.projection, f"{part.projection}_scale"), addresses, strict=False):
-                setattr(row, name, address)  # a format without scales has one tensor
-    return table
-
-
-def _checked_order(order: I64 | None, experts: int) -> list[int]:
-    if order is None:
-        return list(range(experts))
-    numbers = [int(number) for number in order]
-    if len(numbers) != experts or min(numbers) < 0 or max(numbers) >= experts:
-        raise ValueError(f"order must name one of {experts} experts for each of {experts} places")
-    return numbers
 
 
 def _report_parts(path: str, have: int, wanted: int, strict: bool) -> None:
@@ -336,12 +320,3 @@ def _address(name: str, array: npt.NDArray[Any], dtype: type[np.generic], writab
         raise ValueError(f"{name} must be writable")
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _check(error: int) -> None:
-    if error == lib.KTQ_OK:
-        return
-    if error == lib.KTQ_ESYSTEM:
-        raise no_threads()
-    text = ffi.string(lib.ktq_strerror(error)).decode()
-    raise {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}.get(error, ValueError)(text)

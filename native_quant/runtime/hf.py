@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import modeling_utils
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -46,9 +47,8 @@ class KTConvertConfig(QuantizationConfigMixin):
     num_gpu_experts    instead: this many of each layer, the first ones
     gpu_experts        the checkpoint that holds them, packed or not: a directory or a hub id; None: the loaded one
 
-    A checkpoint that is itself quantized (`ktconvert gpu`) is loaded with a config without that quantization, since
-    transformers accepts one per model: del config.quantization_config, then from_pretrained(MODEL, config=config,
-    quantization_config=...). Raises UsageError for options that do not go together.
+    In a checkpoint that is itself quantized these experts take the place of its own: FP8 weights beside them are
+    dequantized, and what cannot be combined is refused. Raises UsageError for options that do not go together.
     """
 
     def __init__(
@@ -102,6 +102,8 @@ class KTConvertQuantizer(HfQuantizer):
         """
         root = self._root(checkpoint_files)
         places = find_experts(model, functools.partial(kind_of(root).swiglu_of, root))
+        if checkpoint_files:
+            hf_trunk.require_plain(Path(checkpoint_files[0]).parent, checkpoint_files, model, places)
         masks = self._masks(model, places)
         source = self._source(places, checkpoint_files) if masks else None
         self._trunk = None if checkpoint_files is None else hf_trunk.dequantizer(Path(checkpoint_files[0]).parent)
@@ -179,8 +181,13 @@ class KTConvertQuantizer(HfQuantizer):
         }
 
     def is_serializable(self) -> bool:
-        """The model cannot be saved: its experts are in cpu_weights."""
-        return False
+        """Asked by save_pretrained. Raises ValueError with the way to a directory that holds everything."""
+        raise ValueError(
+            "this model is not serializable: its experts are in "
+            f"{self.quantization_config.cpu_weights or 'the checkpoint'}, and save_pretrained would leave them out; "
+            "`ktconvert cpu --non-experts keep` converts the original model into one directory with everything, which "
+            "from_pretrained loads"
+        )
 
     @property
     def is_trainable(self) -> bool:
@@ -242,6 +249,20 @@ class ConvertedQuantizer(KTConvertQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """The model's own conversions, after the renaming to the original's names."""
         return [*self._renamings, *super().update_weight_conversions(weight_conversions)]
+
+
+_loading: Any = modeling_utils
+_get_hf_quantizer = _loading.get_hf_quantizer
+
+
+def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
+    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours."""
+    if isinstance(quantization_config, KTConvertConfig):
+        hf_trunk.give_way(config, config.name_or_path or "the model")
+    return _get_hf_quantizer(config, quantization_config, *rest, **named)
+
+
+_loading.get_hf_quantizer = _get_quantizer
 
 
 def _load_hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask.Mask]) -> dict[int, HotExperts]:

@@ -13,12 +13,13 @@ import torch
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime import kt_methods
+from ktconvert.native_quant.runtime import hf_operator, kt_methods
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
+CPU = torch.device("cpu")
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
@@ -38,18 +39,39 @@ class RoutedExperts(torch.nn.Module):
         self.num_experts = experts.num_experts
         self.zero_ids = zero_ids
         self.hot = hot
+        self._register()
+
+    def _register(self) -> None:
+        experts, hot = self.experts, 0 if self.hot is None else len(self.hot)
+        name = f"layer {self.layer} of {experts.source or f'experts in memory {id(experts.packed):x}'}"
+        settings = ", exact" * experts.exact + f", {hot} hot" * bool(hot)
+        self._name = hf_operator.register(self, name + settings)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._register()  # a copy of a model shares the weights and has a name of its own
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The weighted sum of each token's experts, [..., H] as hidden_states; ids and weights [T, k].
 
-        No gradient flows through it.
+        No gradient goes through it: backward() raises RuntimeError, unless no input requires one. torch.compile and its
+        like see it as the operator of hf_operator.py.
         """
-        hidden = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
-        rows = hidden.to("cpu", torch.bfloat16).contiguous()
-        ids = top_k_index.to("cpu", torch.int64).contiguous()
-        weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        ids = top_k_index.to(CPU, torch.int64).contiguous()
+        weights = top_k_weights.to(CPU, torch.float32).contiguous()
+        if hf_operator.is_direct(hidden, weights):
+            out = self.compute(hidden, ids, weights)
+        else:
+            out = hf_operator.routed_experts(hidden, ids, weights, self._name)
+        return out.reshape(hidden_states.shape)
+
+    def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The same for hidden [T, H], ids int64 and weights float32 on the CPU."""
+        hidden, weights = (x.detach() if x.requires_grad else x for x in (hidden, weights))
+        rows = hidden.to(CPU, torch.bfloat16).contiguous()
         # The hot ones first: a GPU computes them while the CPU computes the others.
         hot = None if self.hot is None else self.hot.forward(hidden, ids, weights)
         out = torch.empty_like(rows)
@@ -61,7 +83,7 @@ class RoutedExperts(torch.nn.Module):
             out = (out.float() + identity * rows.float()).to(torch.bfloat16)
         if hot is not None:
             out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
-        return out.reshape(hidden_states.shape).to(hidden_states.device, hidden_states.dtype)
+        return out.to(hidden.device, hidden.dtype)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

@@ -57,13 +57,13 @@ def require_rest(
             "`ktconvert dequantize` writes of the original checkpoint"
         )
     names = [entry.name for entry in entries]
-    missing = sorted(_wanted(model, places) - _targets(model, names, first))
+    missing = sorted(wanted(model, places) - targets(model, names, first))
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise UnsupportedError(_load_the_original(root, f"lacks {missing[0]}{more} of {type(model).__name__}"))
 
 
-def _wanted(model: Any, places: Sequence[Place]) -> set[str]:
+def wanted(model: Any, places: Sequence[Place]) -> set[str]:
     """The tensors that the checkpoint must have, by their names in the model."""
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     experts = tuple(f"{place.name}." for place in places)
@@ -76,7 +76,7 @@ def _wanted(model: Any, places: Sequence[Place]) -> set[str]:
     }
 
 
-def _targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -> set[str]:
+def targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -> set[str]:
     """The tensors that these become, by their names in the model."""
     mapping = get_model_conversion_mapping(model)
     renaming = [*first, *(x for x in mapping if isinstance(x, WeightRenaming))]

@@ -1,27 +1,52 @@
-"""What is no routed expert in a checkpoint that is quantized itself: dequantized by transformers while it is loaded.
-
-transformers takes one quantization per model, and our experts are one.
+"""What is no routed expert in a checkpoint that is quantized itself: dequantized by transformers while it is loaded, or
+refused. transformers takes one quantization per model, and our experts are one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.beside import beside
+from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.encodings import Weight
-from ktconvert.layouts.checkpoints.encodings.pack_quantized import METHOD
+from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint, read_config
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import amx_card
 
+if TYPE_CHECKING:
+    from ktconvert.native_quant.runtime.hf_modules import Place
+
 NAME = "ktconvert"  # quant_method of KTConvertConfig
-# Methods of config.json that are no quantization of the rest: none, ours, and experts packed for the GPU, beside which
-# generate.py looks at what is left over.
+PACKED = "_packed"  # what compressed-tensors adds to the name of a weight
+# Methods of config.json that are no quantization of the rest: none, ours, and experts packed for the GPU, for which
+# there is require_plain.
 EXPERTS_ONLY = ("", NAME, amx_card.QUANT_METHOD, METHOD)
 FP8 = "fp8"  # quant_method in config.json of E4M3 with a scale per block
+
+
+def give_way(config: Any, model: str) -> None:
+    """Take the quantization of a model out of its config, since transformers takes one per model, and ours is to be it.
+
+    What is quantized is seen to when the files are there: dequantizer, require_plain. Raises UnsupportedError at once
+    for experts that compressed-tensors packed in another format than `ktconvert gpu`.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        own = getattr(part, "quantization_config", None) or {}
+        own = own if isinstance(own, dict) else own.to_dict()
+        method = own.get("quant_method")
+        if method in (NAME, amx_card.QUANT_METHOD):
+            continue
+        if method == METHOD and own.get("format") != FORMAT:
+            raise UnsupportedError(
+                f"{model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can be "
+                f"combined with others; give what `ktconvert dequantize {model} BF16` writes, with the same CPU weights"
+            )
+        vars(part).pop("quantization_config", None)
 
 
 def dequantizer(root: Path) -> Any:
@@ -49,3 +74,21 @@ def dequantizer(root: Path) -> Any:
             f"give what `ktconvert dequantize {root} BF16` writes, with {root} as cpu_weights"
         )
     return None
+
+
+def require_plain(root: Path, files: Iterable[str], model: Any, places: Sequence[Place]) -> None:
+    """Raises UnsupportedError where a weight that the model needs beside its routed experts is packed: transformers
+    would not find it, and fill in random numbers.
+    """
+    if cfg.quantization(read_config(root)).method != METHOD:
+        return
+    from ktconvert.native_quant.runtime import hf_output
+
+    names = [entry.name for file in files for entry in read_header(Path(file)).entries]
+    plain = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
+    packed = hf_output.wanted(model, places) & hf_output.targets(model, plain, ())
+    if packed:
+        raise UnsupportedError(
+            f"{root}: is quantized beyond its routed experts ({min(packed)}{PACKED}), and only these can be combined "
+            f"with others; give a model that `ktconvert gpu` made, or what `ktconvert dequantize {root} BF16` writes"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
@@ -33,6 +33,9 @@ class HotExperts:
 
     def __len__(self) -> int:
         return len(self.weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HotExperts:
+        return self  # no one writes to them
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H] on `device`.

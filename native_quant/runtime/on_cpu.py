@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant.runtime import deferred
 from ktconvert.native_quant.runtime.deferred import Deferred
-from ktconvert.native_quant.runtime.experts import Experts, Job
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.jobs import Job
 
 if TYPE_CHECKING:
     import torch

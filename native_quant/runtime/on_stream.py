@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.deferred import Deferred
-from ktconvert.native_quant.runtime.experts import Job
+from ktconvert.native_quant.runtime.jobs import Job
 from ktconvert.native_quant.runtime.on_cpu import Layer, check_shapes
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, Buffers
 

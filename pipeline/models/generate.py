@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHOD
+from ktconvert.layouts.checkpoints.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask
@@ -194,28 +194,22 @@ def prepare(choice: Choice) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with explained(choice.model):
         config = transformers.AutoConfig.from_pretrained(choice.model, **choice.where())
-    quantized = [c for c in (config, config.get_text_config(decoder=True)) if getattr(c, "quantization_config", None)]
-    own = quantized[0].quantization_config if quantized else {}
-    method = own.get("quant_method")
+    parts = (config, config.get_text_config(decoder=True))
+    own: dict[str, Any] = next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), {})
     if choice.is_converted:
         import ktconvert.native_quant.runtime.hf  # noqa: F401  # registers the quantization that config.json names
 
         config.quantization_config = {**own, "exact": choice.exact, "threads": choice.threads}
         return config
     if choice.cpu_weights is None:
-        if method == METHOD and find_spec("compressed_tensors") is None:
+        if own.get("quant_method") == METHOD and find_spec("compressed_tensors") is None:
             raise KtconvertError(
                 f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
             )
         return config
-    if method == METHOD and own.get("format") != FORMAT:
-        raise UnsupportedError(
-            f"{choice.model}: is quantized itself ({method}), and only routed experts that `ktconvert gpu` packed can "
-            f"be combined with others; give what `ktconvert dequantize {choice.model} BF16` writes, with the same "
-            "--cpu-weights"
-        )
-    for part in quantized:  # transformers takes one quantization per model, and the config's before an argument
-        vars(part).pop("quantization_config", None)
+    from ktconvert.native_quant.runtime import hf_trunk
+
+    hf_trunk.give_way(config, choice.model)
     return config
 
 
@@ -260,13 +254,6 @@ def load(choice: Choice) -> tuple[Any, Any]:
     with explained(choice.model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
         model, loading = kind.from_pretrained(choice.model, **options, output_loading_info=True)
-    packed = sorted(name for name in loading["unexpected_keys"] if name.endswith(".weight_packed"))
-    if choice.cpu_weights is not None and packed and loading["missing_keys"]:
-        raise UnsupportedError(
-            f"{choice.model}: is quantized beyond its routed experts ({packed[0]}), and only these can be combined "
-            f"with others; give a model that `ktconvert gpu` made, or what `ktconvert dequantize {choice.model} BF16` "
-            "writes"
-        )
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
             f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; download it again"

@@ -1,0 +1,270 @@
+"""Features of torch and transformers on a model with our experts: compiled, exported, traced, copied, saved, and trained
+against by mistake.
+
+The bundled model in INT8, with all experts cold, and with some that torch computes (hot).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ktconvert.native_quant import Experts, KTConvertConfig  # noqa: E402
+from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
+
+IDS = torch.arange(3, 30)[None]
+SENTENCE = (
+    r"no gradient goes through them \(layer \d of .*\): to train, load the original model without KTConvertConfig"
+)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> Path:
+    out = tmp_path_factory.mktemp("features") / "int8"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
+    return out
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loaded(example: Path, weights: Path, **options: Any) -> Any:
+    dtype = options.pop("dtype", torch.bfloat16)
+    config = KTConvertConfig(cpu_weights=weights, **{"threads": 2, **options})
+    return transformers.AutoModelForCausalLM.from_pretrained(example, quantization_config=config, dtype=dtype)
+
+
+@pytest.fixture(params=[{}, {"num_gpu_experts": 3}], ids=["cold", "hot"])
+def model(request: pytest.FixtureRequest, example: Path, weights: Path) -> Any:
+    return loaded(example, weights, **request.param)
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
+
+
+def logits(model: Any, ids: Any = IDS) -> Any:
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def test_backward_is_one_sentence(model: Any) -> None:
+    with pytest.raises(RuntimeError, match=SENTENCE) as refused:
+        model(IDS, labels=IDS).loss.backward()
+    assert "\n" not in str(refused.value) and "torch.no_grad()" in str(refused.value)
+
+
+def test_with_gradient_checkpointing_too(model: Any) -> None:
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        model(IDS, labels=IDS).loss.backward()
+
+
+def test_frozen_parameters_and_embeddings_that_are_not(model: Any) -> None:
+    model.requires_grad_(False)
+    embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        model(inputs_embeds=embeddings).logits.sum().backward()
+    with pytest.raises(RuntimeError, match=SENTENCE):  # of the routing weights alone
+        module = experts_of(model)[0]
+        scores = torch.full((1, 2), 0.5, requires_grad=True)
+        module(torch.ones(1, module.experts.hidden), torch.tensor([[0, 1]]), scores).sum().backward()
+
+
+def test_what_no_gradient_needs_is_left_alone(model: Any) -> None:
+    """Nothing is refused before a gradient would be wrong."""
+    want = logits(model)
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, want)
+    assert torch.equal(model(IDS).logits, want)
+    (above,) = torch.autograd.grad(model(IDS).logits.float().sum(), model.lm_head.weight)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_()
+    model(IDS).logits.float().sum().backward()
+    assert torch.equal(model.lm_head.weight.grad, above)
+    model.requires_grad_(False)
+    assert torch.equal(model(IDS).logits, want)
+    with pytest.raises(RuntimeError, match="does not require grad"):  # torch's own sentence
+        model(IDS, labels=IDS).loss.backward()
+
+
+# ---- recorded programs ----------------------------------------------------------------------------------------------
+
+
+def test_compiled_in_one_graph(example: Path, weights: Path) -> None:
+    torch._dynamo.reset()
+    model = loaded(example, weights)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(logits(compiled), logits(model))
+
+
+def test_experts_compiled(model: Any) -> None:
+    """Any number of tokens. The forward pass that a training step compiles works, its backward pass is the sentence."""
+    torch._dynamo.reset()
+    module = experts_of(model)[1]
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for tokens in (7, 1, 4, 0):
+        hidden = torch.randn(tokens, module.experts.hidden, generator=torch.Generator().manual_seed(tokens))
+        ids, scores = torch.arange(2 * tokens).reshape(tokens, 2) % 8, torch.full((tokens, 2), 0.5)
+        want = module(hidden, ids, scores)
+        assert torch.equal(compiled(hidden, ids, scores), want)
+        got = compiled(hidden.requires_grad_(), ids, scores.requires_grad_())
+        assert torch.equal(got, want)
+        with pytest.raises(RuntimeError, match=SENTENCE):
+            got.sum().backward()
+
+
+@pytest.mark.long
+def test_compiled_to_machine_code(example: Path, weights: Path) -> None:
+    """In float32, where fused operations round as single ones do, up to the order of sums."""
+    torch._dynamo.reset()
+    for options in ({}, {"num_gpu_experts": 3}):
+        model = loaded(example, weights, dtype=torch.float32, **options)
+        got, want = logits(torch.compile(model, fullgraph=True)), logits(model)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+EXPORTED = """
+import sys, torch
+from ktconvert.native_quant import KTConvertConfig
+from transformers import AutoModelForCausalLM
+import ktconvert.native_quant.runtime.hf
+model, weights, program = sys.argv[1:]
+ids = torch.arange(3, 30)[None]
+program = torch.export.load(program).module()
+with torch.no_grad():
+    try:
+        program(ids, use_cache=False)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+    config = KTConvertConfig(cpu_weights=weights, threads=2)
+    ours = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.bfloat16)
+    print(torch.equal(program(ids, use_cache=False).logits, ours(ids).logits))
+"""
+
+
+def test_exported_saved_and_run_elsewhere(example: Path, weights: Path, tmp_path: Path) -> None:
+    model = loaded(example, weights)
+    with torch.no_grad():
+        program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False)
+        assert torch.equal(program.module()(IDS, use_cache=False).logits, logits(model))
+    names = [str(node.target) for node in program.graph.nodes if "ktconvert" in str(node.target)]
+    assert names == ["ktconvert.routed_experts.default"] * 2
+    torch.export.save(program, tmp_path / "program.pt2")
+    words = [sys.executable, "-c", EXPORTED, str(example), str(weights), str(tmp_path / "program.pt2")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[1:] == ["True"], done.stderr
+    assert re.match(rf"no experts are loaded as 'layer 0 of {weights}.*' in this process", done.stdout)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
+def test_a_trace_holds_no_constants(model: Any) -> None:
+    """torch.jit.trace would keep what the experts gave for the example; it is used with other tokens here."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Any) -> Any:
+            return self.model(ids, use_cache=False).logits
+
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(), IDS, check_trace=False)
+        assert torch.equal(traced(IDS + 7), logits(model, IDS + 7))
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_shares_the_weights(model: Any) -> None:
+    want = logits(model)
+    copied = copy.deepcopy(model)
+    for ours, theirs in zip(experts_of(copied), experts_of(model), strict=True):
+        assert ours.experts.packed is theirs.experts.packed and ours.experts is not theirs.experts
+        assert ours.hot is theirs.hot
+        theirs.experts.close()
+    with pytest.raises(ValueError, match="were closed"):
+        logits(model)
+    del model, theirs
+    gc.collect()
+    assert torch.equal(logits(copied), want)
+    torch._dynamo.reset()
+    module = experts_of(copied)[1]
+    arguments = torch.ones(1, module.experts.hidden), torch.tensor([[0, 5]]), torch.ones(1, 2)
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(*arguments), module(*arguments))
+
+
+def test_experts_are_copied_alone(weights: Path) -> None:
+    with Experts.load(weights, 0) as experts:
+        copies = [copy.copy(experts), copy.deepcopy(experts), copy.deepcopy({"a": [experts]})["a"][0]]
+        hidden = np.ones((2, experts.hidden), np.uint16)
+        arguments = hidden, np.array([[0, 3], [2, 9]]), np.full((2, 2), 0.5, np.float32)
+        want = experts.forward(*arguments)
+    assert all(np.array_equal(each.forward(*arguments), want) for each in copies)
+
+
+def test_pickling_is_one_sentence(model: Any, weights: Path) -> None:
+    saved = io.BytesIO()
+    sentence = rf"layer 0 of {re.escape(str(weights))} cannot be pickled .*: .* save the path"
+    for save in (pickle.dumps, lambda x: torch.save(x, saved), lambda x: pickle.dumps(experts_of(x)[0].experts)):
+        with pytest.raises(TypeError, match=sentence):
+            save(model)
+    torch.save(model.state_dict(), saved := io.BytesIO())  # all but the experts
+    saved.seek(0)
+    assert model.load_state_dict(torch.load(saved)).missing_keys == []
+
+
+def test_save_pretrained_says_what_to_do(model: Any, weights: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not serializable: its experts are in") as refused:
+        model.save_pretrained(tmp_path / "again")
+    assert str(weights) in str(refused.value) and "`ktconvert cpu --non-experts keep`" in str(refused.value)
+    assert "\n" not in str(refused.value) and not list((tmp_path / "again").glob("*.safetensors"))
+
+
+# ---- ids ------------------------------------------------------------------------------------------------------------
+
+
+def test_ids_outside(weights: Path) -> None:
+    experts = Experts.load(weights, 1)
+    hidden = np.random.default_rng(0).integers(0, 1 << 14, (4, experts.hidden)).astype(np.uint16)
+    scores = np.full((4, 2), 0.5, np.float32)
+    good = np.array([[0, 1], [2, 7], [3, 4], [5, 6]])
+    want = experts.forward(hidden, good, scores)
+    assert np.array_equal(experts.forward(hidden, good, scores, strict_ids=True), want)
+    for outside in (-1, 8, np.iinfo(np.int64).max, np.iinfo(np.int64).min):
+        ids = good.copy()
+        ids[2, 1] = outside
+        silent = experts.forward(hidden, ids, scores)
+        alone = scores.copy()
+        alone[2, 1] = 0
+        assert np.array_equal(silent, experts.forward(hidden, good, alone))
+        words = rf"ids\[2, 1\] is {outside}, and layer 1 has experts 0 to 7"
+        with pytest.raises(ValueError, match=words):
+            experts.forward(hidden, ids, scores, strict_ids=True)
+        with pytest.raises(ValueError, match=words):
+            experts.submit(hidden, ids, scores, out=np.empty_like(hidden), strict_ids=True)
+    assert not experts.forward(hidden, np.full((4, 2), -1), scores).any()
