@@ -35,6 +35,7 @@ class Inputs:
     shim: Path
     no_links: Path
     no_swap: Path
+    no_locks: Path
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     done = conversion.ktconvert("cpu", "-i", tiny, "-o", base / "loose", "--no-merge-safetensor", "-q")
     assert done.returncode == 0, done.stderr
     no_links = shims.refusing(base, "EPERM", "link", "linkat")
-    return Inputs(small, tiny, base / "loose", shim, no_links, shims.refusing(base, "EINVAL", "renameat2"))
+    no_swap = shims.refusing(base, "EINVAL", "renameat2")
+    no_locks = shims.refusing(base, "ENOLCK", "flock")
+    return Inputs(small, tiny, base / "loose", shim, no_links, no_swap, no_locks)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Case:
     over: bool = False  # another output of ours lies there and is to be overwritten
     links: bool = True
     swap: bool = True
+    locks: bool = True
     mounted: bool = False  # the output is a mount point: it cannot be renamed, so files move into it one by one
 
     def arguments(self, inputs: Inputs, output: Path) -> list[str]:
@@ -73,7 +77,8 @@ class Case:
         ]
 
     def preload(self, inputs: Inputs) -> list[Path]:
-        return [*([] if self.links else [inputs.no_links]), *([] if self.swap else [inputs.no_swap]), inputs.shim]
+        cannot = [(self.links, inputs.no_links), (self.swap, inputs.no_swap), (self.locks, inputs.no_locks)]
+        return [*(library for can, library in cannot if not can), inputs.shim]
 
 
 CASES = {
@@ -87,6 +92,8 @@ CASES = {
     "overwrite, no hard links": Case("cpu", "tiny", over=True, links=False, threads=1),
     "overwrite, no swapping": Case("cpu", "tiny", over=True, swap=False, threads=1),
     "no hard links": Case("cpu", "tiny", links=False, threads=1),
+    "no locks": Case("cpu", "tiny", locks=False, threads=1),
+    "overwrite, no locks, no hard links": Case("cpu", "tiny", over=True, locks=False, links=False, threads=1),
     "mount point": Case("cpu", "tiny", mounted=True, threads=1),
     "mount point, loose, no hard links": Case(
         "cpu", "tiny", ("--no-merge-safetensor",), mounted=True, links=False, threads=1
@@ -278,8 +285,13 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) 
     matrix.finish(output, True, "with another inode")
 
 
+# Without locks it is the same but for its first calls and its last ones, which test_lock.py has.
 @pytest.mark.slow
-@pytest.mark.parametrize("matrix", CASES, indirect=True)
+@pytest.mark.parametrize(
+    "matrix",
+    [name if case.locks else pytest.param(name, marks=pytest.mark.long) for name, case in CASES.items()],
+    indirect=True,
+)
 def test_killed_before_every_call_then_resumed(matrix: Matrix) -> None:
     print(f"{matrix.points} kill points")
     conversion.in_parallel(matrix.killed, range(1, matrix.points + 1))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ktconvert.native_quant import machine
-from rig import conversion, shims
+from rig import conversion, killpoint, shims
 
 LIBRARY = """
 import os, sys, signal
@@ -59,8 +59,6 @@ def killed_holder():
 
 def killed_while_replacing():
     killed_holder()
-    if not (root / "lock.held").exists():
-        return  # flock leaves nothing to replace
     def replace():
         publish.publish = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
         acquire(root, output)
@@ -99,6 +97,48 @@ for number in range(int(sys.argv[3])):
     root.rmdir()
     for fd in (start, heard, said, end):
         os.close(fd)
+"""
+)
+
+# Killed before each call that changes something, while it takes over what another one left, and while it removes all at
+# the end; then by another one the same.
+KILLS = (
+    LIBRARY
+    + """
+def run(n):
+    '''Take the lock and remove it, killed before the n-th call; whether it was.'''
+    def take():
+        os.environ["KILLPOINT_ROOT"], os.environ["KILLPOINT_N"] = str(output), str(n)
+        acquire(root, output).remove()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(in_child(take), 0)[1])
+    assert code in (0, -signal.SIGKILL), (n, code)
+    return code != 0
+
+def hold():
+    acquire(root, output)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def begin(n):
+    os.waitpid(in_child(hold), 0)
+    return run(n)
+
+def end(where):
+    assert not run(0), where
+    assert not list(root.iterdir()), (where, list(root.iterdir()))
+
+def once(n):
+    killed = begin(n)
+    end(n)
+    return killed
+
+points = next(n for n in range(1, 100) if not once(n))
+for first in range(1, points):
+    for second in range(1 + first % 6, points + 6, 6):
+        assert begin(first)
+        run(second)
+        end((first, second))
+print(points)
 """
 )
 
@@ -159,16 +199,34 @@ class Process:
         self.process.communicate(timeout=60)
 
 
-def race(output: Path, before: str, rounds: int, env: dict[str, str]) -> None:
-    command = [sys.executable, "-c", RACE, str(output), before, str(rounds)]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=600)
+@pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("system", "before"),
+    [
+        ("locks", "nothing"),
+        ("locks", "killed"),
+        ("no locks", "nothing"),
+        ("no locks", "killed"),
+        ("no locks", "killed while replacing"),
+    ],
+    indirect=["system"],
+)
+def test_of_many_at_once_one_has_the_lock(tmp_path: Path, system: dict[str, str], before: str, rounds: int) -> None:
+    with conversion.in_memory(tmp_path) as base:
+        command = [sys.executable, "-c", RACE, str(base / "out"), before, str(rounds)]
+        done = subprocess.run(command, env={**os.environ, **system}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("before", ["nothing", "killed", "killed while replacing"])
-def test_of_many_at_once_one_has_the_lock(tmp_path: Path, system: dict[str, str], before: str) -> None:
+@pytest.mark.parametrize("missing", [(), ("flock",), ("flock", "link", "linkat")], ids=" and ".join)
+def test_killed_while_taking_over_and_removing(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    libraries = [shims.refusing(tmp_path, "EOPNOTSUPP", *missing)] if missing else []
+    env = {**os.environ, "LD_PRELOAD": ":".join(map(str, [*libraries, killpoint.build(tmp_path)]))}
     with conversion.in_memory(tmp_path) as base:
-        race(base / "out", before, 30, system)
+        command = [sys.executable, "-c", KILLS, str(base / "out")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > (10 if missing else 3), done.stdout
 
 
 def test_parts_work_at_once_and_nobody_works_alone_then(tmp_path: Path, system: dict[str, str]) -> None:

@@ -260,6 +260,33 @@ def test_the_cpus_that_this_process_was_started_with_are_counted() -> None:
     assert done.stdout.split() == ["1", "1", "1"]
 
 
+def test_names_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.host() == os.uname().nodename
+    monkeypatch.setenv("KTCONVERT_HOST", " rack 3\tnode\n7 ")
+    assert machine.host() == "rack-3-node-7"
+    monkeypatch.setenv("KTCONVERT_HOST", "")
+    assert machine.host() == os.uname().nodename
+    root = tree(tmp_path, {"proc/sys/kernel/random/boot_id": "5f3c-9\n"})
+    assert (machine.boot_id(root), machine.boot_id(tmp_path / "none")) == ("5f3c-9", "unknown")
+
+
+def test_which_processes_live() -> None:
+    own = os.getpid()
+    start = machine.process_start(own)
+    assert start > 0
+    assert machine.process_alive(own)
+    assert machine.process_alive(own, start)
+    assert not machine.process_alive(own, start - 1)  # the number was another's before
+    assert machine.process_alive(1)
+    with subprocess.Popen(["sleep", "100"]) as child:
+        assert machine.process_alive(child.pid, machine.process_start(child.pid))
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not machine.process_alive(child.pid)  # a zombie
+    assert not machine.process_alive(child.pid)
+    assert machine.process_start(child.pid) == 0
+
+
 def test_disk(tmp_path: Path) -> None:
     stat = os.statvfs(tmp_path)
     free = machine.disk_free(tmp_path / "not" / "yet" / "there")

@@ -125,3 +125,24 @@ def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path: Path, r
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
+
+
+NEW = """
+import sys
+from pathlib import Path
+from ktconvert.layouts.files import publish
+
+root = Path(sys.argv[1])
+for name in "ab":
+    publish.write_file(root / name, name.encode())
+assert publish.publish_new(root / "a", root / "final")
+assert not publish.publish_new(root / "b", root / "final")
+assert ((root / "final").read_bytes(), (root / "b").read_bytes()) == (b"a", b"b")
+"""
+
+
+@pytest.mark.parametrize("missing", [(), ("link", "linkat")], ids=["hard links", "no hard links"])
+def test_a_name_is_given_once(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    env = {**os.environ, **({"LD_PRELOAD": str(shims.refusing(tmp_path, "EPERM", *missing))} if missing else {})}
+    done = subprocess.run([sys.executable, "-c", NEW, tmp_path], env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
