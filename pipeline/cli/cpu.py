@@ -83,6 +83,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @calibration.save_statistics
 @calibration.machine
 @options.executor
+@options.part
 @options.cpuinfer_threads
 @click.option(
     "--threadpool-count",

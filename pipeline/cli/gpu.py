@@ -125,6 +125,7 @@ class SeveralValues(click.Command):
     help="Accepted and ignored: memory is bounded by some experts. [default: 1000GiB with --max-gpu-memory]",
 )
 @options.executor
+@options.part
 @options.cpuinfer_threads
 @click.option(
     "--tp-size",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest
@@ -35,6 +36,7 @@ def resume(output: Path, **params: Any) -> None:
     """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output."""
     from ktconvert.pipeline.engine.execute import tidy
     from ktconvert.pipeline.engine.existing import saved_plan
+    from ktconvert.pipeline.engine.part import require_all_parts
     from ktconvert.pipeline.engine.places import locate
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
     from ktconvert.pipeline.tell import show
@@ -64,8 +66,12 @@ def resume(output: Path, **params: Any) -> None:
     tuning["verify_inputs"] = params["verify_inputs"] or tuning.get("verify_inputs")
     tuning["resume_layer"] = 0
     tuning["allow_machine_change"] = params["allow_machine_change"] or tuning.get("allow_machine_change", False)
+    given = click.get_current_context().get_parameter_source("executor")
+    if given is not ParameterSource.DEFAULT:
+        tuning.pop("part", None)  # what parts have not made, is made now
     plan = plan_request(replace(request, tuning=tuning), None if params["dry_run"] else options.hashing(reporter))
     if params["dry_run"]:
         show.show_plan(plan, as_json=params["json_events"])
         return
+    require_all_parts(plan, places)
     options.make(plan, reporter, params)

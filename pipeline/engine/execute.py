@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from functools import partial
 
-from ktconvert.layouts.errors import UsageError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.apart import require_delivered, require_free
@@ -14,9 +14,9 @@ from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.crew import Crew
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan
 from ktconvert.pipeline.engine.lanes import lanes
-from ktconvert.pipeline.engine.loop import StopFlag, publish_unit, recorded, run_units, to_run
+from ktconvert.pipeline.engine.loop import StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.places import Places, locate
-from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.room import fit_threads, require_disk
 from ktconvert.pipeline.engine.tasks import Tasks, made_of
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
@@ -45,11 +45,8 @@ def execute(
     executor  has the units made by its workers, which `reopen` the plan and pack with so many threads each (None: the
               CPUs that they may use); None: threads of this process make them
     """
-    if executor is not None and any(stage.chain for stage in plan.stages):
-        raise UsageError(
-            f"{plan.request.command}: each layer's calibration needs what the layer before left, so no executor can "
-            "make them at the same time; leave out --executor."
-        )
+    if executor is not None:
+        require_shareable(plan, "--executor")
     places = locate(plan.request.output, adopt=adopts(plan))
     if already_finished(plan, overwrite):
         require_delivered(plan)
@@ -63,11 +60,14 @@ def execute(
         require_free(plan, work.finished, work.may_replace)
         _adopt_attempts(plan, work, reporter)
         _report_death(work, plan, reporter)
-        require_disk(plan, work)
+        left = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
+        require_disk(plan, work.places, left)
         threads = fit_threads(plan, reporter) if executor is None else threads
         stop = StopFlag()
-        with stop.installed(), recorded(work), _crew(plan, work, reporter, executor, reopen, threads) as crew:
-            run_units(plan, work, reporter, crew, stop)
+        with stop.installed(), recorded(work):
+            to_do = left_to_do(plan, work)
+            with _crew(len(to_do), work, reporter, executor, reopen, threads) as crew:
+                run_units(plan, to_do, crew, partial(publish_unit, plan, work, reporter), reporter, stop)
             work.journal.append({"event": "start", "unit": "assemble"})
             assemble(plan, work)
     _summary(plan, reporter)
@@ -76,7 +76,7 @@ def execute(
 
 @contextlib.contextmanager
 def _crew(
-    plan: Plan,
+    units: int,
     work: WorkDir,
     reporter: Reporter,
     executor: Executor | None,
@@ -85,8 +85,7 @@ def _crew(
 ) -> Iterator[Crew]:
     if executor is None:
         assert threads is not None
-        left = sum(len(to_run(stage, work)[: 1 if stage.chain else None]) for stage in plan.stages)
-        with lanes(work, reporter, threads, left) as crew:
+        with lanes(work, reporter, threads, units) as crew:
             yield crew
     else:
         assert reopen is not None
@@ -98,7 +97,7 @@ def _adopt_attempts(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
     wanted = {unit.fingerprint: unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None}
     for attempt in attempts.read(work.places):
         if attempt.is_whole(work.places) and attempt.fingerprint in wanted:
-            publish_unit(plan, work, wanted.pop(attempt.fingerprint), made_of(work, attempt), reporter)
+            publish_unit(plan, work, reporter, wanted.pop(attempt.fingerprint), made_of(work.places, attempt))
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:

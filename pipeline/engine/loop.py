@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -77,8 +77,13 @@ def recorded(work: WorkDir) -> Iterator[None]:
             work.journal.append({"event": "end"})
 
 
-def run_units(plan: Plan, work: WorkDir, reporter: Reporter, crew: Crew, stop: StopFlag) -> None:
-    """Have every unit made that is not done, publish and record it.
+ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made one after the other, and their stage
+
+
+def run_units(
+    plan: Plan, to_do: ToDo, crew: Crew, keep: Callable[[Unit[Any], Made], None], reporter: Reporter, stop: StopFlag
+) -> None:
+    """Have units made, and keep each.
 
     Raises the first failure after what was under way has ended. What is only this unit's (WorkerLostError) does not
     keep the others from being made.
@@ -90,14 +95,9 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, crew: Crew, stop: S
     def stopped() -> bool:
         return bool(stop.number) or any(not isinstance(error, WorkerLostError) for error in failures)
 
-    to_do = {stage.name: to_run(stage, work) for stage in plan.stages}
     total = sum(unit.bytes_in for unit in plan.units)
-    reporter.begin(total, total - sum(unit.bytes_in for units in to_do.values() for unit in units))
-    waiting = deque(
-        (stage, units)
-        for stage in plan.stages
-        for units in ([to_do[stage.name]] if stage.chain and to_do[stage.name] else zip(to_do[stage.name]))
-    )
+    reporter.begin(total, total - sum(unit.bytes_in for _, units in to_do for unit in units))
+    waiting = deque(to_do)
     try:
         while flying or (waiting and not stopped()):
             while waiting and len(flying) < crew.most and not stopped():
@@ -115,7 +115,7 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, crew: Crew, stop: S
                     continue
                 stage, units = flying.pop(future)
                 try:
-                    publish_unit(plan, work, units[0], crew.take(units[0], future), reporter)
+                    keep(units[0], crew.take(units[0], future))
                 except BaseException as error:
                     failures.append(error)
                     continue
@@ -127,6 +127,14 @@ def run_units(plan: Plan, work: WorkDir, reporter: Reporter, crew: Crew, stop: S
         raise next((error for error in failures if not isinstance(error, WorkerLostError)), failures[0])
     if stop.number:
         raise Interrupted(stop.number, plan.request.output)
+
+
+def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
+    """Every unit that is to be made; those of a chain together."""
+    runs = [(stage, to_run(stage, work)) for stage in plan.stages]
+    return [
+        (stage, units) for stage, run in runs for units in ([run] if stage.chain and run else [(unit,) for unit in run])
+    ]
 
 
 def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
@@ -153,7 +161,7 @@ def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     return stage.units[first : undone[-1] + 1]
 
 
-def publish_unit(plan: Plan, work: WorkDir, unit: Unit[Any], made: Made, reporter: Reporter) -> None:
+def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
     """Publish what was made, and record it: in this order, each step durable before the next."""
     require_unchanged(plan)
     stored = work.places.store / unit.stored_name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktconvert.layouts.errors import InputError, OutputError
+from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.units import Stage, Unit
 
@@ -248,6 +248,15 @@ def require_unchanged(plan: Plan) -> None:
         raise InputError(
             f"{plan.request.input}: {', '.join(changed[:3])} changed while it was being read; put the old file back "
             "and resume."
+        )
+
+
+def require_shareable(plan: Plan, option: str) -> None:
+    """Raise UsageError, naming the option, for a plan whose units need each other."""
+    if any(stage.chain for stage in plan.stages):
+        raise UsageError(
+            f"{plan.request.command}: each layer's calibration needs what the layer before left, so several cannot be "
+            f"made at the same time; leave out {option}."
         )
 
 

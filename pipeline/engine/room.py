@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine.places import Places
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Unit
-from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.tell.report import Reporter, size
 
 SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal and directory entries
 
 
-def require_disk(plan: Plan, work: WorkDir) -> None:
-    """Raise ResourceError where the disk cannot hold what is to be made, or files may not be as large."""
-    todo = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
+def require_disk(plan: Plan, places: Places, todo: Collection[Unit[Any]]) -> None:
+    """Raise ResourceError where the disk cannot hold these units and the end, or files may not be as large."""
     needed = disk_needed(plan, todo)
-    free = machine.disk_free(work.places.root)
+    free = machine.disk_free(places.root)
     if sum(needed.values()) > free:
         raise ResourceError(
-            f"{work.places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another "
-            "--output."
+            f"{places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
         )
     limit = machine.file_size_limit()
     if limit is not None:
-        _require_below(limit, plan, todo, work)
+        _require_below(limit, plan, todo, places)
 
 
-def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], work: WorkDir) -> None:
+def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], places: Places) -> None:
     """Raise ResourceError where a shard or a companion would be larger than files may be (bytes)."""
     largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
     if largest + SLACK > limit:
         raise ResourceError(
-            f"{work.places.root}: a shard of {size(largest)}, with {size(SLACK)} to spare for its header, is over the "
+            f"{places.root}: a shard of {size(largest)}, with {size(SLACK)} to spare for its header, is over the "
             f"file size limit of {size(limit)} (ulimit -f); raise it or set --max-shard-size."
         )
     for _, path in plan.assembly.companions:

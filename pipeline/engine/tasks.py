@@ -11,6 +11,7 @@ from ktconvert.layouts.errors import KtconvertError, ResourceError
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.crew import Made
+from ktconvert.pipeline.engine.places import Places
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
@@ -67,7 +68,7 @@ class Tasks:
             if attempt.name != made.name and attempt.ended is None:
                 self._reporter.event("lost", **self._note("lost", attempt))
         self._reporter.worker(made.worker, None)
-        return made_of(self._work, made)
+        return made_of(self._work.places, made)
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
         """Take a unit back that nobody makes yet."""
@@ -103,13 +104,13 @@ class Tasks:
         return about
 
 
-def made_of(work: WorkDir, attempt: Attempt) -> Made:
+def made_of(places: Places, attempt: Attempt) -> Made:
     """A finished attempt, to be published. Raises ResourceError where its files cannot be seen here."""
-    if not attempt.is_whole(work.places):
+    if not attempt.is_whole(places):
         raise ResourceError(
-            f"{work.places.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
+            f"{places.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
             "see that the file systems of both hosts are the same one, then resume."
         )
     assert attempt.ended is not None
     who = {"host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
-    return Made(work.places.partial / attempt.name, attempt.written(), attempt.ended - attempt.began, who)
+    return Made(places.partial / attempt.name, attempt.written(), attempt.ended - attempt.began, who)

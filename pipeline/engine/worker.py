@@ -70,8 +70,10 @@ def make_unit(task: Task) -> Attempt | Failure:
     """Make a unit, or find that it was made. What is wrong with this host, the input or the disk comes back as a
     Failure: to try it again would not help.
     """
+    reporter = Collecting()
     try:
-        return _make(task, _open(task))
+        opened = _open(task)
+        return make_attempt(opened, *opened.find(task), task.run, reporter)
     except (KtconvertError, OSError, MemoryError) as error:
         return _failure(error)
 
@@ -140,21 +142,23 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
     return Opened(plan, places, packing_pool(count), window_of(count, 1))
 
 
-def _make(task: Task, opened: Opened) -> Attempt | Failure:
-    stage, unit = opened.find(task)
+def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, reporter: Reporter) -> Attempt | Failure:
+    """An attempt at a unit that has ended: one that was made before, or one that is made now.
+
+    Raises WorkerLostError where too many have ended without a word in this run.
+    """
     places = opened.places
     before = attempts.read(places, unit)
     for attempt in before:
         if attempt.is_whole(places):
             return attempt
-    dead = [attempt for attempt in before if attempt.run == task.run and attempt.ended is None]
+    dead = [attempt for attempt in before if attempt.run == run and attempt.ended is None]
     if len(dead) >= DEATHS:
         raise WorkerLostError(
             f"{unit.name}: {len(dead)} processes that made it ended or stopped answering, the last one on "
             f"{dead[-1].worker}: {attempts.words_of(places, dead[-1])}."
         )
-    attempt = attempts.begin(places, unit, task.run)
-    reporter = Collecting()
+    attempt = attempts.begin(places, unit, run)
     try:
         with attempts.last_words(places, attempt):
             result = stage.run(unit, places.partial / attempt.name, Context(opened.pool, opened.window, reporter))
@@ -163,7 +167,7 @@ def _make(task: Task, opened: Opened) -> Attempt | Failure:
         failure = _failure(error)
         attempts.fail(places, attempt, failure.sentence)
         return failure
-    return attempts.finish(places, attempt, result, reporter.warnings)
+    return attempts.finish(places, attempt, result, reporter.warnings if isinstance(reporter, Collecting) else ())
 
 
 class Collecting(Reporter):

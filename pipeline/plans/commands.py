@@ -105,6 +105,7 @@ TUNING = {
     "original_path?": (str, None),
     "imatrix?": (str, None),
     "save_statistics?": (str, None),
+    "part?": str,
 }
 
 

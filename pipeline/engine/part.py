@@ -1,0 +1,201 @@
+"""A conversion in parts, without any engine: each process makes its share of the units and leaves them as finished
+attempts; whoever works alone later, publishes and assembles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.files import publish
+from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.engine import attempts, journal, lock
+from ktconvert.pipeline.engine.attempts import Attempt
+from ktconvert.pipeline.engine.crew import Made
+from ktconvert.pipeline.engine.existing import agree, already_finished, saved_plan
+from ktconvert.pipeline.engine.lanes import LANES, packing_pool, start_threads, window_of
+from ktconvert.pipeline.engine.lock import Part
+from ktconvert.pipeline.engine.loop import StopFlag, run_units
+from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.plan import Plan, require_shareable
+from ktconvert.pipeline.engine.room import fit_threads, require_disk
+from ktconvert.pipeline.engine.tasks import made_of
+from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.engine.workdir import done_reason, encode
+from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
+from ktconvert.pipeline.tell.report import Reporter
+
+# Environment variables that say which of how many processes this one is: number, count, first number, step.
+ENVIRONMENT = (
+    ("RANK", "WORLD_SIZE", None, None),
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
+)
+NAMED = 6  # units that a message names
+
+
+def parse(text: str, environ: Mapping[str, str]) -> Part:
+    """--part R/N, or `env`. Raises UsageError for what is none."""
+    given = _of_environment(environ) if text == "env" else tuple(text.split("/"))
+    if len(given) != 2 or not all(number.isdecimal() and len(number) < 10 for number in given):
+        raise UsageError(f"--part {text}: give R/N, from 0/N to N-1/N, or env.")
+    part = Part(int(given[0]), int(given[1]))
+    if part.number >= part.count:
+        raise UsageError(f"--part {text}: there is no part {part}; they count from 0/{part.count}.")
+    return part
+
+
+def _of_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
+    for number, count, first, step in ENVIRONMENT:
+        if number in environ and count in environ:
+            try:
+                begin, every = (int(environ.get(name or "", default)) for name, default in ((first, "0"), (step, "1")))
+                return str((int(environ[number]) - begin) // every), environ[count]
+            except (ValueError, ZeroDivisionError):
+                raise UsageError(f"--part env: {number}={environ[number]} of {count}={environ[count]}?") from None
+    names = " or ".join(f"{number} and {count}" for number, count, *_ in ENVIRONMENT)
+    raise UsageError(f"--part env: neither {names} is set; give R/N.")
+
+
+def make_part(plan: Plan, part: Part, reporter: Reporter, *, overwrite: bool = False) -> None:
+    """Make every N-th unit, as far as it is not there. Raises UsageError for a plan that is a chain."""
+    require_shareable(plan, "--part")
+    if already_finished(plan, overwrite):
+        reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
+        reporter.say(f"{plan.request.output} is finished: nothing to do")
+        return
+    plan.conversion.require_ready()
+    places = locate(plan.request.output)
+    held = lock.acquire(places.root, places.output, part)
+    try:
+        for folder in (places.partial, places.attempts, places.store):
+            folder.mkdir(exist_ok=True)
+        _agree_on_plan(plan, places, overwrite)
+        units = [(stage, unit) for stage in plan.stages for unit in stage.units]
+        missing = set(missing_units(plan, places))
+        mine = [(stage, (unit,)) for stage, unit in units[part.number :: part.count] if unit in missing]
+        for _, (unit,) in mine:
+            for attempt in attempts.read(places, unit):
+                if attempt.is_dead():
+                    attempts.forget(places, attempt)
+        require_disk(plan, places, [unit for _, (unit,) in mine])
+        stop = StopFlag()
+        with stop.installed(), _crew(plan, places, reporter, len(mine)) as crew:
+            run_units(plan, mine, crew, _told(reporter), reporter, stop)
+        _summary(plan, places, part, len(mine), reporter)
+    finally:
+        held.release()
+
+
+def missing_units(plan: Plan, places: Places) -> list[Unit[Any]]:
+    """The units that are neither recorded nor finished attempts."""
+    finished = journal.finished(journal.read(places.journal))
+    made = {attempt.fingerprint for attempt in attempts.read(places) if attempt.is_whole(places)}
+    return [u for u in plan.units if u.fingerprint not in made and done_reason(places, finished, u) is None]
+
+
+def require_all_parts(plan: Plan, places: Places) -> None:
+    """Raise OutputError, naming what is missing, where a conversion in parts lacks units."""
+    missing = missing_units(plan, places)
+    text = plan.request.tuning.get("part")
+    if not missing or text is None:
+        return
+    count = parse(text, {}).count
+    numbers = sorted({number % count for number, unit in enumerate(plan.units) if unit in set(missing)})
+    names = ", ".join(unit.key for unit in missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
+    parts = ", ".join(f"{number}/{count}" for number in numbers)
+    raise OutputError(
+        f"{places.output}: {len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}; "
+        f"let these be finished, or make them here with `ktconvert resume {places.output} --executor threads`."
+    )
+
+
+def _agree_on_plan(plan: Plan, places: Places, overwrite: bool) -> None:
+    """Save the plan, once for all parts; raise where they differ."""
+    document = plan.document() | ({"overwrite": True} if overwrite else {})
+    if not places.plan.exists():
+        aside = places.attempts / f".plan.{secrets.token_hex(8)}"
+        publish.write_file(aside, encode(document))
+        try:
+            os.link(aside, places.plan)
+        except FileExistsError:
+            pass
+        except OSError:  # no hard links: all parts write the same settings
+            aside.replace(places.plan)
+        publish.sync_folder(places.root)
+        aside.unlink(missing_ok=True)
+    old = saved_plan(places)
+    assert old is not None
+    dropped, touched = agree(plan, old, overwrite)
+    if dropped:
+        raise OutputError(
+            f"{places.output}: was begun with other options or input, and other parts may rely on them; remove "
+            f"{places.root} to start over."
+        )
+    if touched:
+        raise InputError(
+            f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began; remove "
+            f"{places.root} to start over."
+        )
+
+
+class _Crew:
+    """Threads of this process that leave finished attempts."""
+
+    def __init__(self, opened: Opened, pool: ThreadPoolExecutor, most: int, reporter: Reporter) -> None:
+        self.most = most
+        self._opened, self._pool, self._reporter, self._run = opened, pool, reporter, secrets.token_hex(8)
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
+        """Have a unit made."""
+        return self._pool.submit(self._make, stage, unit)
+
+    def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made:
+        """What came of it; raises what prevented it."""
+        made = future.result()
+        if isinstance(made, Failure):
+            raise made.error()
+        return made_of(self._opened.places, made)
+
+    def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
+        """Take a unit back that nobody makes yet."""
+        return future.cancel()
+
+    def watch(self) -> None:
+        """What is to be reported, units report themselves."""
+
+    def _make(self, stage: Stage[Any], unit: Unit[Any]) -> Attempt | Failure:
+        self._reporter.at(unit.key)
+        self._reporter.event("start", unit=unit.name)
+        return make_attempt(self._opened, stage, unit, self._run, self._reporter)
+
+
+@contextlib.contextmanager
+def _crew(plan: Plan, places: Places, reporter: Reporter, units: int) -> Iterator[_Crew]:
+    threads = fit_threads(plan, reporter)
+    lanes = max(1, min(LANES, threads, units))
+    with packing_pool(threads) as pool, ThreadPoolExecutor(lanes, "lane", use_own_cpus) as crew:
+        start_threads(crew, lanes)
+        yield _Crew(Opened(plan, places, pool, window_of(threads, lanes)), crew, lanes, reporter)
+
+
+def _told(reporter: Reporter) -> Callable[[Unit[Any], Made], None]:
+    def tell(unit: Unit[Any], made: Made) -> None:
+        nbytes = sum(written.nbytes for written in made.result.files)
+        seconds, stats = round(made.seconds, 3), made.result.stats
+        reporter.event("done", unit=unit.name, seconds=seconds, bytes=nbytes, stats=stats, **made.who)
+        reporter.say(f"{unit.name}: {made.seconds:.2f} s", level=1)
+
+    return tell
+
+
+def _summary(plan: Plan, places: Places, part: Part, made: int, reporter: Reporter) -> None:
+    missing: Sequence[Unit[Any]] = missing_units(plan, places)
+    there = len(plan.units) - len(missing)
+    reporter.event("part", part=str(part), made=made, there=there, units=len(plan.units))
+    then = "" if missing else f": `ktconvert resume {places.output}` puts the output together"
+    reporter.say(f"part {part}: {made} units made; {there} of {len(plan.units)} units of all parts are there{then}")

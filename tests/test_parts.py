@@ -1,0 +1,139 @@
+"""--part R/N: processes that share the units of a conversion, without any engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.pipeline.engine import attempts
+from ktconvert.pipeline.engine.part import parse
+from ktconvert.pipeline.engine.places import locate
+from rig import conversion, killpoint
+from rig.bench import CONVERSIONS, Bench
+
+PARTED = [name for name in CONVERSIONS if CONVERSIONS[name][0] != "merge"]
+
+
+def test_a_part_is_a_number_of_a_count() -> None:
+    assert str(parse("0/3", {})) == "0/3"
+    assert (parse("12/64", {}).number, parse("12/64", {}).count) == (12, 64)
+    for text in ("3/3", "4/3", "-1/3", "1", "1/2/3", "a/3", "1/0", "", "env"):
+        with pytest.raises(UsageError, match="--part"):
+            parse(text, {})
+
+
+def test_env_names_a_part() -> None:
+    assert str(parse("env", {"RANK": "1", "WORLD_SIZE": "4"})) == "1/4"
+    slurm = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1-5:2
+    assert str(parse("env", slurm | {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"})) == "2/3"
+    assert str(parse("env", {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "3"})) == "2/3"
+    for wrong in ({"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x", "WORLD_SIZE": "4"}, {"RANK": "1"}, slurm):
+        with pytest.raises(UsageError, match="--part"):
+            parse("env", wrong)
+
+
+@pytest.mark.parametrize("which", PARTED)
+def test_three_parts_at_once_make_what_one_process_makes(bench: Bench, which: str) -> None:
+    fresh = bench.base / "fresh"
+    command, *rest = CONVERSIONS[which]
+    assert bench.run(command, "-i", bench.source, "-o", fresh, *rest).returncode == 0
+    line = [sys.executable, "-m", "ktconvert.pipeline.cli", command, "-i", bench.source, "-o", bench.output, *rest]
+    parts = [subprocess.Popen([*line, "--part", f"{n}/3"], stderr=subprocess.PIPE, text=True) for n in range(3)]
+    said = [part.communicate(timeout=120)[1] for part in parts]
+    assert [part.returncode for part in parts] == [0, 0, 0], said
+    assert any("`ktconvert resume " in text for text in said)
+    assert not bench.output.exists()
+    assert bench.run("resume", bench.output).returncode == 0
+    bench.finished_as(conversion.tree(fresh))
+
+
+def test_a_missing_part_is_named_and_can_be_made_later(bench: Bench) -> None:
+    wanted = bench.fresh()
+    for part in ("0/3", "2/3"):
+        assert bench.cpu("--part", part).returncode == 0
+    for _ in range(2):
+        refused = bench.run("resume", bench.output)
+        assert refused.returncode == 7
+        assert "1 of 3 units are missing (layer-001), those of --part 1/3" in refused.stderr
+    assert bench.cpu("--part", "1/3").returncode == 0
+    assert bench.run("resume", bench.output).returncode == 0
+    bench.finished_as(wanted)
+
+
+def test_what_parts_have_not_made_can_be_made_here(bench: Bench) -> None:
+    wanted = bench.fresh()
+    assert bench.cpu("--part", "0/2").returncode == 0
+    assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
+    bench.finished_as(wanted)
+
+
+def test_any_other_count_goes_on(bench: Bench) -> None:
+    wanted = bench.fresh()
+    assert bench.cpu("--part", "0/3").returncode == 0
+    made = [attempt.name for attempt in attempts.read(locate(bench.output))]
+    for part in ("0/2", "1/2"):
+        assert bench.cpu("--part", part).returncode == 0
+    assert {attempt.name for attempt in attempts.read(locate(bench.output))} > set(made)
+    assert bench.run("resume", bench.output).returncode == 0
+    bench.finished_as(wanted)
+
+
+def test_a_chain_has_no_parts(example: Path, tmp_path: Path, cli: Any) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten\n" * 50)
+    calibration = ("--dataset", text, "--num-calibration-samples", "2", "--max-sequence-length", "16", "--force-cpu")
+    where = ("-i", example, "-o", tmp_path / "out")
+    for which in (("--part", "0/2"), ("--executor", "dask:local:1")):
+        refused = cli("cpu", *where, "--scale", "gptq", *calibration, *which, code=2)
+        assert f"leave out {which[0]}" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_other_options_are_refused(bench: Bench) -> None:
+    assert bench.cpu("--part", "0/2").returncode == 0
+    other = bench.cpu("--part", "1/2", "--quant-method", "int8")
+    assert other.returncode == 7
+    assert "--quant-method was int4, is int8" in other.stderr
+    both = bench.cpu("--part", "1/2", "--executor", "dask:local:2")
+    assert both.returncode == 2
+    assert "give one of them" in both.stderr
+
+
+@pytest.mark.slow
+def test_a_part_that_is_killed_anywhere_is_made_again(bench: Bench) -> None:
+    wanted = bench.fresh()
+    assert bench.cpu("--part", "1/2").returncode == 0
+    n = 0
+    while True:
+        n += 1
+        done = bench.cpu("--part", "0/2", kill=n)
+        if done.returncode == 0:
+            break
+        assert done.returncode == killpoint.KILLED
+        again = bench.run("resume", bench.output)
+        assert again.returncode in (0, 7), again.stderr
+        if again.returncode == 0:  # it was killed after the last unit
+            bench.finished_as(wanted)
+            return
+    assert n > 10
+    assert bench.run("resume", bench.output).returncode == 0
+    bench.finished_as(wanted)
+
+
+def test_attempts_that_cannot_be_understood_are_made_again(bench: Bench) -> None:
+    wanted = bench.fresh()
+    assert bench.cpu("--part", "0/2").returncode == 0
+    records = sorted((bench.work / "attempts").glob("*.json"))
+    assert len(records) == 2
+    records[0].write_text("{")
+    path = bench.work / "partial" / records[1].name.removesuffix(".json")
+    path.write_bytes(path.read_bytes()[:-1])
+    for part in ("0/2", "1/2"):
+        assert bench.cpu("--part", part).returncode == 0
+    assert bench.run("resume", bench.output).returncode == 0
+    bench.finished_as(wanted)
