@@ -7,7 +7,9 @@ KTConvertConfig transformers.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant import own_cpus  # noqa: F401  looks at the CPUs before torch binds the thread
@@ -41,6 +43,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "KTConvertConfig":  # before transformers is imported: an older one lacks what it subclasses
+        from ktconvert.native_quant.runtime import transformers_version
+
+        transformers_version.require(functools.partial(warnings.warn, stacklevel=3))
     if name in _MODULES:
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
     if name in ("__version__", "__cpu_variant__"):

@@ -119,9 +119,12 @@ class KTConvertQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected.update(_below(model, place) for place in places)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-        """The model's own conversions, after what dequantizes its weights."""
-        return weight_conversions if self._trunk is None else self._trunk.update_weight_conversions(weight_conversions)
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """The model's own conversions, after what dequantizes its weights; since 5.21 transformers passes the model."""
+        if self._trunk is None:
+            return weight_conversions
+        conversions: list[Any] = self._trunk.update_weight_conversions(weight_conversions, *model)
+        return conversions
 
     def _root(self, checkpoint_files: list[str] | None) -> Path:
         """The directory of the experts. Raises UsageError if none is named and the model is not loaded from files."""
@@ -215,7 +218,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
 
     _renamings: tuple[Any, ...] = ()
 
-    def update_tp_plan(self, config: Any) -> Any:
+    def update_attn_implementation(self, config: Any) -> Any:
         """Check the output's files, here since no other method gets the config before transformers looks for files.
 
         Raises UnsupportedError for an output without safetensors files.
@@ -224,6 +227,8 @@ class ConvertedQuantizer(KTConvertQuantizer):
         if config.name_or_path:
             hf_output.require_files(Path(config.name_or_path))
         return config
+
+    update_tp_plan = update_attn_implementation  # what transformers 5.17 calls instead
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -246,9 +251,9 @@ class ConvertedQuantizer(KTConvertQuantizer):
         self._renamings = tuple(renamings)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """The model's own conversions, after the renaming to the original's names."""
-        return [*self._renamings, *super().update_weight_conversions(weight_conversions)]
+        return [*self._renamings, *super().update_weight_conversions(weight_conversions, *model)]
 
 
 _loading: Any = modeling_utils

@@ -63,9 +63,9 @@ def eval(model: str, **params: Any) -> None:
     if gpu is not None and params["exact"]:
         raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
     check_plot(params["plot"])
-    evaluate.require(for_gpu=gpu is not None)
-    options.check_kernels("the command again")
     reporter = Reporter()
+    evaluate.require(reporter.warn, for_gpu=gpu is not None)
+    options.check_kernels("the command again")
     if params["threads"] is not None:
         params["threads"] = options.lowered("--threads", params["threads"], reporter)
     text = evaluate.read_text(params["text"])

@@ -60,7 +60,8 @@ def run(model: str, **params: Any) -> None:
     from ktconvert.pipeline.tell.report import Reporter
 
     options.check_kernels("the command again")
-    generate.require("run")
+    reporter = Reporter()
+    generate.require("run", reporter.warn)
     settings = (
         "cpu_weights",
         "gpu_experts_mask",
@@ -74,7 +75,7 @@ def run(model: str, **params: Any) -> None:
     if params["torch_experts"] or params["cpu_weights"] is not None:
         loaded = generate.load(choice)
     else:
-        loaded = generate.load_as_stored(choice, Reporter().note)
+        loaded = generate.load_as_stored(choice, reporter.note)
 
     def write(inputs: Any) -> str:
         text, speed = generate.write(

@@ -39,9 +39,10 @@ def serve(model: str, **params: Any) -> None:
     """
     from ktconvert.pipeline.models import generate
     from ktconvert.pipeline.models.serving.server import listen
+    from ktconvert.pipeline.tell.report import Reporter
 
     options.check_kernels("the command again")
-    generate.require("serve")
+    generate.require("serve", Reporter().warn)
     settings = ("cpu_weights", "gpu_experts_mask", "num_gpu_experts", "trust_remote_code", "threads", "exact")
     choice = generate.Choice(model, **{name: params[name] for name in settings})
     listen(generate.with_own_experts(choice), params["host"], params["port"])

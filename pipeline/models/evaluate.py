@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError, VerificationError
+from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models import generate
 
 if TYPE_CHECKING:
@@ -104,9 +105,9 @@ class Evaluation:
         }
 
 
-def require(for_gpu: bool = False) -> None:
+def require(warn: Callable[[str], None], for_gpu: bool = False) -> None:
     """Raises KtconvertError, which names what to install, where transformers or torch are missing (or what unpacks
-    experts).
+    experts), or transformers is too old; one that is newer than what was tested is told to `warn`.
     """
     needed = (*generate.NEEDS["run"], *(["compressed_tensors"] if for_gpu else []))
     missing = [name for name in needed if find_spec(name) is None]
@@ -115,6 +116,7 @@ def require(for_gpu: bool = False) -> None:
         raise KtconvertError(
             f"`ktconvert eval` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'"
         )
+    transformers_version.require(warn)
 
 
 def read_text(path: Path) -> str:

@@ -19,7 +19,7 @@ from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
-from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.native_quant.runtime.sources import kind_of
 
@@ -36,13 +36,16 @@ PART = 512
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
-def require(extra: str) -> None:
-    """Raises KtconvertError, which names what to install, where a package of this extra is missing."""
+def require(extra: str, warn: Callable[[str], None]) -> None:
+    """Raises KtconvertError, which names what to install, where a package of this extra is missing or transformers is
+    too old; one that is newer than what was tested is told to `warn`.
+    """
     missing = [name for name in NEEDS[extra] if find_spec(name) is None]
     if missing:
         raise KtconvertError(
             f"`ktconvert {extra}` needs {', '.join(missing)}, not installed here: pip install 'ktconvert[{extra}]'"
         )
+    transformers_version.require(warn)
 
 
 def share_cores() -> None:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models import generate
 from ktconvert.pipeline.verify.checks import Check
 
@@ -38,7 +39,9 @@ EXPERTS = re.compile(r".*\.layers\.(?P<layer>\d+)\.(?:.+\.)?experts\.")
 def absent() -> str | None:
     """What to install before transformers can load an output; None: nothing."""
     missing = [name for name in NEEDS if find_spec(name) is None]
-    return f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'" if missing else None
+    if missing:
+        return f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'"
+    return transformers_version.refusal()
 
 
 def check_reload(output: Output) -> tuple[Check, bool]:
@@ -69,9 +72,10 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     ]
     experts, others = (sorted(problem for problem, routed in wrong if routed == which) for which in (True, False))
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-    notes = (f"{others[0]}{more}: none of these experts', so the same as of the source",) if others else ()
+    notes = [f"{others[0]}{more}: none of these experts', so the same as of the source"] if others else []
+    notes += [caution for caution in (transformers_version.newer(),) if caution is not None]
     result = f"{kind.__name__} has a place for every routed expert, and an expert for every place"
-    return Check("reload", result, tuple(experts), notes), not experts and not keys["missing_keys"]
+    return Check("reload", result, tuple(experts), tuple(notes)), not experts and not keys["missing_keys"]
 
 
 def model_class(root: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
+from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.models.generate import share_cores
 
 WALK = ("torch", "transformers", "accelerate", "datasets")
@@ -22,10 +23,12 @@ GPU_SHARE = 4  # such a group takes this fraction (1/4) of a GPU's memory
 
 
 def require(what: str = "--quant-method GPTQ", needs: Sequence[str] = NEEDS) -> None:
-    """Raise KtconvertError, which names what to install, where a package that `what` needs is missing."""
+    """Raise KtconvertError, which names what to install, where a package that `what` needs is missing or too old."""
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise KtconvertError(f"{what} needs {', '.join(missing)}, not installed here: pip install 'ktconvert[gpu]'")
+    if (why := transformers_version.refusal()) is not None:
+        raise KtconvertError(why)
     share_cores()
     quiet()
 

@@ -1,0 +1,65 @@
+"""The versions of transformers that load models with our experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from ktconvert.layouts.errors import KtconvertError
+
+# (major, minor), both included: what the tests pass with (`make test`, `make compat`). The extras [run] and [serve] in
+# pyproject.toml have the same bounds.
+OLDEST, NEWEST = (5, 17), (5, 23)
+BOUNDS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+
+
+def require(warn: Callable[[str], None]) -> None:
+    """Pass `warn` a sentence where the installed transformers is newer than the tested ones.
+
+    Raises KtconvertError where it is older. transformers is not imported."""
+    if (why := refusal()) is not None:
+        raise KtconvertError(why)
+    if (caution := newer()) is not None:
+        warn(caution)
+
+
+def refusal() -> str | None:
+    """Why the installed transformers cannot be used, and what to install; None where it can."""
+    installed = _installed()
+    if installed is None or _minor(installed) >= OLDEST:
+        return None
+    return f"transformers {installed} is too old: ktconvert was tested with {_tested()}; {_remedy()}"
+
+
+def newer() -> str | None:
+    """What to do if the installed transformers, newer than all that were tested, gives trouble; None: it is not."""
+    installed = _installed()
+    if installed is None or _minor(installed) <= NEWEST:
+        return None
+    return (
+        f"transformers {installed} is newer than what ktconvert was tested with, {_tested()}; if the model does not "
+        f"load, or writes nonsense, {_remedy()}"
+    )
+
+
+def _installed() -> str | None:
+    """As its package metadata say; None without any, as in a source tree on PYTHONPATH, where nothing is checked."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return None
+    return found if re.match(r"\d+\.\d+", found or "") else None
+
+
+def _minor(installed: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", installed)[:2]
+    return int(major), int(minor)
+
+
+def _tested() -> str:
+    return " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+
+
+def _remedy() -> str:
+    return f"pip install 'transformers{BOUNDS}'"

@@ -1,0 +1,115 @@
+"""The versions of transformers that are used: one place for the bounds, and a sentence for any other version before
+the model is loaded.
+
+A version is claimed by a directory of package metadata on the path, before the real one's.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert import native_quant
+from ktconvert.layouts.errors import KtconvertError
+from ktconvert.native_quant.runtime.transformers_version import BOUNDS, NEWEST, OLDEST, newer, refusal
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTED = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+TOO_OLD = f"transformers 5.16.1 is too old: ktconvert was tested with {TESTED}; pip install 'transformers{BOUNDS}'"
+
+
+def claim(folder: Path, version: str) -> Path:
+    """A folder for the path, where transformers says that it is of this version."""
+    about = folder / f"transformers-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    return folder
+
+
+def test_the_extras_have_the_same_bounds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {
+        extra: [needed for needed in packages if needed.startswith("transformers")]
+        for extra, packages in project["optional-dependencies"].items()
+    }
+    assert wanted["run"] == [f"transformers{BOUNDS}"]
+    assert wanted["serve"] == [f"transformers[serving]{BOUNDS}"]
+    (of_gpu,) = wanted["gpu"]  # llmcompressor's: within ours
+    first, beyond = ((int(a), int(b)) for a, b in re.findall(r"(\d+)\.(\d+)", of_gpu))
+    assert OLDEST <= first < beyond <= (NEWEST[0], NEWEST[1] + 1)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/GPU.md", "docs/RUNTIME.md"])
+def test_the_pages_name_the_tested_versions(page: str) -> None:
+    assert f"transformers {TESTED}" in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("4.57.6", refusal),
+        ("5.16.1", refusal),
+        ("5.17.0rc1", None),
+        ("5.17.0", None),
+        (f"{NEWEST[0]}.{NEWEST[1]}.9", None),
+        (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", newer),
+        ("10.0", newer),
+        ("unknown", None),
+    ],
+)
+def test_what_is_said(
+    version: str, said: Callable[[], str | None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(claim(tmp_path, version))
+    for sentence in (refusal, newer):
+        assert (sentence() is not None) == (sentence is said)
+    if said is not None:
+        told = said() or ""
+        assert told.startswith(f"transformers {version} is ") and TESTED in told and f"'transformers{BOUNDS}'" in told
+
+
+@pytest.mark.parametrize(
+    "command", [("run", "--prompt", "x"), ("serve",), ("eval", "--cpu-weights", "nowhere", "--text", "nothing")]
+)
+def test_an_older_one_is_refused_before_it_is_imported(
+    command: tuple[str, ...], cli: Callable[..., Any], example: Path, tmp_path: Path
+) -> None:
+    claim(tmp_path, "5.16.1")
+    (tmp_path / "transformers.py").write_text("raise SystemExit('transformers was imported')\n")
+    name, *options = command
+    done = cli(name, example, *options, code=1, env={"PYTHONPATH": str(tmp_path)})
+    assert (done.stdout, done.stderr) == ("", f"ktconvert: {TOO_OLD}\n")
+
+
+def test_a_newer_one_is_used_with_a_warning(cli: Callable[..., Any], tmp_path: Path) -> None:
+    claim(tmp_path / "path", "10.0")
+    nowhere = tmp_path / "nowhere"
+    done = cli("run", nowhere, "--prompt", "x", code=5, env={"PYTHONPATH": str(tmp_path / "path")})
+    warning, error = done.stderr.splitlines()
+    assert warning.startswith(f"warning: transformers 10.0 is newer than what ktconvert was tested with, {TESTED}; if ")
+    assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id"
+
+
+def test_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without KTConvertConfig no model is loaded with our experts."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(claim(tmp_path / "older", "5.16.1"))
+    with pytest.raises(KtconvertError, match=re.escape(TOO_OLD)):
+        _ = native_quant.KTConvertConfig
+    monkeypatch.syspath_prepend(claim(tmp_path / "newer", "10.0"))
+    with pytest.warns(UserWarning, match="transformers 10.0 is newer") as warned:
+        assert native_quant.KTConvertConfig.__name__ == "KTConvertConfig"
+    assert [warning.filename for warning in warned] == [__file__]  # where it was asked for
+
+
+def test_verify_does_without(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    out = tmp_path / "w4"
+    cli("gpu", "-i", example, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16")
+    done = cli("verify", out, env={"PYTHONPATH": str(claim(tmp_path / "path", "5.16.1"))})
+    assert f"not loaded: {TOO_OLD}" in done.stdout + done.stderr
