@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CSRC   := $(shell find native_quant/csrc -type f)
 
-.PHONY: setup demo test test-fast test-long lint types asan emulated numa golden bench accuracy peer clean
+.PHONY: setup demo test test-fast test-long compat lint types asan emulated numa golden bench accuracy peer clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -42,6 +42,22 @@ test-fast: setup
 test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long --timeout=3600
 	$(MAKE) numa
+
+# What loads models through transformers, with the newest transformers and the newest of all else that [run] and [serve]
+# name, in a venv of its own; compressed-tensors and matplotlib so that less is skipped. torch stays the one of
+# .ci/constraints.txt, of which pip can have a build for the CPU (--find-links): the index's newest brings gigabytes of
+# CUDA. For that one: make compat COMPAT_TORCH=torch
+COMPAT_TORCH ?= $(shell grep '^torch==' .ci/constraints.txt)
+COMPAT_TESTS := $(wildcard tests/test_hf*.py tests/test_serve*.py) $(addprefix tests/,test_run.py test_run_gpu.py \
+	test_eval.py test_stored_experts.py test_verify_gpu.py test_transformers_version.py)
+
+compat:
+	test -x build/compat/bin/python || $(PYTHON) -m venv build/compat
+	build/compat/bin/pip install --quiet -c .ci/constraints.txt setuptools cffi pytest pytest-xdist pytest-timeout hypothesis
+	build/compat/bin/pip install --quiet --upgrade --upgrade-strategy eager --no-build-isolation $(COMPAT_TORCH) -e '.[run,serve,plot]' compressed-tensors
+	build/compat/bin/pip check
+	build/compat/bin/pip list | grep -E '^(accelerate|compressed-tensors|fastapi|huggingface|numpy|openai|pydantic|safetensors|starlette|tokenizers|torch|transformers|uvicorn)'
+	build/compat/bin/python -m pytest -n 2 --dist worksteal $(COMPAT_TESTS)
 
 demo: setup
 	@rm -rf build/demo && mkdir -p build/demo

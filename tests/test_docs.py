@@ -421,5 +421,15 @@ def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, exa
             assert line in readme, f"README.md, transcript: {line!r} is missing; paste `make demo` again"
 
 
+def test_figures_of_one_machine_are_marked() -> None:
+    """The README's transcripts: speeds, and what comes from torch's sums."""
+    machine = re.compile(r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|^\d+ +0\.\d+$")
+    lines = [line for block in blocks(text_of(ROOT / "README.md"), "text") for line in block.splitlines()]
+    figures = [line for line in lines if machine.search(line.removesuffix("  †"))]
+    assert len(figures) > 10
+    assert [line for line in figures if not line.endswith("  †")] == []
+    assert [line for line in lines if line.endswith("†") and line not in figures] == []
+
+
 if __name__ == "__main__":
     print(table())
