@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "merge": ("merge", "Turn loose per-layer folders of .kt files into safetensors."),
     "resplit": ("resplit", "Rewrite an output for another number of NUMA nodes."),
     "resume": ("resume", "Finish a conversion that was cut off."),
+    "status": ("status", "Tell how far a conversion is, who makes what, and what failed; from any host."),
     "verify": ("verify", "Check an output, alone or against its source or another output."),
     "inspect": ("inspect", "Describe a checkpoint or an output, and list what it can be converted to."),
     "bench": ("bench", "Measure how fast this machine computes an output's experts, next to how fast it reads memory."),

@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import os
 import re
 import threading
 import time
@@ -23,7 +22,9 @@ from typing import Any
 from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.documents import NUMBER
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import lockfile
 from ktconvert.pipeline.engine.journal import FILE, STATS
+from ktconvert.pipeline.engine.lockfile import Holder
 from ktconvert.pipeline.engine.places import Places, has_size
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 
@@ -35,8 +36,8 @@ RECORD = {
     "fingerprint": str,
     "run": str,
     "host": str,
-    "boot": str,
     "pid": int,
+    "process": str,
     "began": (float, int),
     "ended": (float, int, None),
     "result": (RESULT, None),
@@ -52,6 +53,7 @@ class Attempt:
     """One attempt: who makes which unit, since when, and what came of it.
 
     name       of its file in partial/; no other attempt has it
+    process    whose it is, as locks name it (lockfile.Holder)
     run        the coordinator's run (WorkDir.token), or which part of a conversion it is
     began      seconds since the epoch; ended: None while it lasts, and where its process died
     result     what a Result says, once the file is whole and durable
@@ -65,8 +67,8 @@ class Attempt:
     fingerprint: str
     run: str
     host: str
-    boot: str
     pid: int
+    process: str
     began: float
     ended: float | None = None
     result: dict[str, Any] | None = None
@@ -81,9 +83,7 @@ class Attempt:
 
     def is_dead(self) -> bool:
         """Whether its process is certainly gone; of another host nobody knows."""
-        if self.host != machine.host():
-            return False
-        return self.boot != machine.boot_id() or not machine.process_alive(self.pid)
+        return lockfile.lives(self.process.encode()) is False
 
     def written(self) -> Result:
         """What a finished attempt made."""
@@ -101,16 +101,16 @@ class Attempt:
 
 def begin(places: Places, unit: Unit[Any], run: str) -> Attempt:
     """Put a record of a new attempt of this process where others see it."""
-    host = machine.host()
-    who = f"{re.sub('[^A-Za-z0-9-]', '-', host)}.{os.getpid()}.{next(_count)}"
+    own = Holder.this()
+    who = f"{re.sub('[^A-Za-z0-9-]', '-', own.host)}.{own.pid}.{next(_count)}"
     attempt = Attempt(
         name=f"{unit.stored_name}.{who}",
         unit=unit.name,
         fingerprint=unit.fingerprint,
         run=run,
-        host=host,
-        boot=machine.boot_id(),
-        pid=os.getpid(),
+        host=own.host,
+        pid=own.pid,
+        process=own.line.decode(),
         began=round(time.time(), 3),
         oom_kills=machine.oom_kills(),
     )

@@ -17,11 +17,24 @@ HEADER: Record = {"ktconvert-journal": 1}
 FILE = [str, NUMBER, str]  # path below the unit's final place, bytes, sha256
 FIGURES = {"relative_error": (float, int), "cosine": (float, int)}
 STATS = {"layer?": NUMBER, "gate?": FIGURES, "up?": FIGURES, "down?": FIGURES}
+TIME = (float, int)  # seconds since the epoch, or that it took
+WHO = {"at?": TIME, "host?": str, "pid?": int, "attempt?": str}  # of an attempt in another process
 # event -> what its record holds (documents.mismatch)
 EVENTS: dict[str, dict[str, Any]] = {
-    "run": {"pid": int, "oom_kills?": (NUMBER, None)},
-    "start": {"unit": str},
-    "done": {"unit": str, "fingerprint": str, "files": [FILE], "tensors": NUMBER, "stats": STATS},
+    "run": {"pid": int, "oom_kills?": (NUMBER, None), "process?": str, "at?": TIME, "units?": NUMBER},
+    "start": {"unit": str, **WHO},
+    "failed": {"unit": str, "why": str, **WHO},
+    "lost": {"unit": str, **WHO},
+    "done": {
+        "unit": str,
+        "fingerprint": str,
+        "files": [FILE],
+        "tensors": NUMBER,
+        "stats": STATS,
+        "seconds?": TIME,
+        **WHO,
+    },
+    "end": {"at?": TIME, "why?": str},
     "forgotten": {"fingerprint": str},
     "assembled": {"inode": NUMBER},
 }

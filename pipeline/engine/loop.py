@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,10 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ktconvert.layouts.errors import ResourceError, WorkerLostError
+from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.crew import Crew, Made
+from ktconvert.pipeline.engine.lockfile import Holder
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.units import LEFT, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
@@ -67,14 +69,19 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def recorded(work: WorkDir) -> Iterator[None]:
+def recorded(plan: Plan, work: WorkDir) -> Iterator[None]:
     """Let the journal say that this process works, until it ends by itself: a run without an end was killed."""
-    work.journal.append({"event": "run", "pid": os.getpid(), "oom_kills": machine.oom_kills()})
+    began = {"process": Holder.this().line.decode(), "at": round(time.time(), 3), "units": len(plan.units)}
+    work.journal.append({"event": "run", "pid": os.getpid(), "oom_kills": machine.oom_kills(), **began})
+    why = {}
     try:
         yield
+    except (KtconvertError, OSError, Interrupted) as error:
+        why = {"why": str(error)}
+        raise
     finally:
         with contextlib.suppress(ResourceError):  # the disk may be full, and that was reported already
-            work.journal.append({"event": "end"})
+            work.journal.append({"event": "end", "at": round(time.time(), 3), **why})
 
 
 ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made one after the other, and their stage

@@ -1,0 +1,56 @@
+"""ktconvert status."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from ktconvert.pipeline.cli import options
+
+EVERY = 2.0  # seconds between two looks
+EPILOG = """\b
+Examples:
+  ktconvert status /shared/DeepSeek-V3.1-INT8             how far it is, and who makes what
+  ktconvert status /shared/DeepSeek-V3.1-INT8 --watch     again and again, until it has ended
+"""
+
+
+@click.command("status", epilog=EPILOG)
+@click.argument("output", type=options.FilePath())
+@click.option("--watch", is_flag=True, help="Look again every two seconds, until nothing works on it any more.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object; with --watch, one per line.")
+def status(output: Path, watch: bool, as_json: bool) -> None:
+    """Tell how far a conversion is, which host makes what, and what failed.
+
+    Reads the work directory beside OUTPUT and nothing else, so any host that sees it can ask.
+    """
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from ktconvert.pipeline.tell.status import RUNNING, lines, look
+
+    output = output.expanduser().absolute()
+    found = look(output)
+    console = Console(highlight=False, soft_wrap=True)
+    if as_json or not watch or not console.is_terminal:
+        shown = None
+        while True:
+            text = json.dumps(found) if as_json else "\n".join(lines(found))
+            if text != shown:
+                click.echo(text)
+                shown = text
+            if not watch or found["state"] != RUNNING:
+                return
+            time.sleep(EVERY)
+            found = look(output)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(Text("\n".join(lines(found))), refresh=True)
+            if found["state"] != RUNNING:
+                return
+            time.sleep(EVERY)
+            found = look(output)
