@@ -103,7 +103,9 @@ def run_units(
         return bool(stop.number) or any(not isinstance(error, WorkerLostError) for error in failures)
 
     total = sum(unit.bytes_in for unit in plan.units)
-    reporter.begin(total, total - sum(unit.bytes_in for _, units in to_do for unit in units))
+    left = [unit for _, units in to_do for unit in units]
+    done = (len(plan.units) - len(left), len(plan.units))
+    reporter.begin(total, total - sum(unit.bytes_in for unit in left), units=done)
     waiting = deque(to_do)
     try:
         while flying or (waiting and not stopped()):
@@ -123,6 +125,7 @@ def run_units(
                 stage, units = flying.pop(future)
                 try:
                     keep(units[0], crew.take(units[0], future))
+                    reporter.unit_done()
                 except BaseException as error:
                     failures.append(error)
                     continue

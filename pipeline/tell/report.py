@@ -52,6 +52,7 @@ class Reporter:
         self.json_events, self.verbosity = json_events, verbosity
         self._lock = threading.Lock()
         self._total = self._done = self._counted = 0
+        self._units = (0, 0)  # done, in all
         self._begun = self._last_line = 0.0
         self._where = ""
         self._amount: Callable[[float], str] = size
@@ -85,11 +86,19 @@ class Reporter:
         self.event("warning", text=text)
         self.say(f"warning: {text}", level=-1)
 
-    def begin(self, total_bytes: int, done_bytes: int, amount: Callable[[float], str] = size) -> None:
+    def begin(
+        self,
+        total_bytes: int,
+        done_bytes: int,
+        amount: Callable[[float], str] = size,
+        units: tuple[int, int] = (0, 0),
+    ) -> None:
         """Progress starts: bytes of input in all, and those that finished units already account for.
 
         amount  says how much; what is counted need not be bytes
+        units   how many units are done, and how many there are
         """
+        self._units = units
         self._amount = amount
         self._total, self._done, self._counted = total_bytes, done_bytes, 0
         self._begun = self._last_line = time.monotonic()
@@ -123,6 +132,15 @@ class Reporter:
         """The unit that was begun last."""
         self._where = unit
 
+    def unit_done(self) -> None:
+        """One more unit is done."""
+        with self._lock:
+            self._units = (self._units[0] + 1, self._units[1])
+
+    def _at(self) -> str:
+        done, units = self._units
+        return f"{done}/{units} {self._where}" if units else self._where
+
     def worker(self, name: str, unit: str | None) -> None:
         """Which unit a worker elsewhere is making; None: it has ended. A line each on a terminal."""
         with self._lock:
@@ -138,7 +156,7 @@ class Reporter:
             self._done += nbytes
             self._counted += nbytes
             if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, advance=nbytes, description=self._where, rss=size(machine.rss()))
+                self._bar.update(self._task, advance=nbytes, description=self._at(), rss=size(machine.rss()))
                 return
             now = time.monotonic()
             due = now - self._last_line >= LINE_EVERY
@@ -154,12 +172,14 @@ class Reporter:
                 bytes_per_second=round(rate),
                 eta_seconds=round(eta),
                 unit=self._where,
+                units_done=self._units[0],
+                units=self._units[1],
                 rss=machine.rss(),
             )
             share = 100 * self._done / max(self._total, 1)
             self.say(
                 f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
-                f"ETA {duration(eta)}  {self._where}  RSS {size(machine.rss())}"
+                f"ETA {duration(eta)}  {self._at()}  RSS {size(machine.rss())}"
             )
 
     def end(self) -> None:
