@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 import pytest
+
+from rig.served import PATIENCE, free_port, started
 
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 
 CHAT = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 8, "temperature": 0}
-PATIENCE = 120  # seconds; only a server that does not come up takes so long
 
 
 @pytest.fixture(scope="module")
@@ -34,42 +32,18 @@ def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
 
 @contextmanager
 def serving(model: Path, log: Path, *options: str) -> Iterator[str]:
-    """A server in a process of its own on a free port, started as a shell's background job is; SIGINT must end it."""
-    port = _free()
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(model), "--port", str(port)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, *options, "--threads", "1"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        )
-    try:
-        _wait(f"http://127.0.0.1:{port}/health", process, log)
-        yield f"http://127.0.0.1:{port}"
+    """A server in a process of its own; SIGINT must end it."""
+    with started(model, log, *options) as (process, url):
+        yield url
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130, log.read_text()
         assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
 def server(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serving(example, tmp_path_factory.mktemp("log") / "server", "--cpu-weights", str(weights)) as url:
         yield url
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except (URLError, ConnectionError):
-            time.sleep(0.2)
-    pytest.fail(f"the server did not come up:\n{log.read_text()}")
 
 
 def post(url: str, body: dict[str, Any]) -> str:
@@ -139,11 +113,5 @@ def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path, weights: P
 
 
 def test_weights_that_do_not_fit(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
-    done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", _free(), code=3)
+    done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port(), code=3)
     assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {tmp_path / 'nowhere'}: is no directory")
-
-
-def _free() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port

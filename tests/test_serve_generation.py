@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +18,9 @@ import pytest
 
 from ktconvert.pipeline.models import generate
 from ktconvert.pipeline.models.serving.asked import Asked, asking
-from rig.served import Served, served, with_template
+from rig.served import PATIENCE, Served, served, started, with_template
 
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
@@ -170,6 +173,31 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server: Served) -> N
     assert len(server.passes) < 20
     parts = [chunk.choices[0].text for chunk in ask.completions.create(**options, stop=[stop], stream=True)]
     assert "".join(parts) == free[:10]
+
+
+def test_signals_end_the_server_in_the_midst_of_answers(example: Path, tmp_path: Path) -> None:
+    """Of a stream, and of one in one piece."""
+
+    def end(sent: signal.Signals) -> tuple[int, str]:
+        log = tmp_path / sent.name
+        with started(example, log) as (process, url), ThreadPoolExecutor(1) as other:
+            ask = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            options = {"model": str(example), "prompt": WORDS, "temperature": 0, "max_tokens": LONG}
+            stream = ask.completions.create(**options, stream=True)
+            whole = other.submit(lambda: ask.completions.create(**options).usage.completion_tokens)
+            text = [next(stream) for _ in range(10)]
+            process.send_signal(sent)
+            with contextlib.suppress(openai.APIError, httpx.HTTPError):
+                text += stream
+            with contextlib.suppress(openai.APIError, httpx.HTTPError):
+                assert whole.result() < LONG
+            assert 10 <= len(text) < LONG
+            return process.wait(PATIENCE), log.read_text()
+
+    with ThreadPoolExecutor(2) as servers:
+        codes, logs = zip(*servers.map(end, (signal.SIGINT, signal.SIGTERM)), strict=True)
+    assert codes == (130, -signal.SIGTERM)
+    assert not any("Traceback" in log for log in logs)
 
 
 def test_a_long_prompt_is_read_in_parts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

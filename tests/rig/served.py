@@ -1,16 +1,24 @@
-"""The server in this process, on a free port of this machine: its clients are real ones, and what it computes is seen."""
+"""The server on a free port of this machine, for real clients: in a process of its own, or in this one, where it can be
+seen what it computes.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 
@@ -19,6 +27,46 @@ from ktconvert.pipeline.models.serving import clients
 from ktconvert.pipeline.models.serving.server import load
 
 PATIENCE = 120  # seconds; only what never happens takes so long
+
+
+def free_port() -> int:
+    """Of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextmanager
+def started(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`ktconvert serve` once it answers, and its address; started as a shell's background job is, with SIGINT ignored.
+    What it prints goes to `log`.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(model), "--port", str(port)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, *options, "--threads", "1"],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        )
+    try:
+        _wait(f"http://127.0.0.1:{port}/health", process, log)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except (URLError, ConnectionError):
+            time.sleep(0.2)
+    pytest.fail(f"the server did not come up:\n{log.read_text()}")
 
 
 @dataclass

@@ -1,16 +1,19 @@
-"""The end of the server: within two seconds of Ctrl-C or SIGTERM, also in the midst of answers."""
+"""The end of the server: within two seconds of Ctrl-C or SIGTERM, in the midst of answers too."""
 
 from __future__ import annotations
 
+import atexit
+import os
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.models.serving.turns import Turns
 
-PATIENCE = 1  # seconds for what is on its way to clients; one that does not read does not hold the server
+PATIENCE = 1  # seconds for what is on its way; a client that does not read it does not hold the server
+INTERRUPTED = 130  # the exit code
 
 
 class Server(uvicorn.Server):
@@ -26,9 +29,11 @@ class Server(uvicorn.Server):
         self._turns.interrupt()
         super().handle_exit(sig, frame)
 
-    def run(self, *args: object, **kwargs: object) -> None:
-        """Until a signal, which is raised again at the end."""
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Until a signal, which uvicorn raises again at the end: SIGTERM ends the process, SIGINT is an exception."""
         try:
-            super().run(*args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            self._turns.stop()
+            super().run(*args, **kwargs)
+        except KeyboardInterrupt:
+            # The interpreter would take the model apart first, which is seconds, and wait for layers in computation.
+            atexit.register(os._exit, INTERRUPTED)
+            raise
