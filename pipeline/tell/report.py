@@ -110,19 +110,33 @@ class Reporter:
         from rich.text import Text
 
         class Amount(ProgressColumn):
-            """How much of how much, and how fast."""
+            """How much of how much, and how fast; nothing for a worker."""
 
             def render(self, task: Task) -> Text:
+                if task.total is None:
+                    return Text()
                 speed = task.finished_speed or task.speed
                 rate = "?" if speed is None else amount(speed)
                 return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
 
+        class Bar(BarColumn):
+            """None for a worker: how far it is, nobody knows."""
+
+            def render(self, task: Task) -> Any:
+                return Text() if task.total is None else super().render(task)
+
+        class Remaining(TimeRemainingColumn):
+            """The same."""
+
+            def render(self, task: Task) -> Text:
+                return Text() if task.total is None else super().render(task)
+
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            Bar(),
             Amount(),
-            TimeRemainingColumn(),
-            TextColumn("RSS {task.fields[rss]}"),
+            Remaining(),
+            TextColumn("{task.fields[rss]}"),
             console=Console(stderr=True),
         )
         self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes, rss="")
@@ -136,6 +150,8 @@ class Reporter:
         """One more unit is done."""
         with self._lock:
             self._units = (self._units[0] + 1, self._units[1])
+            if self._bar is not None and self._task is not None:
+                self._bar.update(self._task, description=self._at())
 
     def _at(self) -> str:
         done, units = self._units
@@ -156,7 +172,7 @@ class Reporter:
             self._done += nbytes
             self._counted += nbytes
             if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, advance=nbytes, description=self._at(), rss=size(machine.rss()))
+                self._bar.update(self._task, advance=nbytes, description=self._at(), rss=f"RSS {size(machine.rss())}")
                 return
             now = time.monotonic()
             due = now - self._last_line >= LINE_EVERY
