@@ -107,7 +107,9 @@ def test_a_link_to_a_folder_stays_a_link(source: Path, output: Path, wanted: Any
     assert conversion.names(output.parent) == ["out", "real"]
 
 
-@pytest.mark.parametrize("holds", [["notes.txt"], ["out"], ["lock", "notes.txt"]], ids=" and ".join)
+@pytest.mark.parametrize(
+    "holds", [["notes.txt"], ["out"], ["lock", "notes.txt"], ["lock", "lock.txt"]], ids=" and ".join
+)
 def test_a_work_folder_of_others_is_refused(source: Path, output: Path, holds: list[str]) -> None:
     work = output.with_name("out.work")
     work.mkdir()
