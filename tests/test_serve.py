@@ -81,7 +81,7 @@ def test_the_server_is_for_one_model(server: str, example: Path) -> None:
         assert [model["id"] for model in json.load(answer)["data"]] == [str(example)]
     with pytest.raises(HTTPError) as refused:
         post(f"{server}/v1/chat/completions", {**CHAT, "model": "another/model"})
-    assert refused.value.code == 400
+    assert refused.value.code == 404
 
 
 def test_without_another_model(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:

@@ -28,6 +28,13 @@ Examples:
 @options.gpu_experts
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=options.Number(1, 65535), default=8000, show_default=True, help="Port to listen on.")
+@click.option("--model-name", default=None, help="What clients call the model. [default: MODEL]")
+@click.option(
+    "--api-key-file",
+    type=options.FilePath(),
+    default=None,
+    help="A file with the key that clients have to send. [default: KTCONVERT_API_KEY, else none]",
+)
 @click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
@@ -38,11 +45,17 @@ def serve(model: str, **params: Any) -> None:
     server answers for this model only; Ctrl-C ends it.
     """
     from ktconvert.pipeline.models import generate
+    from ktconvert.pipeline.models.serving import access
     from ktconvert.pipeline.models.serving.server import listen
     from ktconvert.pipeline.tell.report import Reporter
 
     options.check_kernels("the command again")
     generate.require("serve", Reporter().warn)
+    key = access.key_from(params["api_key_file"])
+    if key is None and not access.is_loopback(params["host"]):
+        Reporter().warn(
+            f"--host {params['host']} lets other machines ask, and none has to send a key: give --api-key-file"
+        )
     settings = ("cpu_weights", "gpu_experts_mask", "num_gpu_experts", "trust_remote_code", "threads", "exact")
     choice = generate.Choice(model, **{name: params[name] for name in settings})
-    listen(generate.with_own_experts(choice), params["host"], params["port"])
+    listen(generate.with_own_experts(choice), params["host"], params["port"], params["model_name"], key)

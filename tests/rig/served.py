@@ -119,11 +119,11 @@ class Served:
 
 
 @contextmanager
-def served(model: Path) -> Iterator[Served]:
-    """The model behind a server, its experts as they are stored."""
+def served(model: Path, **more: Any) -> Iterator[Served]:
+    """The model behind a server, its experts as they are stored; more: of server.load."""
     import uvicorn
 
-    application, turns = load(Choice(str(model), cpu_weights=model, threads=1))
+    application, turns = load(Choice(str(model), cpu_weights=model, threads=1), **more)
     server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -16,7 +16,7 @@ auto: Any = transformers
 
 
 class OneModel(theirs):  # type: ignore[misc]
-    """Loads the chosen model at once, and keeps it until the server ends."""
+    """Loads the chosen model at once, and keeps it until the server ends. What asks it checks the name: see Served."""
 
     def __init__(self, choice: Choice, config: Any, name: str) -> None:
         """config: what generate.prepare gave; name: the id under which clients know the model."""
@@ -48,13 +48,3 @@ class OneModel(theirs):  # type: ignore[misc]
         if not getattr(processor, "chat_template", None):
             processor.chat_template = PLAIN_TEMPLATE
         return processor
-
-    def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-        """Another model would be loaded with these experts."""
-        if model_id_and_revision != self.name:
-            raise ValueError(f"this server answers for {self.name} only")
-        return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
-
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """/v1/models: this one, where theirs lists the hub's cache."""
-        return [{"id": self.name, "object": "model", "created": self.created, "owned_by": "ktconvert"}]

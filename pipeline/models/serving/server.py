@@ -10,13 +10,13 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.models.generate import Choice, explained, prepare
 
 
-def listen(choice: Choice, host: str, port: int) -> None:
-    """Load the model and answer at http://host:port/v1 until interrupted.
+def listen(choice: Choice, host: str, port: int, name: str | None = None, key: bytes | None = None) -> None:
+    """Load the model and answer at http://host:port/v1 until interrupted. name, key: see `load`.
 
     Raises KtconvertError for a port that is taken (before the model is loaded), and what generate.load raises.
     """
     _require_free(host, port)
-    application, turns = load(choice)
+    application, turns = load(choice, name, key)
     import uvicorn
 
     from ktconvert.pipeline.models.serving.stopping import Server
@@ -24,17 +24,23 @@ def listen(choice: Choice, host: str, port: int) -> None:
     Server(uvicorn.Config(application, host=host, port=port, log_level="info"), turns).run()
 
 
-def load(choice: Choice) -> tuple[Any, Any]:
-    """The ASGI application that answers for this model, and the Turns that generate for it."""
+def load(choice: Choice, name: str | None = None, key: bytes | None = None) -> tuple[Any, Any]:
+    """The ASGI application that answers for this model, and the Turns that generate for it.
+
+    name: what clients call the model, as it is called here by default; key: the API key that they have to send
+    """
     config = prepare(choice)
     from ktconvert.pipeline.models.serving.clients import Watched
+    from ktconvert.pipeline.models.serving.front import Front
     from ktconvert.pipeline.models.serving.keeper import OneModel
+    from ktconvert.pipeline.models.serving.served import Served
     from ktconvert.pipeline.models.serving.turns import OneByOne, Turns
 
     with explained(choice.model):
-        keeper = OneModel(choice, config, choice.model)
+        keeper = OneModel(choice, config, name or choice.model)
+        served = Served.of(keeper)
         turns = Turns(*keeper.load_model_and_processor(keeper.name))
-    return Watched(_application(keeper, OneByOne(turns))), turns
+    return Watched(Front(_application(keeper, OneByOne(turns)), served, turns, key)), turns
 
 
 def _application(keeper: Any, state: Any) -> Any:

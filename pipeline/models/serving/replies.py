@@ -1,0 +1,109 @@
+"""What transformers' server answers, whole or streamed, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ktconvert.pipeline.models.serving.clients import Message, Send
+from ktconvert.pipeline.models.serving.errors import Refused
+
+FAILED = "the server failed to answer; its log says why"
+
+
+async def respond(send: Send, status: int, body: dict[str, Any], **headers: str) -> None:
+    """A whole answer. headers: their names with _ for -."""
+    data = json.dumps(body).encode()
+    fields = {"content-type": "application/json", "content-length": str(len(data)), **headers}
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": named})
+    await send({"type": "http.response.body", "body": data})
+
+
+class Whole:
+    """Takes an answer instead of a client."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 500, b""
+
+    async def send(self, message: Message) -> None:
+        """As ASGI has it."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.body += message.get("body", b"")
+
+    def json(self) -> dict[str, Any]:
+        """The answer. Raises Refused for one that is an error."""
+        try:
+            body = json.loads(self.body)
+        except ValueError:
+            body = {}
+        if self.status < 400:
+            answer: dict[str, Any] = body
+            return answer
+        said = body.get("detail") or body.get("error") or FAILED
+        # What their checks call 422 (a field that they do not know) is 400 in OpenAI's API.
+        raise Refused(400 if self.status == 422 else self.status, said if isinstance(said, str) else json.dumps(said))
+
+
+class Streamed:
+    """Passes a stream of events on to the client, each changed by `edit`, which gives the events to send instead."""
+
+    def __init__(self, send: Send, edit: Callable[[Any], Iterator[Any]], done: bool) -> None:
+        """done: whether OpenAI ends such a stream with [DONE]."""
+        self._send, self._edit, self._done = send, edit, done
+        self._refused: Whole | None = None
+        self._rest = b""
+
+    async def send(self, message: Message) -> None:
+        """As ASGI has it; an answer that is an error instead of a stream is kept for `check`."""
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._refused = Whole()
+        if self._refused is not None:
+            return await self._refused.send(message)
+        if message["type"] == "http.response.body":
+            *events, self._rest = (self._rest + message.get("body", b"")).split(b"\n\n")
+            data = b"".join(out for event in events for out in self._changed(event))
+            more = message.get("more_body", False)
+            if not more and self._done:
+                data += b"data: [DONE]\n\n"
+            message = {"type": "http.response.body", "body": data, "more_body": more}
+        await self._send(message)
+
+    def check(self) -> None:
+        """Raises Refused for an answer that was no stream but an error."""
+        if self._refused is not None:
+            self._refused.json()
+
+    def _changed(self, event: bytes) -> Iterator[bytes]:
+        text = event.removeprefix(b"data: ")
+        try:
+            piece = json.loads(text)
+        except ValueError:  # an error's words come as they are, with quotes in them
+            piece = {"error": text.decode(errors="replace").removeprefix('{"error": "').removesuffix('"}')}
+        if isinstance(piece.get("error"), str):
+            piece = Refused(500, piece["error"]).body()
+        for changed in self._edit(piece):
+            yield b"data: " + json.dumps(changed).encode() + b"\n\n"
+
+
+def as_they_are(piece: Any) -> Iterator[Any]:
+    """Events of /v1/responses."""
+    yield piece
+
+
+def with_usage(wanted: bool, prompt: int) -> Callable[[Any], Iterator[Any]]:
+    """Of a stream of chat.completion.chunk or text_completion: numbers of tokens in a last event of their own, or
+    nowhere, where theirs stand in the last event with a choice. prompt: the number of its tokens.
+    """
+
+    def edit(piece: Any) -> Iterator[Any]:
+        usage = piece.pop("usage", None)
+        yield piece
+        if wanted and usage is not None:
+            usage |= {"prompt_tokens": prompt, "total_tokens": prompt + usage["completion_tokens"]}
+            yield {**piece, "choices": [], "usage": usage}
+
+    return edit

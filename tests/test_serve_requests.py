@@ -1,0 +1,373 @@
+"""ktconvert serve: what a request may ask, what is clamped, and what is refused, by real clients over a real socket."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.pipeline.models.serving import access
+from rig.served import Served, served
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+
+CONTEXT = 1024  # of the bundled model
+SAID = [{"role": "user", "content": "import os"}]
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+LONG = "import os\n" * CONTEXT
+
+
+@pytest.fixture(scope="module")
+def server(example: Path) -> Iterator[Served]:
+    with served(example) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"messages": SAID, "max_tokens": 4, **more}
+
+
+def text(**more: Any) -> dict[str, Any]:
+    return {"prompt": "import os", "max_tokens": 4, **more}
+
+
+def reply(**more: Any) -> dict[str, Any]:
+    return {"input": "import os", "max_output_tokens": 4, **more}
+
+
+REFUSED: list[tuple[str, Any, str | None]] = [
+    # path, body, the parameter that the answer names
+    *((path, {}, None) for path in (CHAT, TEXT, RESPONSES)),
+    *((path, [], None) for path in (CHAT, TEXT, RESPONSES)),
+    *((path, b'{"a', None) for path in (CHAT, TEXT, RESPONSES)),
+    (CHAT, b"", None),
+    (CHAT, b"[" * 100_000, None),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', None),
+    (TEXT, b'{"prompt": "a\\udfff"}', None),
+    (TEXT, b"\xff\xfe", None),
+    (CHAT, chat(messages=[]), "messages"),
+    (CHAT, chat(messages="import os"), "messages"),
+    (CHAT, chat(messages=[{"content": "a"}]), "messages[0].role"),
+    (CHAT, chat(messages=[*SAID, {"role": "poet", "content": "a"}]), "messages[1].role"),
+    (CHAT, chat(messages=[{"role": "user"}]), "messages[0]"),
+    (CHAT, chat(messages=[{"role": "user", "content": 5}]), "messages[0].content"),
+    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), None),
+    (CHAT, chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]), None),
+    (CHAT, chat(messages=[{"role": "user", "content": LONG}]), "messages"),
+    (CHAT, chat(max_tokens=0), "max_tokens"),
+    (CHAT, chat(max_tokens=-1), "max_tokens"),
+    (CHAT, chat(max_tokens="4"), "max_tokens"),
+    (CHAT, chat(max_tokens=1.5), "max_tokens"),
+    (CHAT, chat(max_completion_tokens=0), "max_completion_tokens"),
+    (CHAT, chat(temperature=-1), "temperature"),
+    (CHAT, chat(temperature=3), "temperature"),
+    (CHAT, chat(temperature="hot"), "temperature"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "temperature"),
+    (CHAT, chat(top_p=1.5), "top_p"),
+    (CHAT, chat(top_k=-1), "top_k"),
+    (CHAT, chat(seed=1 << 64), "seed"),
+    (CHAT, chat(seed="a"), "seed"),
+    (CHAT, chat(stop=""), "stop[0]"),
+    (CHAT, chat(stop=5), "stop"),
+    (CHAT, chat(stop=["a"] * 17), "stop"),
+    (CHAT, chat(stop="a" * 1000), "stop[0]"),
+    (CHAT, chat(presence_penalty=3), "presence_penalty"),
+    (CHAT, chat(frequency_penalty=-3), "frequency_penalty"),
+    (CHAT, chat(logit_bias={"a": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"99999": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"1": 101}), None),
+    (CHAT, chat(n=2), "n"),
+    (CHAT, chat(logprobs=True), "logprobs"),
+    (CHAT, chat(top_logprobs=2), "top_logprobs"),
+    (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+    (CHAT, chat(reasoning_effort="high"), "reasoning_effort"),
+    (CHAT, chat(tool_choice="required"), "tool_choice"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),  # its template knows none
+    (CHAT, chat(chat_template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking"),
+    (CHAT, chat(chat_template_kwargs={"chat_template": "a"}), "chat_template_kwargs.chat_template"),
+    (CHAT, chat(generation_config='{"max_new_tokens": 1000000}'), "generation_config"),
+    (CHAT, chat(stream="yes"), "stream"),
+    (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
+    (CHAT, chat(store=True), "store"),
+    (CHAT, chat(model=5), "model"),
+    (CHAT, chat(colour="red"), "colour"),
+    (TEXT, text(prompt=""), "prompt"),
+    (TEXT, text(prompt=[]), "prompt"),
+    (TEXT, text(prompt=["a", ""]), "prompt"),
+    (TEXT, text(prompt=[[]]), "prompt"),
+    (TEXT, text(prompt=5), "prompt"),
+    (TEXT, text(prompt=[1, -1]), "prompt"),
+    (TEXT, text(prompt=[1, 2048]), "prompt"),
+    (TEXT, text(prompt=[True]), "prompt"),
+    (TEXT, text(prompt=LONG), "prompt"),
+    (TEXT, text(prompt=[1] * CONTEXT), "prompt"),
+    (TEXT, text(max_tokens=0), "max_tokens"),
+    (TEXT, text(n=2), "n"),
+    (TEXT, text(best_of=2), "best_of"),
+    (TEXT, text(suffix="end"), "suffix"),
+    (TEXT, text(logprobs=-1), "logprobs"),
+    (TEXT, text(logprobs=True), "logprobs"),
+    (TEXT, text(logprobs=1, stream=True), "logprobs"),
+    (TEXT, text(echo=True, stream=True), "echo"),
+    (TEXT, text(prompt=["a", "b"], stream=True), "prompt"),
+    (RESPONSES, reply(input=[]), "input"),
+    (RESPONSES, reply(input=5), "input"),
+    (RESPONSES, reply(input=[{"role": "user"}]), "input[0]"),
+    (RESPONSES, reply(input=[{"type": "reasoning"}]), "input"),
+    (RESPONSES, reply(input=LONG), "input"),
+    (RESPONSES, reply(max_output_tokens=0), "max_output_tokens"),
+    (RESPONSES, reply(temperature=-1), "temperature"),
+    (RESPONSES, reply(previous_response_id="resp_1"), "previous_response_id"),
+    (RESPONSES, reply(text={"format": {"type": "json_object"}}), "text"),
+    (RESPONSES, reply(truncation="auto"), "truncation"),
+    (RESPONSES, reply(background=True), "background"),
+]
+
+
+def post(server: Served, path: str, body: Any, **headers: Any) -> Any:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **headers}
+    return httpx.post(server.url + path, content=data, headers=headers, timeout=120)
+
+
+@pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused(server: Served, path: str, body: Any, param: str | None) -> None:
+    """One sentence in OpenAI's form that names the parameter, and nothing was computed."""
+    before = len(server.passes)
+    answer = post(server, path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["message"] and "\n" not in error["message"]
+    if param is not None:
+        assert error["param"] == param and error["message"].startswith(f"{param}: ")
+    assert len(server.passes) == before
+
+
+def test_too_long_to_be_read(server: Served) -> None:
+    """A body of 5 MB is not kept, parsed or made into tokens; its client reads why."""
+    answer = post(server, CHAT, chat(messages=[{"role": "user", "content": "import os " * 500_000}]))
+    assert answer.status_code == 413 and str(1 << 20) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": SAID}), (TEXT, {"prompt": "import os"})])
+def test_beyond_the_context(server: Served, path: str, body: dict[str, Any]) -> None:
+    """Both numbers are named; what is left of the context is given, however much was asked for."""
+    long = {"messages": [{"role": "user", "content": LONG}]} if path == CHAT else {"prompt": LONG}
+    error = post(server, path, long).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert f" {CONTEXT}," in error["message"] and any(int(n) > CONTEXT for n in re.findall(r"\d+", error["message"]))
+    full = {"messages": [{"role": "user", "content": "import os\n" * 300}]} if path == CHAT else {"prompt": [5] * 1000}
+    usage = post(server, path, {**full, "max_tokens": 1_000_000, "temperature": 0}).json()["usage"]
+    assert usage["total_tokens"] <= CONTEXT and usage["completion_tokens"] <= CONTEXT - usage["prompt_tokens"]
+
+
+def test_unknown_paths_and_methods(server: Served) -> None:
+    for path in ("/", "/v1", "/v1/embeddings", "/reset", "/docs", "/v1/audio/transcriptions"):
+        answer = post(server, path, {})
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+    answer = httpx.get(server.url + CHAT)
+    assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_allowed"
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_the_name_of_the_model(server: Served, client: Any, example: Path) -> None:
+    """Replies carry the id that is listed; it can be sent back, or left out."""
+    (listed,) = client.models.list().data
+    assert listed.id == str(example) and client.models.retrieve(listed.id) == listed
+    for path, body in ((CHAT, chat()), (TEXT, text()), (RESPONSES, reply())):
+        for name in ({}, {"model": listed.id}):
+            assert post(server, path, body | name).json()["model"] == listed.id
+        wrong = post(server, path, {**body, "model": f"{listed.id}@main"})
+        assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="answers for"):
+        client.models.retrieve("another")
+    assert '"ready"' in post(server, "/load_model", {"model": listed.id}).text  # by which `transformers chat` begins
+
+
+def said(client: Any, **more: Any) -> str:
+    """What the model writes after SAID."""
+    settings = {"model": client.models.list().data[0].id, "messages": SAID, "max_tokens": 24, "temperature": 0, **more}
+    text: str = client.chat.completions.create(**settings).choices[0].message.content
+    return text
+
+
+def test_sampling_parameters(client: Any) -> None:
+    """The bundled model's generation_config names no do_sample: a temperature samples nevertheless."""
+    greedy = said(client)
+    assert said(client) == said(client, temperature=openai.NOT_GIVEN) == greedy
+    sampled = {said(client, temperature=1.5, seed=seed) for seed in range(3)}
+    assert len(sampled) == 3
+    assert said(client, temperature=1.5, seed=1) == said(client, temperature=1.5, seed=1) != greedy
+    # Of the likeliest token alone there is one choice.
+    for one in ({"top_p": 0}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}):
+        assert said(client, temperature=2, **one) == greedy
+    assert said(client, temperature=1e-30) == greedy  # clamped: logits divided by it would overflow
+    assert said(client, extra_body={"repetition_penalty": 2.0}) != greedy
+
+
+def test_the_number_of_tokens(client: Any) -> None:
+    for given in ({"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_tokens": 9, "max_completion_tokens": 3}):
+        settings = {"max_tokens": openai.NOT_GIVEN, **given}
+        answer = client.chat.completions.create(model=client.models.list().data[0].id, messages=SAID, **settings)
+        assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
+
+
+def test_penalties_and_biases(client: Any) -> None:
+    """Subtracted from the logits of what was written, as OpenAI says; a bias forces or forbids a token."""
+    greedy = said(client, max_tokens=60)
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        assert said(client, max_tokens=60, **{penalty: 0}) == greedy
+        assert said(client, max_tokens=60, **{penalty: 2}) != greedy
+    forced = said(client, max_tokens=4, logit_bias={"100": 100})
+    assert len(forced) % 4 == 0 and forced == forced[: len(forced) // 4] * 4
+
+
+def test_stop_strings(client: Any) -> None:
+    """They end the answer and are no part of it."""
+    whole = said(client)
+    word = whole.split()[2]
+    assert said(client, stop=word) == said(client, stop=["never", word]) == whole[: whole.index(word)]
+
+
+def test_streams_end_as_openai_says(server: Served) -> None:
+    """With [DONE]; with numbers of tokens in an event of their own, and only where they are asked for."""
+    for path, body in ((CHAT, chat()), (TEXT, text()), (TEXT, text(prompt=[5, 6, 7]))):
+        whole = post(server, path, body).json()
+        for wanted in (False, True):
+            more = {"stream": True, "stream_options": {"include_usage": wanted}}
+            lines = post(server, path, {**body, **more}).text.split("\n\n")
+            assert lines[-2:] == ["data: [DONE]", ""]
+            events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+            assert [event["usage"] for event in events if event.get("usage")] == [whole["usage"]] * wanted
+            assert all(event["model"] == whole["model"] for event in events)
+            assert [event["choices"] for event in events][-1] == [] if wanted else events[-1]["choices"]
+
+
+def test_prompts_as_lists_and_as_token_ids(client: Any, example: Path) -> None:
+    """Each is answered as if it were alone."""
+    from transformers import AutoTokenizer
+
+    name = client.models.list().data[0].id
+    tokenizer = AutoTokenizer.from_pretrained(example)
+    texts = ["import os", "def main(argv):", "class Foo:"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+
+    def complete(prompt: Any, **more: Any) -> Any:
+        return client.completions.create(model=name, prompt=prompt, max_tokens=8, temperature=0, **more)
+
+    alone = [complete(text).choices[0].text for text in texts]
+    assert len(set(alone)) == 3
+    assert [complete(one).choices[0].text for one in ids] == alone
+    for several in (texts, ids):
+        answer = complete(several)
+        assert [(c.index, c.text) for c in answer.choices] == list(enumerate(alone))
+        assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 24
+        echoed = [c.text for c in complete(several, echo=True).choices]
+        assert echoed == [text + more for text, more in zip(texts, alone, strict=True)]
+    assert complete([5] * 4).usage.prompt_tokens == 4  # as they are, whatever their text would be cut into
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 6}])
+def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str, int]) -> None:
+    """Those of the model, for tokens of the prompt as for new ones: what lm-eval's loglikelihood tasks are made of."""
+    import torch
+
+    ids = [[5, 900, 17, 300, 44], [9, 8]]
+    name = client.models.list().data[0].id
+    answer = client.completions.create(model=name, prompt=ids, logprobs=3, echo=True, temperature=0, **more)
+    alone = client.completions.create(model=name, prompt=ids, logprobs=3, temperature=0, **{**more, "max_tokens": 6})
+    for prompt, choice, new in zip(ids, answer.choices, alone.choices, strict=True):
+        with torch.inference_mode():
+            read = torch.tensor(
+                [
+                    prompt
+                    + server.turns.model.generate(
+                        torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0
+                    )[0, len(prompt) :].tolist()
+                ]
+            )
+            logits = server.turns.model(input_ids=read).logits[0].float().log_softmax(-1)
+        wanted = [float(logits[n, token]) for n, token in enumerate(read[0, 1:].tolist())]
+        told, length = choice.logprobs, len(prompt) + more["max_tokens"]
+        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+        assert told.token_logprobs[1:] == pytest.approx(wanted[: length - 1], abs=0.05)
+        assert len(told.tokens) == len(told.top_logprobs) == len(told.text_offset) == length
+        for n, top in enumerate(told.top_logprobs[1:]):
+            assert sorted(top.values(), reverse=True) == pytest.approx(logits[n].topk(3).values.tolist(), abs=0.05)
+        greedy = [
+            one == max(top.values()) for one, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True)
+        ]
+        assert all(greedy[len(prompt) - 1 :])
+        assert new.logprobs.token_logprobs == pytest.approx(wanted[len(prompt) - 1 :], abs=0.05)
+        assert choice.text.startswith("".join(told.tokens[:1])) and new.finish_reason == "length"
+
+
+KEY = "sk-0123456789"
+
+
+def test_a_key_and_a_short_name(example: Path) -> None:
+    """All but /health asks for the key."""
+    with served(example, name="small", key=KEY.encode()) as running:
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        good = {"authorization": f"Bearer {KEY}"}
+        wrong = ({}, {"authorization": "Bearer nothing"}, {"authorization": f"Basic {KEY}"}, {"authorization": KEY})
+        for path in (CHAT, TEXT, RESPONSES, "/load_model", "/v1/models", "/nowhere"):
+            for headers in (*wrong, {"authorization": f"Bearer {KEY}0"}, {"authorization": b"Bearer \xe9"}):
+                answer = post(running, path, {}, **headers)
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+                assert KEY not in answer.text
+        assert post(running, CHAT, chat(), **good).json()["model"] == "small"
+        ask = openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0)
+        assert [model.id for model in ask.models.list()] == ["small"] == [ask.models.retrieve("small").id]
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            ask.with_options(api_key="another").models.list()
+
+
+@pytest.mark.parametrize("said", ["", " \n", "two words", "a\nb", "schl\u00fcssel", "a" * 5000])
+def test_what_is_no_key(said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty variable or file must not open the server to everybody."""
+    file = tmp_path / "key"
+    file.write_text(said)
+    with pytest.raises(InputError, match="holds no API key"):
+        access.key_from(file)
+    monkeypatch.setenv(access.VARIABLE, said)
+    with pytest.raises(UsageError, match="holds no API key"):
+        access.key_from(None)
+
+
+def test_where_the_key_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file, then the environment."""
+    monkeypatch.delenv(access.VARIABLE, raising=False)
+    assert access.key_from(None) is None
+    monkeypatch.setenv(access.VARIABLE, "of-the-environment")
+    assert access.key_from(None) == b"of-the-environment"
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    assert access.key_from(tmp_path / "key") == KEY.encode()
+    with pytest.raises(InputError, match="nowhere: cannot be read"):
+        access.key_from(tmp_path / "nowhere")
+
+
+def test_a_server_for_others_without_a_key(cli: Callable[..., Any], example: Path) -> None:
+    """It is warned of, before the port is looked at."""
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        at = ("--host", "0.0.0.0", "--port", taken.getsockname()[1])
+        assert "none has to send a key" in cli("serve", example, *at, code=1).stderr
+        assert "none has to send" not in cli("serve", example, *at, env={"KTCONVERT_API_KEY": KEY}, code=1).stderr
+    assert [access.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
+    assert [access.is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "example.org")] == [False] * 4
