@@ -47,7 +47,7 @@ def not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> 
     shown = ", ".join(map(repr, kinds[:MOST_NAMES])) + (" and others" if len(kinds) > MOST_NAMES else "")
     rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
     return UnsupportedError(
-        f"{called}: its experts (tensors {shown}) are not stored as any known family's; {remedy}. Known are: {rows}"
+        f"{called}: its experts are not stored as any known family's (tensors {shown}); {remedy}. Known are: {rows}"
     )
 
 

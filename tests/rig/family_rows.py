@@ -1,0 +1,178 @@
+"""What tests/families.py expects of each mixture-of-experts family of transformers, and what makes its config tiny."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rig.families import COMMON, EXPERTS, GLM, HIDDEN, LINEAR, MLA, WIDTH
+
+Settings = dict[str, Any]
+
+
+def _each(value: Any, *names: str) -> Settings:
+    return dict.fromkeys(names, value)
+
+
+# Settings of every family; a name that its config does not know is left out.
+TINY: Settings = {
+    **{name: value for name, value in LINEAR.items() if name != "layer_types"},
+    **COMMON,
+    **GLM,
+    **MLA,
+    **_each(EXPERTS, "num_experts", "num_local_experts", "moe_num_experts"),
+    **_each(2, "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_layers"),
+    **_each(WIDTH, "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    **_each(WIDTH, "shared_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"),
+    **_each(32, "head_dim", "qk_rope_head_dim", "linear_head_dim"),
+    **_each(4, "num_key_value_heads", "linear_num_heads"),
+    "num_expert_group": 1,
+    "max_position_embeddings": 256,
+}
+# The same for the parts of a model that read no text.
+VISION: Settings = {
+    **_each(1, "depth", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"),
+    **_each(32, "hidden_size", "embed_dim", "intermediate_size", "mlp_dim", "d_model", "encoder_ffn_dim"),
+    **_each(32, "projection_dim", "image_size", "width", "hidden_dim", "output_channels"),
+    **_each(32, "adapter_in_dim", "adapter_input_size"),
+    **_each(2, "num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"),
+    **_each(HIDDEN, "out_hidden_size", "output_dim", "vision_output_dim", "text_hidden_size", "adapter_out_dim"),
+    **_each(16, "head_dim", "num_position_embeddings", "num_mel_bins"),
+    "patch_size": 4,
+    "deepstack_visual_indexes": [0],
+}
+SECOND = {"mlp_layer_types": ["dense", "sparse"]}  # only the second layer has experts
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+INDEXED = {
+    **_each(2, "indexer_n_heads", "indexer_compress_ratio"),
+    **HYBRID,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 64,
+}
+MAMBA = {**HYBRID, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}
+GEMMA = {"enable_moe_block": True, "hidden_size_per_layer_input": 0}
+
+
+def _rope(*sections: int) -> Settings:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+ACTIVATION = "has another activation"
+INPUT = "is not called with hidden_states, top_k_index, top_k_weights"
+NO_MODULE = "builds no routed experts in it that could be replaced"
+STRAY = "stands among the experts but is none of their parts"
+UNKNOWN = "its experts are not stored as any known family's"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family.
+
+    settings, vision   of its config, beyond TINY and VISION
+    since      the first tested version of transformers that can compute one
+    unbuilt    why transformers cannot make one, in its own words; "" if it can
+    refused    what the command says, if it does not convert; "" if it does
+    warned     it converts with a warning: its experts compute something else than kt-kernel
+    computes   what from_pretrained says, if it does not load; "" if it does, and gives the original's logits
+    loads_since   the first tested version in which it does not say that
+    """
+
+    settings: Settings = field(default_factory=dict)
+    vision: Settings = field(default_factory=dict)
+    since: str = "5.17"
+    unbuilt: str = ""
+    refused: str = ""
+    warned: bool = False
+    computes: str = ""
+    loads_since: str = ""
+
+
+PLAIN = Row()
+CLAMPED = Row(warned=True, computes=ACTIVATION)
+
+# By model_type.
+ROWS: dict[str, Row] = {
+    "afmoe": PLAIN,
+    "aria": Row(computes=NO_MODULE, loads_since="5.23"),
+    "aria_text": Row(computes=NO_MODULE, loads_since="5.23"),
+    "axk1": PLAIN,
+    "axk2": PLAIN,
+    "bailing_hybrid": Row({**HYBRID, **SECOND}, since="5.23"),
+    "beam": Row(SECOND, since="5.23"),
+    "cohere2_moe": PLAIN,
+    "dbrx": Row(unbuilt="'DbrxAttentionConfig' object has no attribute 'rope_theta'"),
+    "deepseek_ocr2": Row(SECOND),
+    "deepseek_v2": PLAIN,
+    "deepseek_v3": PLAIN,
+    "deepseek_v32": PLAIN,
+    "deepseek_v4": CLAMPED,
+    "diffusion_gemma": Row(since="5.23", refused=UNKNOWN),
+    "doge": Row({"is_moe": True}, since="5.23", refused="no tensor looks like theirs"),
+    "dots1": PLAIN,
+    "dots3_note": Row(vision={"per_layer_config": {}}, since="5.23"),
+    "dots3_note_text": Row(since="5.23"),
+    "ernie4_5_moe": PLAIN,
+    "ernie4_5_vl_moe": Row(
+        {"moe_intermediate_size": [WIDTH, 64], **_rope(6, 6, 4)},
+        refused="text and vision experts of different widths share each layer",
+    ),
+    "exaone_moe": PLAIN,
+    "flex_olmo": PLAIN,
+    "flint": Row({"mlp_only_layers": [0]}, since="5.23"),
+    "gemma4": Row(GEMMA, warned=True, computes=ACTIVATION),
+    "gemma4_text": Row(GEMMA, warned=True, computes=ACTIVATION),
+    "glm4_moe": PLAIN,
+    "glm4_moe_lite": PLAIN,
+    "glm4v_moe": Row(_rope(2, 3, 3)),
+    "glm5_next": Row({"qk_rope_head_dim": 0, "head_dim": 0, **HYBRID, **SECOND}, warned=True, computes=ACTIVATION),
+    "glm_moe_dsa": PLAIN,
+    "gpt_oss": Row(refused="its experts have biases and a clamped activation"),
+    "granitemoe": PLAIN,
+    "granitemoe_swa": PLAIN,
+    "granitemoehybrid": Row(MAMBA),
+    "granitemoeshared": PLAIN,
+    "hunyuan_v1_moe": PLAIN,
+    "hy_v3": PLAIN,
+    "hy_v4": CLAMPED,
+    "inkling2": Row(since="5.23", refused=UNKNOWN),
+    "inkling2_text": Row(since="5.23", refused=UNKNOWN),
+    "inkling_mm_model": Row(vision={"num_hidden_layers": 4}, refused=UNKNOWN),
+    "inkling_text": PLAIN,
+    "jamba": Row(JAMBA),
+    "jetmoe": Row(computes=NO_MODULE),
+    "kimi_linear": Row({**HYBRID, **SECOND}),
+    "kolibri1": Row(since="5.23"),
+    "laguna": PLAIN,
+    "lfm2_moe": Row({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "llama4": Row(warned=True, computes=INPUT),
+    "llama4_text": Row(warned=True, computes=INPUT),
+    "longcat_flash": Row({"zero_expert_num": 0}),
+    "mellum": PLAIN,
+    "mimo_v2_flash": Row({"num_key_value_heads": 2}),
+    "minimax": PLAIN,
+    "minimax_m2": PLAIN,
+    "minimax_m3_vl": CLAMPED,
+    "minimax_m3_vl_text": CLAMPED,
+    "mistral4": Row({"head_dim": 64}),
+    "mistral_large4": Row(since="5.23"),
+    "mixtral": PLAIN,
+    "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23", refused=STRAY),
+    "nemotron_h": Row(refused="its experts are two matrices with relu2 and no gate_proj"),
+    "olmoe": PLAIN,
+    "phimoe": PLAIN,
+    "qwen2_moe": PLAIN,
+    "qwen3_5_moe": Row(HYBRID),
+    "qwen3_5_moe_text": Row(HYBRID),
+    "qwen3_moe": PLAIN,
+    "qwen3_next": Row(HYBRID),
+    "qwen3_omni_moe_thinker": PLAIN,
+    "qwen3_vl_moe": PLAIN,
+    "qwen4_exp": Row(INDEXED),
+    "qwen4_exp_text": Row(INDEXED),
+    "solar_open": PLAIN,
+    "step3p7": Row({"sliding_window": 16, "swiglu_limits": [0.0, 7.0], **SECOND}, warned=True, computes=ACTIVATION),
+    "unlimited_ocr": Row(since="5.23"),
+    "zaya": Row({"num_experts_per_tok": 1}),
+}
