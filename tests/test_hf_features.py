@@ -23,7 +23,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ktconvert.native_quant import Experts, KTConvertConfig  # noqa: E402
+from ktconvert.native_quant import Experts, KTConvertConfig, KTMoEWrapper  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 
 IDS = torch.arange(3, 30)[None]
@@ -119,6 +119,32 @@ def test_compiled_in_one_graph(example: Path, weights: Path) -> None:
     model = loaded(example, weights)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(logits(compiled), logits(model))
+
+
+@pytest.mark.long
+def test_generate_with_a_compiled_model(example: Path, weights: Path) -> None:
+    torch._dynamo.reset()
+    model = loaded(example, weights)
+    prompt = {"input_ids": IDS, "max_new_tokens": 4, "do_sample": False}
+    want = model.generate(**prompt)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert torch.equal(model.generate(**prompt), want)
+
+
+def test_layers_that_are_compiled_one_by_one_share_their_code(model: Any) -> None:
+    """Otherwise a model of many layers would reach torch's limit of recompilations."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    want = logits(model)
+    for layer in model.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    assert torch.equal(logits(model), want)
+    assert len(graphs) == 1
 
 
 def test_experts_compiled(model: Any) -> None:
@@ -236,6 +262,23 @@ def test_pickling_is_one_sentence(model: Any, weights: Path) -> None:
     torch.save(model.state_dict(), saved := io.BytesIO())  # all but the experts
     saved.seek(0)
     assert model.load_state_dict(torch.load(saved)).missing_keys == []
+
+
+def test_threads_are_not_copied_and_not_pickled(weights: Path) -> None:
+    wrapper = KTMoEWrapper(0, 8, 2, 256, 256, None, 1, 1, str(weights), 64, method="AMXINT8")
+    wrapper.load_weights()
+    copied = copy.deepcopy(wrapper)
+    arguments = torch.ones(1, 256), torch.tensor([[0, 5]]), torch.ones(1, 2)
+    want = wrapper.forward(*arguments)
+    wrapper.gpu_experts_mask[0] = True  # is the wrapper's own
+    assert torch.equal(copied.forward(*arguments), want) and not torch.equal(wrapper.forward(*arguments), want)
+    with pytest.raises(TypeError, match="threads belong to this process; make it there again"):
+        pickle.dumps(wrapper)
+
+
+def test_dequantize_says_what_to_do(model: Any) -> None:
+    with pytest.raises(NotImplementedError, match="load the original model without KTConvertConfig"):
+        model.dequantize()
 
 
 def test_save_pretrained_says_what_to_do(model: Any, weights: Path, tmp_path: Path) -> None:

@@ -192,6 +192,12 @@ class KTConvertQuantizer(HfQuantizer):
             "from_pretrained loads"
         )
 
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        """Asked by model.dequantize. Raises NotImplementedError."""
+        raise NotImplementedError(
+            "experts stay as they were converted; load the original model without KTConvertConfig"
+        )
+
     @property
     def is_trainable(self) -> bool:
         """No gradient flows through the experts."""

@@ -12,7 +12,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
@@ -52,6 +52,12 @@ class Pool:
     def close(self) -> None:
         """Finish the submitted jobs, then stop and join the threads; later forwards and jobs raise ValueError."""
         lib.ktq_pool_close(self.pointer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
+        return self  # whatever is copied shares its threads
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a pool cannot be pickled: its threads belong to this process; make it there again")
 
     def __del__(self) -> None:
         if hasattr(self, "pointer"):
