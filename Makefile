@@ -58,6 +58,7 @@ compat:
 	build/compat/bin/pip check
 	build/compat/bin/pip list | grep -E '^(accelerate|compressed-tensors|fastapi|huggingface|numpy|openai|pydantic|safetensors|starlette|tokenizers|torch|transformers|uvicorn)'
 	build/compat/bin/python -m pytest -n 2 --dist worksteal $(COMPAT_TESTS)
+	build/compat/bin/python -m pytest -n 2 --dist worksteal -m "" tests/test_families.py
 
 demo: setup
 	@rm -rf build/demo && mkdir -p build/demo
