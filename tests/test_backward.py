@@ -20,7 +20,8 @@ from ktconvert.native_quant import kernels, kernels_strips
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
 from ktconvert.pipeline.tell.inspect import look
 from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.output import Report, Wish, verify
+from ktconvert.pipeline.verify.opened import Wish
+from ktconvert.pipeline.verify.output import Report, verify
 from ktconvert.quantizers import reference, strips
 from rig import conversion, killpoint
 from rig.safetensors import bits_of, read_file

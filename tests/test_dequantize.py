@@ -16,7 +16,8 @@ from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.output import Wish, verify
+from ktconvert.pipeline.verify.opened import Wish
+from ktconvert.pipeline.verify.output import verify
 from ktconvert.quantizers import groups, reference
 from rig import families, integers, killpoint, microscaling
 from rig.conversion import KTCONVERT, edit, tree

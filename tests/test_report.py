@@ -36,7 +36,7 @@ from ktconvert.pipeline.tell.page import page, percent
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.checks import Error, LayerError
 from ktconvert.pipeline.verify.figures import Figures
-from ktconvert.pipeline.verify.output import Wish
+from ktconvert.pipeline.verify.opened import Wish
 from ktconvert.pipeline.verify.output import verify as verify_output
 from ktconvert.pipeline.verify.scales import LinearScales, Scales
 from ktconvert.quantizers import reference

@@ -101,7 +101,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     from ktconvert.native_quant.runtime.experts import Experts
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.native_quant.runtime.sources import kind_of
-    from ktconvert.pipeline.verify.output import require_finished
+    from ktconvert.pipeline.verify.opened import require_finished
 
     require_finished(path)
     kind = kind_of(path)

@@ -76,6 +76,7 @@ Examples:
     "of experts (DIR/counts.safetensors). Replaced.",
 )
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
+@options.executor
 @options.cpuinfer_threads
 @options.reporting
 def verify(output: Path, **params: Any) -> None:
@@ -87,11 +88,12 @@ def verify(output: Path, **params: Any) -> None:
     installed: without weights, and whole with --against SOURCE. Exit code 6 if anything is not as it should be.
     """
     from ktconvert.layouts.files import publish
+    from ktconvert.pipeline.engine.executors import opened
     from ktconvert.pipeline.models.evaluate import read_text
     from ktconvert.pipeline.tell.page import page
     from ktconvert.pipeline.tell.report import Reporter
     from ktconvert.pipeline.verify import report as verify_report
-    from ktconvert.pipeline.verify.output import Wish
+    from ktconvert.pipeline.verify.opened import Wish
     from ktconvert.pipeline.verify.output import verify as verify_output
 
     # Only the report goes to stdout: one table, or one JSON object.
@@ -115,7 +117,11 @@ def verify(output: Path, **params: Any) -> None:
         page=params["report"] is not None,
         statistics=None if None in (params["report"], params["statistics"]) else params["statistics"].expanduser(),
     )
-    report = verify_output(wish, reporter)
+    with opened(params["executor"], reporter.note) as engine:
+        if engine.executor is None and engine.threads is not None:
+            wish = replace(wish, threads=options.lowered("--executor threads", engine.threads, reporter))
+        workers = params["cpuinfer_threads"] or engine.threads
+        report = verify_output(wish, reporter, engine.executor, workers)
     if params["run"]:
         report = replace(report, checks=(*report.checks, run_check(report, wish.threads)))
     if params["report"] is not None:

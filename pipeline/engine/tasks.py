@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, TypeVar
 
 from ktconvert.layouts.errors import KtconvertError, ResourceError
 from ktconvert.pipeline.engine import attempts
@@ -18,6 +18,7 @@ from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import Failure, Reopen, Task, make_unit
 from ktconvert.pipeline.tell.report import Reporter
 
+Result = TypeVar("Result")
 LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 
 
@@ -49,17 +50,7 @@ class Tasks:
 
     def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made:
         """What came of it. Raises the worker's failure, and KtconvertError where the executor lost the task."""
-        try:
-            made = future.result()
-        except KtconvertError:
-            raise
-        except BaseException as error:  # CancelledError is no Exception
-            raise KtconvertError(
-                f"{unit.name}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and "
-                f"its scheduler run, then `ktconvert resume {self._work.places.output}`."
-            ) from error
-        if isinstance(made, Failure):
-            raise made.error()
+        made = result_of(future, unit.name, f"`ktconvert resume {self._work.places.output}`")
         self._reporter.advance(unit.bytes_in)
         for text in made.warnings:
             self._reporter.warn(text)
@@ -102,6 +93,22 @@ class Tasks:
         why = {} if attempt.failure is None else {"why": attempt.failure}
         self._work.journal.append({"event": event, "at": attempt.ended or attempt.began, **about, **why})
         return about
+
+
+def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:
+    """What a worker gave back. Raises its failure, and KtconvertError where the executor lost the task."""
+    try:
+        result = future.result()
+    except KtconvertError:
+        raise
+    except BaseException as error:  # CancelledError is no Exception
+        raise KtconvertError(
+            f"{what}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and its "
+            f"scheduler run, then {remedy}."
+        ) from error
+    if isinstance(result, Failure):
+        raise result.error()
+    return result
 
 
 def made_of(places: Places, attempt: Attempt) -> Made:

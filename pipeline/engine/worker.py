@@ -75,10 +75,11 @@ def make_unit(task: Task) -> Attempt | Failure:
         opened = _open(task)
         return make_attempt(opened, *opened.find(task), task.run, reporter)
     except (KtconvertError, OSError, MemoryError) as error:
-        return _failure(error)
+        return failure_of(error)
 
 
-def _failure(error: Exception) -> Failure:
+def failure_of(error: Exception) -> Failure:
+    """An error as it travels, with this host's name."""
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
     sentence = str(error) if isinstance(error, KtconvertError) else f"{error.filename}: {error.strerror}"  # type: ignore[attr-defined]
@@ -107,6 +108,19 @@ class Opened:
         )
 
 
+def threads_here(threads: int | None) -> int:
+    """How many threads a worker uses that was told so many; None: the CPUs that it may use."""
+    return machine.allowed_cpus() if threads is None else min(threads, machine.allowed_cpus())
+
+
+def require_version(version: str) -> None:
+    """Raise OutputError where this is another ktconvert than the coordinator's."""
+    if version != tool_version():
+        raise OutputError(
+            f"ktconvert {tool_version()} is installed here, {version} where the command runs; install the same one."
+        )
+
+
 _opening = threading.Lock()
 
 
@@ -118,10 +132,7 @@ def _open(task: Task) -> Opened:
 @functools.lru_cache(1)
 def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | None) -> Opened:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
-    if version != tool_version():
-        raise OutputError(
-            f"ktconvert {tool_version()} is installed here, {version} where the conversion runs; install the same one."
-        )
+    require_version(version)
     places = locate(Path(output))
     try:
         found = places.token.read_text()
@@ -135,7 +146,7 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
             f"{places.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
             "the file system of --output at the same path."
         )
-    count = machine.allowed_cpus() if threads is None else min(threads, machine.allowed_cpus())
+    count = threads_here(threads)
     plan = reopen(places.output, {"cpuinfer_threads": count, "verify_inputs": False})
     plan.conversion.require_ready()
     count = fit_threads(plan)
@@ -164,7 +175,7 @@ def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, r
             result = stage.run(unit, places.partial / attempt.name, Context(opened.pool, opened.window, reporter))
         require_unchanged(opened.plan)
     except (KtconvertError, OSError, MemoryError) as error:
-        failure = _failure(error)
+        failure = failure_of(error)
         attempts.fail(places, attempt, failure.sentence)
         return failure
     return attempts.finish(places, attempt, result, reporter.warnings if isinstance(reporter, Collecting) else ())

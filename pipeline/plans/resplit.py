@@ -172,7 +172,7 @@ def _open(root: Path) -> tuple[Output, Measure, Parted]:
     """The output, its sizes and its form. Raises InputError where it is not whole, UnsupportedError where it has no
     NUMA parts, or parts whose bytes mean nothing to us.
     """
-    from ktconvert.pipeline.verify.output import require_finished
+    from ktconvert.pipeline.verify.opened import require_finished
     from ktconvert.pipeline.verify.structure import check_structure
 
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify.asking import Ask
+from ktconvert.pipeline.verify.calibrated import Calibrated
 
 AGAIN = "convert it again with --overwrite"
 PIECE = 4 << 20  # bytes of a tensor compared at a time
@@ -71,37 +70,39 @@ class ExpertComparison:
     problems: list[str] = field(default_factory=list)
     equal: int = 0
     sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    calibrated: list[Calibrated] = field(default_factory=list)
 
 
-def gather(
-    model: MoeModel,
-    layers: Iterable[int],
-    compare: Callable[[int, int], ExpertComparison],
-    threads: int,
-    reporter: Reporter,
-) -> tuple[list[str], int, list[LayerError]]:
-    """compare(layer, expert) for every expert of these layers, in threads: problems, how many tensors are equal, and
-    the errors.
+@dataclass
+class Gathered:
+    """What comparing all experts gave: problems, how many tensors are equal, errors, what was seen of calibrated
+    linears.
     """
-    problems: list[str] = []
-    equal = 0
+
+    problems: list[str]
+    equal: int
+    errors: list[LayerError]
+    calibrated: list[Calibrated]
+
+
+def gather(model: MoeModel, layers: Iterable[int], ask: Ask, reporter: Reporter) -> Gathered:
+    """The comparisons of every expert of these layers, put together."""
+    gathered = Gathered([], 0, [], [])
     errors: dict[tuple[int, str], LayerError] = {}
-    work = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
-
-    def one(item: tuple[int, int], _slot: int) -> ExpertComparison:
-        return compare(*item)
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
-        for (layer, expert), _, comparison in in_order(pool, work, list(range(2 * threads)), one):
-            problems += comparison.problems
-            equal += comparison.equal
-            for projection, sums in comparison.sums.items():
-                total = errors.setdefault((layer, projection), LayerError(layer, projection))
-                total.sums += sums
-                total.experts.append(Error(layer, expert, projection, **error_figures(sums)))
-            reporter.at(f"layer {layer}")
-            reporter.advance(sum(t.nbytes for t in model.expert_tensors(layer, expert)))
-    return problems, equal, list(errors.values())
+    items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
+    sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]
+    for nbytes, ((layer, expert), comparison) in zip(sizes, ask("experts", items, sizes), strict=True):
+        gathered.problems += comparison.problems
+        gathered.equal += comparison.equal
+        gathered.calibrated += comparison.calibrated
+        for projection, sums in comparison.sums.items():
+            total = errors.setdefault((layer, projection), LayerError(layer, projection))
+            total.sums += sums
+            total.experts.append(Error(layer, expert, projection, **error_figures(sums)))
+        reporter.at(f"layer {layer}")
+        reporter.advance(nbytes)
+    gathered.errors = list(errors.values())
+    return gathered
 
 
 def sample(count: int) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ktconvert.layouts.checkpoints import config as cfg
@@ -16,6 +17,7 @@ from ktconvert.layouts.outputs.opening import open_decoded
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import Check
 from ktconvert.pipeline.verify.source import compare_carried
 from ktconvert.pipeline.verify.structure import check_files, check_index, check_metadata, weights_whole
@@ -47,15 +49,18 @@ def check_config(output: Output) -> Check:
     return Check("config", "nothing is quantized, says config.json", problems)
 
 
-def compare_decoded(output: Output, source: TensorSource, *, threads: int, reporter: Reporter) -> Check:
-    """Every tensor: quantized weights are decoded again, all others are the source's.
-
-    Raises InputError and UnsupportedError for a source that cannot be dequantized.
-    """
+def decoded_tensors(source: TensorSource) -> dict[str, carry_over.Carried]:
+    """What must be there, by name. Raises InputError and UnsupportedError for a source that cannot be dequantized."""
     tensors = beside(source, (), cfg.quantization(source.config)).tensors
-    carried = {name: carry_over.Carried(name, stored) for name, stored in tensors.items()}
-    problems = compare_carried(output, source, carried, threads=threads, reporter=reporter)
-    count = sum(isinstance(stored, Weight) for stored in tensors.values())
+    return {name: carry_over.Carried(name, stored) for name, stored in tensors.items()}
+
+
+def compare_decoded(
+    output: Output, source: TensorSource, carried: Mapping[str, carry_over.Carried], ask: Ask, reporter: Reporter
+) -> Check:
+    """Every tensor: quantized weights are decoded again, all others are the source's."""
+    problems = compare_carried(output, source, carried, ask, reporter)
+    count = sum(isinstance(tensor.stored, Weight) for tensor in carried.values())
     result = f"{count} weights decoded again: the same bytes; {len(carried) - count} other tensors are the source's"
     return Check("source", result, tuple(problems))
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
 from ktconvert.layouts.outputs.output import Output, Stored
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import PIECE, Check, first_difference
 from ktconvert.pipeline.verify.structure import sizes_of
 
 Key = tuple[Place, str]
 
 
-def compare_outputs(output: Output, measure: Measure, other: Output, *, threads: int, reporter: Reporter) -> Check:
+def compare_outputs(output: Output, measure: Measure, other: Output, ask: Ask, reporter: Reporter) -> Check:
     """Require the same expert tensors with the same bytes on both sides; what is copied beside them counts where both
     have it.
     """
@@ -28,33 +26,34 @@ def compare_outputs(output: Output, measure: Measure, other: Output, *, threads:
         if value != there and not (0 in (value, there) and name in ("hidden", "intermediate"))  # 0: not known
     ]
     problems += [*_one_sided(output, other), *_one_sided(other, output)]
-    pairs = [
-        (output.names.key(place, what), stored, other.tensors[place, what])
-        for (place, what), stored in sorted(output.tensors.items())
-        if (place, what) in other.tensors
-    ]
-    shared = output.others.keys() & other.others.keys()
-    pairs += [(name, output.others[name], other.others[name]) for name in sorted(shared)]
+    found = pairs(output, other)
     notes = []
     lone = len(output.others.keys() ^ other.others.keys())
     if lone:
         notes.append(f"{lone} tensors that are no routed experts are on one side only")
 
-    def one(pair: tuple[str, Stored, Stored], _slot: int) -> str | None:
-        return _difference(output, other, *pair)
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
-        for (_, stored, _), _, problem in in_order(pool, pairs, list(range(4 * threads)), one):
-            reporter.advance(stored.nbytes)
-            if problem is not None:
-                problems.append(problem)
+    sizes = [stored.nbytes for stored, _ in found.values()]
+    for nbytes, (_, problem) in zip(sizes, ask("equal tensors", list(found), sizes), strict=True):
+        reporter.advance(nbytes)
+        problems += [] if problem is None else [problem]
     return Check(
         "other",
-        f"{len(pairs)} tensors, the same bytes in {other.root}",
+        f"{len(found)} tensors, the same bytes in {other.root}",
         tuple(problems),
         tuple(notes),
         "convert the wrong one again",
     )
+
+
+def pairs(output: Output, other: Output) -> dict[str, tuple[Stored, Stored]]:
+    """The tensors that both have, by name."""
+    both = {
+        output.names.key(place, what): (stored, other.tensors[place, what])
+        for (place, what), stored in sorted(output.tensors.items())
+        if (place, what) in other.tensors
+    }
+    shared = output.others.keys() & other.others.keys()
+    return both | {name: (output.others[name], other.others[name]) for name in sorted(shared)}
 
 
 def _one_sided(output: Output, other: Output) -> list[str]:
@@ -70,7 +69,8 @@ def _one_sided(output: Output, other: Output) -> list[str]:
     ]
 
 
-def _difference(output: Output, other: Output, name: str, a: Stored, b: Stored) -> str | None:
+def tensor_difference(output: Output, other: Output, name: str, a: Stored, b: Stored) -> str | None:
+    """How a tensor differs; None where both are the same."""
     if a.nbytes != b.nbytes:
         return f"{name} has {a.nbytes} bytes, {b.nbytes} in {other.root}"
     for start in range(0, a.nbytes, PIECE):

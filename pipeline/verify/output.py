@@ -4,31 +4,32 @@ against another output.
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktconvert.layouts.checkpoints.archs import ARCHS
-from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
-from ktconvert.layouts.errors import InputError, UsageError, VerificationError
+from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.errors import UsageError, VerificationError
 from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
-from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
+from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant.runtime import from_checkpoint
-from ktconvert.pipeline.engine.places import locate
-from ktconvert.pipeline.plans.importance import open_for
+from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint
 from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify import questions
+from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import Check, LayerError
-from ktconvert.pipeline.verify.dequantized import MEASURE, check_decoded, compare_decoded
+from ktconvert.pipeline.verify.dequantized import MEASURE, check_decoded, compare_decoded, decoded_tensors
 from ktconvert.pipeline.verify.figures import Figures, counts_for, figures
 from ktconvert.pipeline.verify.hashes import check_hashes
 from ktconvert.pipeline.verify.numbers import check_numbers
+from ktconvert.pipeline.verify.opened import Opened, Wish, open_wish, require_finished
 from ktconvert.pipeline.verify.other import compare_outputs
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
 from ktconvert.pipeline.verify.reload import check_reload
-from ktconvert.pipeline.verify.source import compare_source, source_bytes
+from ktconvert.pipeline.verify.source import compare_source, comparison, source_bytes
 from ktconvert.pipeline.verify.structure import (
     check_options,
     check_structure,
@@ -36,38 +37,6 @@ from ktconvert.pipeline.verify.structure import (
     unreadable,
     weights_whole,
 )
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What to verify.
-
-    against       a checkpoint (path or hub id) or another output
-    numa, method  what the user means to load
-    arch          the text of --arch-file, for an output whose manifest has none
-    load          whether transformers is to load an output for the GPU: its names, and against its source its
-                  predictions
-    text          what source and output then read; None: our own
-    imatrix       the importance matrix that the output was made with
-    run           whether the experts will be computed, so that the output may be a checkpoint
-    page          whether worst rows and scales are looked for, too, for the page
-    statistics    a folder with statistics, for the page
-    """
-
-    output: Path
-    against: str | None = None
-    revision: str | None = None
-    numa: int | None = None
-    method: str | None = None
-    arch: str | None = None
-    full: bool = False
-    load: bool = True
-    text: str | None = None
-    imatrix: Path | None = None
-    threads: int = 1
-    run: bool = False
-    page: bool = False
-    statistics: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -99,36 +68,29 @@ class Report:
         return f"{self.output.root}: {problems[0]}{more}; {remedy}."
 
 
-def verify(wish: Wish, reporter: Reporter) -> Report:
+def verify(wish: Wish, reporter: Reporter, executor: Executor | None = None, threads: int | None = None) -> Report:
     """Look at everything that was asked for; what is wrong with the output is in the report.
 
-    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
-    source, UsageError for what cannot be asked of this output.
+    executor  whose workers read the files, with so many threads each (None: the CPUs that they may use); None: threads
+              of this process do
+    Raises what open_wish raises, and KtconvertError where a worker cannot look.
     """
     require_finished(wish.output)
-    if is_decoded(wish.output):
-        if wish.statistics is not None:
-            counts_for(wish.statistics, MEASURE, open_decoded(wish.output))
-        return _verify_decoded(wish, reporter)
-    if wish.run and not is_output(wish.output) and from_checkpoint.is_checkpoint(wish.output):
+    if wish.run and not is_decoded(wish.output) and not is_output(wish.output) and is_checkpoint(wish.output):
         return _open_checkpoint(wish)
-    output = open_output(wish.output)
-    if output.whole and wish.numa is not None:
-        raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
-    measured = measure(output)
+    opened = open_wish(wish)
+    ask = questions.ask(opened, reporter, executor, threads)
+    try:
+        return (_verify_decoded if is_decoded(wish.output) else _verify)(opened, ask, reporter)
+    finally:
+        opened.close()
+
+
+def _verify(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
+    """An output with experts in one of our forms, or kt-kernel's."""
+    wish, output, measured = opened.wish, opened.output, opened.measure
+    other, model = opened.other, opened.model
     counts = None if wish.statistics is None else counts_for(wish.statistics, measured, output)
-    other: Output | None = None
-    model: MoeModel | None = None
-    if wish.against is not None:
-        path = Path(wish.against).expanduser()
-        made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
-        if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
-            other = _open_other(path)
-        else:
-            model = _open_source(wish, output)
-            if measured.form is None:
-                measured = measure(output, hidden=model.shape(model.layers[0])[1])
-    imatrix = _open_imatrix(wish, output, model)
     checks = check_structure(output, measured)
     asked = check_options(measured, wish.numa, wish.method) if output.tensors else None
     checks += [asked] if asked else []
@@ -145,21 +107,14 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
         if whole:
             checks.append(check_numbers(output, measured.form))
         if output.manifest is not None:
-            checks.append(check_hashes(output, hashed, wish.threads, reporter))
+            checks.append(check_hashes(hashed, ask))
         sound = whole and not any(check.problems for check in checks)
         if other is not None:
-            checks.append(compare_outputs(output, measured, other, threads=wish.threads, reporter=reporter))
+            checks.append(compare_outputs(output, measured, other, ask, reporter))
         elif model is not None and whole:
             notes += _other_source(output, model.source)
-            check, errors = compare_source(
-                output,
-                measured,
-                model,
-                imatrix=imatrix,
-                full=wish.full,
-                threads=wish.threads,
-                reporter=reporter,
-            )
+            compared = comparison(output, measured, model, imatrix=opened.imatrix, full=wish.full)
+            check, errors = compare_source(compared, ask, reporter)
             checks.append(check)
         elif model is not None:
             notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
@@ -167,8 +122,6 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
             closer = figures(output, measured, model, errors, counts, wish.threads)
     finally:
         reporter.end()
-        if model is not None:
-            model.source.close()
     predictions: Predictions | None = None
     if output.whole and wish.load and sound and other is None:
         loaded, predictions = _load(wish, output, measured, model, reporter)
@@ -177,28 +130,25 @@ def verify(wish: Wish, reporter: Reporter) -> Report:
     return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions, closer)
 
 
-def _verify_decoded(wish: Wish, reporter: Reporter) -> Report:
+def _verify_decoded(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
     """What `ktconvert dequantize` wrote, by itself and against its source."""
-    if wish.numa is not None or wish.method is not None:
-        raise UsageError(f"{wish.output} is a checkpoint: leave out --numa and --quant-method.")
-    output = open_decoded(wish.output)
-    source = None if wish.against is None else open_checkpoint(wish.against, wish.revision)
+    wish, output, source = opened.wish, opened.output, opened.source
+    if wish.statistics is not None:
+        counts_for(wish.statistics, MEASURE, output)
     checks, notes, bad = check_decoded(output), [], unreadable(output)
     hashed = [file for file in files_told(output) if file["name"] not in bad]
     total = sum(file["size"] for file in hashed)
     total += 0 if source is None else sum(stored.nbytes for stored in output.others.values())
     reporter.begin(total, 0)
     try:
-        checks.append(check_hashes(output, hashed, wish.threads, reporter))
+        checks.append(check_hashes(hashed, ask))
         if source is not None and weights_whole(output):
             notes += _other_source(output, source)
-            checks.append(compare_decoded(output, source, threads=wish.threads, reporter=reporter))
+            checks.append(compare_decoded(output, source, decoded_tensors(source), ask, reporter))
         elif source is not None:
             notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
     finally:
         reporter.end()
-        if source is not None:
-            source.close()
     notes = [note for check in checks for note in check.notes] + notes
     return Report(output, MEASURE, tuple(checks), tuple(notes), against=wish.against)
 
@@ -246,68 +196,6 @@ def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
     if report.sentence is not None:
         raise VerificationError(report.sentence)
     return tuple(note for check in checks for note in check.notes)
-
-
-def require_finished(path: Path) -> None:
-    """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at
-    all.
-    """
-    places = locate(path)
-    if places.plan.exists() and (places.inside or not path.exists()):
-        raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
-    if (path / "plan.json").exists() and path.name.endswith(".work"):
-        finished = path.with_name(path.name.removesuffix(".work"))
-        raise VerificationError(
-            f"{path}: is the work directory of a conversion that is not finished; run `ktconvert resume {finished}`."
-        )
-    if not path.exists():
-        raise InputError(f"{path}: no such directory; give the directory of an output.")
-
-
-def _open_other(path: Path) -> Output:
-    """The output to compare with; what is wrong with it is bad input."""
-    require_finished(path)
-    try:
-        other = open_output(path)
-    except VerificationError as error:
-        raise InputError(str(error)) from error
-    if other.damaged:
-        raise InputError(f"{path}: {next(iter(other.damaged.values()))}; compare with an undamaged output.")
-    return other
-
-
-def _open_source(wish: Wish, output: Output) -> MoeModel:
-    from ktconvert.layouts.checkpoints.arch_file import parse_arch
-
-    assert wish.against is not None
-    row = wish.arch or (output.manifest or {"settings": {}})["settings"].get("arch_file")
-    source = open_checkpoint(wish.against, wish.revision)
-    return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
-
-
-def _open_imatrix(wish: Wish, output: Output, model: MoeModel | None) -> Imatrix | None:
-    """The importance matrix that the output was made with; None where it was made without, or there is no source."""
-    made_with = output.facts.get("imatrix")
-    if made_with is None and wish.imatrix is not None:
-        if wish.statistics is not None:  # for the page
-            return None
-        raise UsageError(
-            f"{output.root}: was not made with --scale imatrix; leave out --imatrix, and --statistics without --report."
-        )
-    if made_with is None or model is None:
-        return None
-    if wish.imatrix is None:
-        raise UsageError(
-            f"{output.root}: was made with --scale imatrix, and can be made again from its statistics only: give "
-            f"--imatrix FILE (sha256 {made_with[:12]}) or --statistics DIR, or leave out --against."
-        )
-    opened = open_for(wish.imatrix, model)
-    if opened.sha256 != made_with:
-        raise InputError(
-            f"{wish.imatrix}: is not the file that {output.root} was made with (its sha256 is {opened.sha256[:12]}, "
-            f"the manifest says {made_with[:12]}); give that file."
-        )
-    return opened
 
 
 def _other_source(output: Output, source: TensorSource) -> list[str]:

@@ -5,8 +5,8 @@ by byte.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, legal
+from ktconvert.layouts.outputs import PROJECTIONS, Form, legal
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.measuring import Measure
@@ -22,34 +22,58 @@ from ktconvert.layouts.outputs.output import Bytes, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.resplit import Parted
 from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork, importance_of
-from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.stages.resplit import resplit
 from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
+from ktconvert.pipeline.verify.asking import Ask
+from ktconvert.pipeline.verify.calibrated import calibrated_notes, calibrated_summary, judge
 from ktconvert.pipeline.verify.checks import Check, ExpertComparison, LayerError, first_difference, gather, sample
-from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Choice
 
 # The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be
 # the same.
 METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
-    """What is compared, and what came of it.
+    """What is compared, and how.
 
-    calibrated   what was seen of calibrated linears; None where none are
+    choice       how codes were chosen, or what calibrated ones are held against
+    calibrated   whether codes are judged, not compared
     same_scales  whether calibrated linears have the scales of rounding to nearest; else only how good they are is asked
+    full         whether the error of every expert is measured
     """
 
     output: Output
+    measure: Measure
     model: MoeModel
-    calibrated: list[Calibrated] | None
-    same_scales: bool = True
-    problems: list[str] = field(default_factory=list)
+    form: Form
+    choice: Choice
+    imatrix: Imatrix | None
+    calibrated: bool
+    same_scales: bool
+    full: bool
+
+    def expert(self, layer: int, expert: int) -> ExpertComparison:
+        """One expert, quantized again."""
+        count, hidden, intermediate = self.model.shape(layer)
+        grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, self.form.forward)
+        importance = importance_of(self.imatrix, layer)
+        work = ExpertsWork(self.model, self.form, self.choice, grid, expert, expert + 1, {}, importance)
+        return _compare_expert(self, work, measured=self.full or expert in sample(count))
+
+    @cached_property
+    def carried(self) -> dict[str, carry_over.Carried]:
+        """What must be there beside the experts: all else of a whole model; of others, what is there must be the
+        source's.
+        """
+        if self.output.whole:
+            rest = beside(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
+            return {tensor.key: tensor for tensor in carry_over.carried(rest)}
+        carried = carry_over.not_experts(self.model, carry_over.choice_of(self.output.others))
+        return {tensor.key: tensor for tensor in carried if tensor.key in self.output.others}
 
     def wanted(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
         """The parts of a projection as they must be: quantized from the source, and rearranged as often as the output
@@ -69,23 +93,11 @@ def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
     return experts + sum(stored.nbytes for stored in output.others.values())
 
 
-def compare_source(
-    output: Output,
-    measure: Measure,
-    model: MoeModel,
-    *,
-    imatrix: Imatrix | None = None,
-    full: bool,
-    threads: int,
-    reporter: Reporter,
-) -> tuple[Check, list[LayerError]]:
-    """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
-    all.
+def comparison(output: Output, measure: Measure, model: MoeModel, *, imatrix: Imatrix | None, full: bool) -> Comparison:
+    """How this output is held against its source.
 
-    imatrix: that which the output was made with, where it was. Codes that rounding chose are chosen again and must be
-    the same bytes. Calibrated ones must have the same scales, unless these were calibrated, too, lie in their range,
-    and have an error that is plausible beside rounding's. Raises UnsupportedError where we cannot make these bytes or
-    judge these codes, InputError for a source that holds NaN or Inf or cannot be read.
+    imatrix: that which the output was made with, where it was. Raises UnsupportedError where we cannot make these bytes
+    or judge these codes.
     """
     form, facts = measure.form, output.facts
     method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
@@ -97,33 +109,37 @@ def compare_source(
         what = method if method not in METHODS else scale
         raise UnsupportedError(f"{output.root}: {what} weights cannot be held against a source here.")
     form, choice = form.configured(facts), QUANTIZERS[scale]
-    compared = Comparison(output, model, [] if METHODS[method] or choice.calibrated else None, not choice.calibrated)
-    choice = ABSMAX if choice.calibrated else choice  # what it is held against
+    held_against = ABSMAX if choice.calibrated else choice
+    judged = METHODS[method] or choice.calibrated
+    return Comparison(output, measure, model, form, held_against, imatrix, judged, not choice.calibrated, full)
+
+
+def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[Check, list[LayerError]]:
+    """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
+    all.
+
+    Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales,
+    unless these were calibrated, too, lie in their range, and have an error that is plausible beside rounding's. Raises
+    InputError for a source that holds NaN or Inf or cannot be read.
+    """
+    output, measure, model = compared.output, compared.measure, compared.model
     problems, notes = _same_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     before = _before(output)
     for numa in (*before, measure.numa):
-        wrong = legal.illegal_reason(form, (measure.shapes[n][1:] for n in layers), numa)
+        wrong = legal.illegal_reason(compared.form, (measure.shapes[n][1:] for n in layers), numa)
         if wrong is not None and numa in before:
             problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {wrong}")
-        layers = [n for n in layers if form.illegal_reason(*measure.shapes[n][1:], numa) is None]
-
-    def one(layer: int, expert: int) -> ExpertComparison:
-        count, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, form.forward)
-        work = ExpertsWork(model, form, choice, grid, expert, expert + 1, {}, importance_of(imatrix, layer))
-        return _compare_expert(compared, work, measured=full or expert in sample(count))
-
-    differing, equal, errors = gather(model, layers, one, threads, reporter)
-    carried = _carried(output, model)
-    problems += [*differing, *compare_carried(output, model.source, carried, threads=threads, reporter=reporter)]
+        layers = [n for n in layers if compared.form.illegal_reason(*measure.shapes[n][1:], numa) is None]
+    gathered = gather(model, layers, ask, reporter)
+    problems += [*gathered.problems, *compare_carried(output, model.source, compared.carried, ask, reporter)]
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
-    summary = f"{equal} tensors {again}: the same bytes"
-    if compared.calibrated is not None:
-        summary = calibrated_summary(compared.calibrated, compared.same_scales)
-        notes += calibrated_notes(compared.calibrated)
-    summary += f"; {len(carried)} other tensors are the source's" if carried else ""
-    return Check("source", summary, tuple(problems), tuple(notes)), errors
+    summary = f"{gathered.equal} tensors {again}: the same bytes"
+    if compared.calibrated:
+        summary = calibrated_summary(gathered.calibrated, compared.same_scales)
+        notes += calibrated_notes(gathered.calibrated)
+    summary += f"; {len(compared.carried)} other tensors are the source's" if compared.carried else ""
+    return Check("source", summary, tuple(problems), tuple(notes)), gathered.errors
 
 
 def _before(output: Output) -> list[int]:
@@ -163,9 +179,9 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
                 continue
             matrix = part.of(work.model.linear(work.grid.layer, work.start, projection), work.grid.numa)
             sums = np.zeros(4)
-            if compared.calibrated is not None:
+            if compared.calibrated:
                 sums, seen, problem = judge(work.form, matrix, stored, wanted, whole=measured)
-                compared.calibrated.append(seen)
+                comparison.calibrated.append(seen)
                 here = compared.output.tensors[part.place, work.form.tensors(part.n, part.k)[0].suffix]
                 comparison.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
@@ -192,7 +208,7 @@ def _compare_part(
             comparison.problems.append(_absent(output, part, tensor, here))
             continue
         stored.append(output.read(here))
-        if compared.calibrated is not None and (tensor == tensors[0] or not compared.same_scales):
+        if compared.calibrated and (tensor == tensors[0] or not compared.same_scales):
             comparison.equal += 1  # judged, not compared
             continue
         difference = first_difference(stored[-1], data)
@@ -201,7 +217,7 @@ def _compare_part(
         else:
             comparison.problems.append(_differs(output, part, tensor, here, difference))
     complete = len(stored) == len(tensors)
-    judged = compared.calibrated is None or len(comparison.problems) == before  # codes with other scales mean nothing
+    judged = not compared.calibrated or len(comparison.problems) == before  # codes with other scales mean nothing
     return stored if complete and judged else None
 
 
@@ -227,24 +243,8 @@ def _absent(output: Output, part: Part, tensor: Tensor, stored: Stored | None) -
 # --- all else -------------------------------------------------------------------------------------
 
 
-def _carried(output: Output, model: MoeModel) -> dict[str, carry_over.Carried]:
-    """What must be there beside the experts: all else of a whole model; of others, what is
-    there must be the source's.
-    """
-    if output.whole:
-        rest = beside(model.source, model.expert_tensor_names(), model.quantization)
-        return {tensor.key: tensor for tensor in carry_over.carried(rest)}
-    carried = carry_over.not_experts(model, carry_over.choice_of(output.others))
-    return {tensor.key: tensor for tensor in carried if tensor.key in output.others}
-
-
 def compare_carried(
-    output: Output,
-    source: TensorSource,
-    carried: Mapping[str, carry_over.Carried],
-    *,
-    threads: int,
-    reporter: Reporter,
+    output: Output, source: TensorSource, carried: Mapping[str, carry_over.Carried], ask: Ask, reporter: Reporter
 ) -> list[str]:
     """What is wrong with the tensors that are no routed experts, which are to be these, by name."""
     problems = [
@@ -252,19 +252,15 @@ def compare_carried(
         for name, stored in output.others.items()
         if name not in carried
     ]
-
-    def one(tensor: carry_over.Carried, _slot: int) -> str | None:
-        return _difference(output, source, tensor)
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
-        for tensor, _, problem in in_order(pool, carried.values(), list(range(2 * threads)), one):
-            problems += [] if problem is None else [problem]
-            stored = output.others.get(tensor.key)
-            reporter.advance(0 if stored is None else stored.nbytes)
+    sizes = [0 if (stored := output.others.get(name)) is None else stored.nbytes for name in carried]
+    for nbytes, (_, problem) in zip(sizes, ask("other tensors", list(carried), sizes), strict=True):
+        problems += [] if problem is None else [problem]
+        reporter.advance(nbytes)
     return problems
 
 
-def _difference(output: Output, source: TensorSource, tensor: carry_over.Carried) -> str | None:
+def carried_difference(output: Output, source: TensorSource, tensor: carry_over.Carried) -> str | None:
+    """What is wrong with a tensor that is no routed expert; None where it is the source's."""
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
     if stored is None:
         return f"{tensor.key} is missing"

@@ -1,0 +1,179 @@
+"""What `ktconvert verify` looks at, opened: an output, and what it is held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconvert.layouts.checkpoints.archs import ARCHS
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.errors import InputError, UsageError, VerificationError
+from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
+from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.plans.importance import open_for
+from ktconvert.pipeline.verify.dequantized import MEASURE
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to verify.
+
+    against       a checkpoint (path or hub id) or another output
+    numa, method  what the user means to load
+    arch          the text of --arch-file, for an output whose manifest has none
+    load          whether transformers is to load an output for the GPU: its names, and against its source its
+                  predictions
+    text          what source and output then read; None: our own
+    imatrix       the importance matrix that the output was made with
+    run           whether the experts will be computed, so that the output may be a checkpoint
+    page          whether worst rows and scales are looked for, too, for the page
+    statistics    a folder with statistics, for the page
+    """
+
+    output: Path
+    against: str | None = None
+    revision: str | None = None
+    numa: int | None = None
+    method: str | None = None
+    arch: str | None = None
+    full: bool = False
+    load: bool = True
+    text: str | None = None
+    imatrix: Path | None = None
+    threads: int = 1
+    run: bool = False
+    page: bool = False
+    statistics: Path | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An output, and what it is held against.
+
+    other   another output; None where there is none
+    model   the experts of its source; None where there is none, or the output is a checkpoint without experts of ours
+    source  the source itself
+    """
+
+    wish: Wish
+    output: Output
+    measure: Measure
+    other: Output | None = None
+    model: MoeModel | None = None
+    source: TensorSource | None = None
+    imatrix: Imatrix | None = None
+
+    @property
+    def files(self) -> tuple[tuple[str, int, str], ...]:
+        """What tells these files from others: names, sizes, and hashes of the source's headers; loose files, of which
+        there are thousands, all together.
+        """
+        here = []
+        for each in (self.output, self.other):
+            if each is not None:
+                here += [(name, (each.root / name).stat().st_size, "") for name in each.shards]
+                here.append((str(each.root), sum(stored.nbytes for stored in each.tensors.values()), ""))
+        shards = () if self.source is None else self.source.shards
+        return (*here, *((shard.name, shard.size, shard.header_sha256) for shard in shards))
+
+    def close(self) -> None:
+        """Unmap the source."""
+        if self.source is not None:
+            self.source.close()
+
+
+def open_wish(wish: Wish) -> Opened:
+    """Open what is to be verified.
+
+    Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
+    source, UsageError for what cannot be asked of this output.
+    """
+    require_finished(wish.output)
+    if is_decoded(wish.output):
+        if wish.numa is not None or wish.method is not None:
+            raise UsageError(f"{wish.output} is a checkpoint: leave out --numa and --quant-method.")
+        source = None if wish.against is None else open_checkpoint(wish.against, wish.revision)
+        return Opened(wish, open_decoded(wish.output), MEASURE, source=source)
+    output = open_output(wish.output)
+    if output.whole and wish.numa is not None:
+        raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
+    measured = measure(output)
+    other: Output | None = None
+    model: MoeModel | None = None
+    if wish.against is not None:
+        path = Path(wish.against).expanduser()
+        made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
+        if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
+            other = _open_other(path)
+        else:
+            model = _open_source(wish, output)
+            if measured.form is None:
+                measured = measure(output, hidden=model.shape(model.layers[0])[1])
+    imatrix = _open_imatrix(wish, output, model)
+    return Opened(wish, output, measured, other, model, None if model is None else model.source, imatrix)
+
+
+def require_finished(path: Path) -> None:
+    """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at
+    all.
+    """
+    places = locate(path)
+    if places.plan.exists() and (places.inside or not path.exists()):
+        raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
+    if (path / "plan.json").exists() and path.name.endswith(".work"):
+        finished = path.with_name(path.name.removesuffix(".work"))
+        raise VerificationError(
+            f"{path}: is the work directory of a conversion that is not finished; run `ktconvert resume {finished}`."
+        )
+    if not path.exists():
+        raise InputError(f"{path}: no such directory; give the directory of an output.")
+
+
+def _open_other(path: Path) -> Output:
+    """The output to compare with; what is wrong with it is bad input."""
+    require_finished(path)
+    try:
+        other = open_output(path)
+    except VerificationError as error:
+        raise InputError(str(error)) from error
+    if other.damaged:
+        raise InputError(f"{path}: {next(iter(other.damaged.values()))}; compare with an undamaged output.")
+    return other
+
+
+def _open_source(wish: Wish, output: Output) -> MoeModel:
+    from ktconvert.layouts.checkpoints.arch_file import parse_arch
+
+    assert wish.against is not None
+    row = wish.arch or (output.manifest or {"settings": {}})["settings"].get("arch_file")
+    source = open_checkpoint(wish.against, wish.revision)
+    return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
+
+
+def _open_imatrix(wish: Wish, output: Output, model: MoeModel | None) -> Imatrix | None:
+    """The importance matrix that the output was made with; None where it was made without, or there is no source."""
+    made_with = output.facts.get("imatrix")
+    if made_with is None and wish.imatrix is not None:
+        if wish.statistics is not None:  # for the page
+            return None
+        raise UsageError(
+            f"{output.root}: was not made with --scale imatrix; leave out --imatrix, and --statistics without --report."
+        )
+    if made_with is None or model is None:
+        return None
+    if wish.imatrix is None:
+        raise UsageError(
+            f"{output.root}: was made with --scale imatrix, and can be made again from its statistics only: give "
+            f"--imatrix FILE (sha256 {made_with[:12]}) or --statistics DIR, or leave out --against."
+        )
+    opened = open_for(wish.imatrix, model)
+    if opened.sha256 != made_with:
+        raise InputError(
+            f"{wish.imatrix}: is not the file that {output.root} was made with (its sha256 is {opened.sha256[:12]}, "
+            f"the manifest says {made_with[:12]}); give that file."
+        )
+    return opened

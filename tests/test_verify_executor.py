@@ -1,0 +1,99 @@
+"""verify, its questions answered by an executor's workers: the same report."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
+from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.verify import questions, report
+from ktconvert.pipeline.verify.asking import ask_workers
+from ktconvert.pipeline.verify.opened import Wish, open_wish
+from ktconvert.pipeline.verify.output import verify
+from rig import conversion
+
+OUTPUTS = {
+    "merged": ("cpu",),
+    "loose": ("cpu", "--no-merge-safetensor"),
+    "mxfp4, all else kept": ("cpu", "--quant-method", "mxfp4", "--non-experts", "keep"),
+    "for the GPU": ("gpu", "--quant-method", "RTN"),
+}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2)
+
+
+def told(wish: Wish, workers: ProcessPoolExecutor | None) -> str:
+    return json.dumps(report.document(verify(wish, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
+
+
+@pytest.mark.parametrize("which", OUTPUTS)
+def test_the_report_is_the_same(source: Path, workers: Any, tmp_path: Path, cli: Any, which: str) -> None:
+    output = tmp_path / "out"
+    command, *options = OUTPUTS[which]
+    cli(command, "-i", source, "-o", output, *options)
+    wish = Wish(output, against=str(source), load=False, full=True)
+    assert '"ok": true' in told(wish, None)
+    assert told(wish, workers) == told(wish, None)
+    file = max(output.rglob("*.safetensors" if which != "loose" else "*.kt"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 0x10
+    file.write_bytes(data)
+    assert '"ok": false' in told(wish, None)
+    assert told(wish, workers) == told(wish, None)
+    assert told(replace(wish, against=None), workers) == told(replace(wish, against=None), None)
+
+
+def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
+    merged, loose, whole = tmp_path / "merged", tmp_path / "loose", tmp_path / "whole"
+    cli("cpu", "-i", source, "-o", merged)
+    cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
+    cli("dequantize", source, whole)
+    for wish in (Wish(merged, against=str(loose)), Wish(whole, against=str(source))):
+        assert '"ok": true' in told(wish, None)
+        assert told(wish, workers) == told(wish, None)
+
+
+def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
+    output, mine = tmp_path / "out", tmp_path / "mine"
+    shutil.copytree(source, mine)
+    cli("cpu", "-i", mine, "-o", output)
+    opened = open_wish(Wish(output, against=str(mine)))
+    order = questions.Order(opened.wish, "0.0.0", opened.files, 1)
+    failure = workers.submit(questions.answers, order, "hashes", []).result()
+    assert failure.kind == OutputError.__name__
+    assert f"host {os.uname().nodename}: ktconvert " in failure.sentence and "0.0.0" in failure.sentence
+    (mine / "model-00001-of-00003.safetensors").unlink()
+    order = replace(order, version=questions.tool_version())
+    ask = ask_workers(workers, lambda *_: None, "again")  # not a function of a module: it cannot travel
+    with pytest.raises(KtconvertError, match="the executor has lost it"):
+        list(ask("hashes", [1], [1]))
+    failure = workers.submit(questions.answers, order, "hashes", []).result()
+    assert failure.kind == InputError.__name__
+    assert f"host {os.uname().nodename}: {mine}" in failure.sentence
+    opened.close()
+
+
+def test_on_the_command_line(source: Path, tmp_path: Path, cli: Any) -> None:
+    output = tmp_path / "out"
+    cli("cpu", "-i", source, "-o", output)
+    line = ("verify", output, "--against", source, "--json")
+    assert cli(*line, "--executor", "dask:local:1").stdout == cli(*line).stdout
