@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import amx_card
 from rig import families
 from rig.safetensors import Tensor, edit_file
@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ktconvert.native_quant import KTConvertConfig  # noqa: E402
+from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 
 OUTPUTS = {
     "copied": ("--non-experts", "copy"),
@@ -168,5 +169,23 @@ def test_missing_other_weights_are_not_invented(outputs: dict[str, Path], tmp_pa
 
 def test_other_experts_than_those_beside_it_are_refused(outputs: dict[str, Path]) -> None:
     other = KTConvertConfig(cpu_weights=outputs["experts alone"])
-    with pytest.raises(ValueError, match="you are passing a KTConvertConfig config"):
+    sentence = f"{outputs['copied']}: has converted experts of its own; leave out cpu_weights"
+    with pytest.raises(UsageError, match=f"^{re.escape(sentence)}$"):
         transformers.AutoModelForCausalLM.from_pretrained(outputs["copied"], quantization_config=other)
+
+
+def test_options_for_an_output(outputs: dict[str, Path], example: Path, tmp_path: Path) -> None:
+    """Those of KTConvertConfig, given as for any other model."""
+    ids, options = torch.arange(3, 40)[None], {"threads": 1, "exact": True, "memory": "copy", "num_gpu_experts": 2}
+    options["gpu_experts"] = example
+    for config in (KTConvertConfig(**options), KTConvertConfig(cpu_weights=outputs["kept"], **options)):
+        ours = transformers.AutoModelForCausalLM.from_pretrained(outputs["kept"], quantization_config=config)
+        first = next(module for module in ours.modules() if isinstance(module, RoutedExperts))
+        assert first.experts.exact and first.experts.pool.threads == 1 and len(first.hot) == 2
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(
+        example, quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options)
+    )
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, wanted(ids).logits)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(outputs['kept']))}, .*; copy that directory"):
+        ours.save_pretrained(tmp_path / "again")

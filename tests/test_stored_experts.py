@@ -92,6 +92,9 @@ def test_the_quantization_of_a_model_gives_way(models: dict[str, Path], tmp_path
         )
         assert not any(info.values()), info
         assert torch.equal(logits(ours), want)
+        as_json = {"quant_method": "ktconvert"} | {name: str(path) for name, path in options.items()}
+        ours = transformers.AutoModelForCausalLM.from_pretrained(models["FP8"], quantization_config=as_json)
+        assert torch.equal(logits(ours), want)
         assert ours.config.quantization_config.quant_method == "ktconvert"
 
 

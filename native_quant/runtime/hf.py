@@ -90,6 +90,7 @@ class KTConvertQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: KTConvertConfig
+    _whole = "`ktconvert cpu --non-experts keep` converts the original model into one directory with everything"
     _trunk: Any = None  # transformers' own quantizer that dequantizes all that is no routed expert
 
     def _process_model_before_weight_loading(
@@ -188,8 +189,7 @@ class KTConvertQuantizer(HfQuantizer):
         raise ValueError(
             "this model is not serializable: its experts are in "
             f"{self.quantization_config.cpu_weights or 'the checkpoint'}, and save_pretrained would leave them out; "
-            "`ktconvert cpu --non-experts keep` converts the original model into one directory with everything, which "
-            "from_pretrained loads"
+            f"{self._whole}, which from_pretrained loads"
         )
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
@@ -204,24 +204,30 @@ class KTConvertQuantizer(HfQuantizer):
         return False
 
 
+# How experts are computed, whatever directory they come from: fields of KTConvertConfig.
+OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
+
+
 @register_quantization_config(amx_card.QUANT_METHOD)
 class ConvertedConfig(KTConvertConfig):
-    """The quantization_config in an output's config.json: the experts are in the same directory."""
+    """The quantization_config in an output's config.json: the experts are in the same directory. facts: what else it
+    says there, and OPTIONS.
+    """
 
     def __init__(
         self,
         quant_method: str = amx_card.QUANT_METHOD,
-        exact: bool = False,
-        threads: int | None = None,
-        **_facts: Any,
+        **facts: Any,
     ) -> None:
-        super().__init__(exact=exact, threads=threads, quant_method=quant_method)
+        options = {name: facts[name] for name in OPTIONS if name in facts}
+        super().__init__(quant_method=quant_method, **options)
 
 
 @register_quantizer(amx_card.QUANT_METHOD)
 class ConvertedQuantizer(KTConvertQuantizer):
     """Loads an output itself: its experts, and the rest of the model if it is there (`--non-experts keep`, `copy`)."""
 
+    _whole = "copy that directory"
     _renamings: tuple[Any, ...] = ()
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -267,9 +273,21 @@ _get_hf_quantizer = _loading.get_hf_quantizer
 
 
 def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
-    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours."""
+    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours.
+
+    Raises UsageError for an output that is to be computed with other experts, and what hf_trunk.give_way raises.
+    """
+    if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == NAME:
+        quantization_config = KTConvertConfig(**quantization_config)
     if isinstance(quantization_config, KTConvertConfig):
-        hf_trunk.give_way(config, config.name_or_path or "the model")
+        model, weights = config.name_or_path or "the model", quantization_config.cpu_weights
+        hf_trunk.give_way(config, model)
+        own = getattr(config, "quantization_config", None) or {}
+        if isinstance(own, dict) and own.get("quant_method") == amx_card.QUANT_METHOD:
+            if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():
+                raise UsageError(f"{model}: has converted experts of its own; leave out cpu_weights")
+            config.quantization_config = own | {name: getattr(quantization_config, name) for name in OPTIONS}
+            quantization_config = None
     return _get_hf_quantizer(config, quantization_config, *rest, **named)
 
 
