@@ -39,6 +39,7 @@ def calibrate(model: str, output: Path, **params: Any) -> None:
     in memory, as for `gpu`'s GPTQ, and nothing is quantized. The folder gets imatrix.gguf, counts.safetensors and
     statistics.json.
     """
+    from ktconvert.pipeline.cli.execution import carry_out
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.calibrate import plan_calibrate, require_available, this_machine
 
@@ -62,4 +63,4 @@ def calibrate(model: str, output: Path, **params: Any) -> None:
         tuning=tuning,
     )
     plan = plan_calibrate(request, None if params["dry_run"] else options.hashing(reporter))
-    options.carry_out(plan, reporter, params)
+    carry_out(plan, reporter, params)

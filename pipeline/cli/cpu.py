@@ -139,6 +139,7 @@ def cpu(**params: Any) -> None:
     Safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ, AWQ, and GGUF are read; no
     GPU is needed. Memory is bounded by a few experts (--scale gptq: by one layer), whatever the model's size.
     """
+    from ktconvert.pipeline.cli.execution import carry_out
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans import cpu as convert
     from ktconvert.pipeline.plans.numa_notes import numa_notes
@@ -207,4 +208,4 @@ def cpu(**params: Any) -> None:
     plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))
     for note in () if native else numa_notes(plan):
         reporter.note(note)
-    options.carry_out(plan, reporter, params)
+    carry_out(plan, reporter, params)

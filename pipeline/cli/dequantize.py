@@ -59,6 +59,7 @@ def dequantize(src: str | None, out: Path | None, **params: Any) -> None:
     becomes BF16, all other tensors stay as they are, and config.json no longer says that the model is quantized. Memory
     is bounded by some MiB, whatever the model's size.
     """
+    from ktconvert.pipeline.cli.execution import carry_out
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.dequantize import plan_dequantize
 
@@ -80,7 +81,7 @@ def dequantize(src: str | None, out: Path | None, **params: Any) -> None:
         },
     )
     plan = plan_dequantize(request, None if params["dry_run"] else options.hashing(reporter))
-    options.carry_out(plan, reporter, params)
+    carry_out(plan, reporter, params)
 
 
 def one_of(name: str, argument: Any, option: Any) -> Any:

@@ -149,6 +149,7 @@ def gpu(**params: Any) -> None:
     What `cpu` reads is read here too; memory is bounded by a few experts (RTN) or by one layer (GPTQ),
     whatever the model's size. All other tensors are copied as they are.
     """
+    from ktconvert.pipeline.cli.execution import carry_out
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.gpu import plan_gpu, require_available
 
@@ -192,4 +193,4 @@ def gpu(**params: Any) -> None:
         },
     )
     plan = plan_gpu(request, None if params["dry_run"] else options.hashing(reporter))
-    options.carry_out(plan, reporter, params)
+    carry_out(plan, reporter, params)

@@ -47,6 +47,7 @@ def merge(**params: Any) -> None:
     """Turn loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an
     index. Can be resumed.
     """
+    from ktconvert.pipeline.cli.execution import carry_out
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.merge import plan_merge
 
@@ -66,4 +67,4 @@ def merge(**params: Any) -> None:
         },
     )
     plan = plan_merge(request)
-    options.carry_out(plan, reporter, params)
+    carry_out(plan, reporter, params)

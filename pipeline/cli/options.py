@@ -6,20 +6,14 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.tell.report import Reporter, size
-
-if TYPE_CHECKING:
-    from ktconvert.pipeline.engine.lock import Part
-    from ktconvert.pipeline.engine.places import Places
-    from ktconvert.pipeline.engine.plan import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
 MOST = 1 << 62
@@ -292,68 +286,3 @@ def text_of(option: str, path: Path | None) -> str | None:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {path}: cannot be read ({error}).") from error
-
-
-def part_of(params: Mapping[str, Any]) -> Part | None:
-    """Which part --part asks for."""
-    from ktconvert.pipeline.engine.part import parse
-
-    return None if params.get("part") is None else parse(params["part"], os.environ)
-
-
-def take_lock_away(places: Places, reporter: Reporter, part: Part | None = None) -> None:
-    """--force-unlock: remove the lock of a process that left it, and say whose it was."""
-    from ktconvert.pipeline.engine.lock import unlock
-
-    for taken in unlock(places.root, places.output, part):
-        reporter.note(f"--force-unlock took away {taken}")
-
-
-def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
-    """Show a plan with --dry-run, else execute it; with its notes first."""
-    from ktconvert.pipeline.engine.existing import adopts
-    from ktconvert.pipeline.engine.places import locate
-    from ktconvert.pipeline.tell import show
-
-    for note in plan.notes:
-        reporter.note(note)
-    if params["dry_run"]:
-        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
-    else:
-        if params["force_unlock"]:
-            take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part_of(params))
-        make(plan, reporter, params)
-
-
-def make(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
-    """Execute a plan with the engine that --executor names."""
-    from ktconvert.pipeline.engine.execute import execute
-    from ktconvert.pipeline.engine.executors import DEFAULT, opened
-    from ktconvert.pipeline.engine.part import make_part
-    from ktconvert.pipeline.engine.plan import require_shareable
-    from ktconvert.pipeline.plans.commands import reopened
-
-    name, overwrite = params.get("executor", DEFAULT), params.get("overwrite", False)
-    if not name.startswith(DEFAULT):
-        require_shareable(plan, "--executor")
-    with opened(name, reporter.note) as engine:
-        if engine.executor is None and engine.threads is not None:
-            tuning = {
-                **plan.request.tuning,
-                "cpuinfer_threads": lowered("--executor threads", engine.threads, reporter),
-            }
-            plan = replace(plan, request=replace(plan.request, tuning=tuning))
-        if (part := part_of(params)) is not None:
-            if engine.executor is not None:
-                raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
-            tuning = {**plan.request.tuning, "part": str(part)}
-            make_part(replace(plan, request=replace(plan.request, tuning=tuning)), part, reporter, overwrite=overwrite)
-            return
-        execute(
-            plan,
-            reporter,
-            overwrite=overwrite,
-            executor=engine.executor,
-            reopen=reopened,
-            threads=params["cpuinfer_threads"] or engine.threads,
-        )

@@ -51,6 +51,7 @@ def resplit(output: Path, new: Path, **params: Any) -> None:
     projection where the new number is a multiple of the old one; else its columns are rounded once more where parts
     are put together, and the plan says by how much. Can be resumed.
     """
+    from ktconvert.pipeline.cli.execution import carry_out
     from ktconvert.pipeline.engine.plan import Request
     from ktconvert.pipeline.plans.numa_notes import numa_notes
     from ktconvert.pipeline.plans.resplit import plan_resplit
@@ -80,4 +81,4 @@ def resplit(output: Path, new: Path, **params: Any) -> None:
             reporter.note(plan.advice[0])
     for note in numa_notes(plan):
         reporter.note(note)
-    options.carry_out(plan, reporter, params)
+    carry_out(plan, reporter, params)

@@ -34,6 +34,7 @@ Examples:
 @options.reporting
 def resume(output: Path, **params: Any) -> None:
     """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output."""
+    from ktconvert.pipeline.cli.execution import make, take_lock_away
     from ktconvert.pipeline.engine.execute import tidy
     from ktconvert.pipeline.engine.existing import saved_plan
     from ktconvert.pipeline.engine.part import require_all_parts
@@ -45,7 +46,7 @@ def resume(output: Path, **params: Any) -> None:
     output = output.expanduser().absolute()
     places = locate(output)
     if params["force_unlock"] and not params["dry_run"]:
-        options.take_lock_away(places, reporter)
+        take_lock_away(places, reporter)
     old = saved_plan(places)
     if old is None:
         if output.is_dir() and manifest.read(output) is not None:
@@ -74,4 +75,4 @@ def resume(output: Path, **params: Any) -> None:
         show.show_plan(plan, as_json=params["json_events"])
         return
     require_all_parts(plan, places)
-    options.make(plan, reporter, params)
+    make(plan, reporter, params)

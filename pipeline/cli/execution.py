@@ -1,0 +1,72 @@
+"""What a command does with its plan: show it, or have it made, here or by the engine that --executor names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.engine.execute import execute
+from ktconvert.pipeline.engine.executors import DEFAULT, opened
+from ktconvert.pipeline.engine.existing import adopts
+from ktconvert.pipeline.engine.lock import Part, unlock
+from ktconvert.pipeline.engine.part import make_part, parse
+from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.plan import Plan, require_shareable
+from ktconvert.pipeline.plans.commands import reopened
+from ktconvert.pipeline.tell import show
+from ktconvert.pipeline.tell.report import Reporter
+
+
+def part_of(params: Mapping[str, Any]) -> Part | None:
+    """Which part --part asks for."""
+    return None if params.get("part") is None else parse(params["part"], os.environ)
+
+
+def take_lock_away(places: Places, reporter: Reporter, part: Part | None = None) -> None:
+    """--force-unlock: remove the lock of a process that left it, and say whose it was."""
+    for taken in unlock(places.root, places.output, part):
+        reporter.note(f"--force-unlock took away {taken}")
+
+
+def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
+    """Show a plan with --dry-run, else execute it; with its notes first."""
+    for note in plan.notes:
+        reporter.note(note)
+    if params["dry_run"]:
+        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
+    else:
+        if params["force_unlock"]:
+            take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part_of(params))
+        make(plan, reporter, params)
+
+
+def make(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
+    """Execute a plan with the engine that --executor names."""
+    name, overwrite, part = params.get("executor", DEFAULT), params.get("overwrite", False), part_of(params)
+    if not name.startswith(DEFAULT):
+        require_shareable(plan, "--executor")
+        if part is not None:
+            raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
+    with opened(name, reporter.note) as engine:
+        if engine.executor is None and engine.threads is not None:
+            plan = _tuned(plan, cpuinfer_threads=options.lowered("--executor threads", engine.threads, reporter))
+        if part is not None:
+            make_part(_tuned(plan, part=str(part)), part, reporter, overwrite=overwrite)
+            return
+        execute(
+            plan,
+            reporter,
+            overwrite=overwrite,
+            executor=engine.executor,
+            reopen=reopened,
+            threads=params["cpuinfer_threads"] or engine.threads,
+        )
+
+
+def _tuned(plan: Plan, **tuning: Any) -> Plan:
+    """A plan with some of its tuning changed."""
+    return replace(plan, request=replace(plan.request, tuning={**plan.request.tuning, **tuning}))
