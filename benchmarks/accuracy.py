@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pages
 from synthetic_layers import F32, Layer, layer, relative
 
 from ktconvert.layouts.outputs import FORMS, Form
@@ -154,21 +154,6 @@ def model(folder: Path) -> list[tuple[str, list[str]]]:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """In Markdown."""
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*lines, *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows)])
-
-
-def write(name: str, body: str) -> None:
-    """Put a table between its marks in the page."""
-    page = PAGE.read_text()
-    marks = rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)"
-    if not re.search(marks, page, re.S):
-        raise SystemExit(f"{PAGE}: has no place for {name}")
-    PAGE.write_text(re.sub(marks, lambda m: f"{m[1]}{body}\n{m[2]}", page, flags=re.S))
-
-
 def plot(errors: Sequence[tuple[str, Sequence[str]]], kl: Sequence[tuple[str, Sequence[str]]]) -> None:
     """docs/accuracy.svg: held-out output error on synthetic layers, and KL divergence on the bundled model."""
     import matplotlib
@@ -212,9 +197,12 @@ def main() -> None:
             kl,
         ),
     }
-    show: Callable[[str, str], None] = write if wanted.write else lambda name, body: print(f"\n{name}\n{body}")
     for name, (head, rows) in heads.items():
-        show(name, table(head, rows))
+        body = pages.table(head, [(title, *cells) for title, cells in rows])
+        if wanted.write:
+            pages.write(PAGE, name, body)
+        else:
+            print(f"\n{name}\n{body}")
     if wanted.write:
         plot(errors, kl)
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ TIMEOUT = 60.0  # seconds for a process to come up; it takes one or two, a loade
 # As docs/SCALE.md tells users to start a worker. The dashboard is for people.
 WORKER = ["--nthreads", "1", "--resources", "unit=1", "--memory-limit", "0", "--death-timeout", "120", "--no-dashboard"]
 SCHEDULER = ["--port", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
-DASK = ("setpriv", "--pdeathsig", "KILL", sys.executable, "-P", "-m", "dask")
+KEEPER = ("setpriv", "--pdeathsig", "KILL")
+DASK = (sys.executable, "-P", "-m", "dask")
 ROLES = ("CLIENT", "SCHEDULER", "WORKER")
 
 
 class Cluster:
-    """A scheduler and its workers. Use as a context manager; `add` starts more.
+    """A scheduler and its workers. Use as a context manager; `start` starts more, and must be called by a thread that
+    lives as long as they shall.
 
     file     what `--executor dask:FILE` names
     address  tcp://127.0.0.1:PORT, or tls://
@@ -72,19 +74,25 @@ class Cluster:
         return next(line.split()[-1] for line in self.log("scheduler").splitlines() if "Scheduler at:" in line)
 
     def start(
-        self, *names: str, nanny: bool = False, env: Mapping[str, str] | None = None, words: tuple[str, ...] = ()
+        self,
+        *names: str,
+        nanny: bool = False,
+        env: Mapping[str, str] | None = None,
+        words: Sequence[str] = (),
+        prefix: Sequence[str] = (),
     ) -> Cluster:
         """Start workers of these names at the same time and wait until the scheduler knows them.
 
-        nanny  whether a process of its own starts each one, and starts it again when it ends
-        env    what they have in their environment beside that of the cluster, such as a PYTHONPATH
-        words  further options of `dask worker`
+        nanny   whether a process of its own starts each one, and starts it again when it ends
+        env     what they have in their environment beside that of the cluster, such as a PYTHONPATH
+        words   further options of `dask worker`
+        prefix  a program that starts them, such as taskset
         """
         for name in names:
             command = ["worker", *WORKER, *self._protocol, "--nanny" if nanny else "--no-nanny", "--name", name]
             if nanny:
                 self._nannies.add(name)
-            self._start(name, [*command, *words], env or {})
+            self._start(name, [*command, *words], env or {}, prefix)
         for name in names:
             self.wait_until_known(name)
         return self
@@ -126,12 +134,12 @@ class Cluster:
         """Whether a process (with a nanny, the nanny) still runs."""
         return self._processes[name].poll() is None
 
-    def _start(self, name: str, words: list[str], env: Mapping[str, str]) -> None:
+    def _start(self, name: str, words: list[str], env: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         assert name not in self._processes, f"there is a {name} already"
         host = ["--host", "127.0.0.1", "--scheduler-file", str(self.file)]
         with (self.folder / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(
-                [*DASK, *words, *host],
+                [*KEEPER, *prefix, *DASK, *words, *host],
                 env={**os.environ, **self.env, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts (docs/SCALE.md).
+
+python benchmarks/scale.py                     measure and calculate; 15 GB of disk, some minutes
+python benchmarks/scale.py --write             and put tables and plot into docs/
+python benchmarks/scale.py --size small        one small layer, to try the script; its figures mean nothing
+
+Needs `.[dask,plot,dev]`: its workers are started by the tests' rig.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import convert
+import models
+import pages
+import scale_hosts
+import timing
+from scale_hosts import HOSTS, MODELS, Host, Model
+
+from ktconvert.layouts.files import publish
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "SCALE.md"
+sys.path.append(str(ROOT / "tests"))  # the rig
+CPUS = sorted(os.sched_getaffinity(0))
+SHARDS = "16M"  # small units, to see what one costs
+BITS = {"int8": 8, "int4": 4}
+LARGE = 16  # a large host computes so many times as fast as the one that was measured: assumed
+LINK = 3e9  # bytes per second of a host: 25 Gbit/s
+SHARED = {"2 GB/s": 2e9, "20 GB/s": 20e9}  # of a file system: one server with 25 Gbit/s; a parallel one of a few
+
+
+@dataclass
+class Made:
+    """One conversion: seconds of the whole command and its sync, and its events as they came: (when, event)."""
+
+    wall: float
+    events: list[tuple[float, dict[str, Any]]] = field(repr=False)
+
+    @property
+    def units(self) -> list[float]:
+        """The seconds of each unit, as its worker measured them."""
+        return [event["seconds"] for _, event in self.events if event["event"] == "done"]
+
+    @property
+    def between(self) -> float:
+        """Seconds between a unit and the next where one worker makes them in turn."""
+        ends = [when for when, event in self.events if event["event"] == "done"]
+        return (ends[-1] - ends[0] - sum(self.units[1:])) / (len(ends) - 1)
+
+
+# Who makes the units: a row's title -> CPUs of each Dask worker; none: threads of the command itself.
+WAYS: dict[str, Sequence[Sequence[int]]] = {
+    "threads": (),
+    "1 worker, all CPUs": (CPUS,),
+    "2 workers, half the CPUs each": (CPUS[: len(CPUS) // 2], CPUS[len(CPUS) // 2 :]),
+}
+
+
+@contextlib.contextmanager
+def executor(folder: Path, workers: Sequence[Sequence[int]]) -> Iterator[str]:
+    """What --executor names: a cluster of workers on these CPUs, until it is left."""
+    if not workers:
+        yield "threads"
+        return
+    from rig.dask_cluster import Cluster
+
+    with contextlib.redirect_stdout(None), Cluster(folder) as cluster:
+        for number, cpus in enumerate(workers):
+            cluster.start(f"w{number}", nanny=True, prefix=["taskset", "-c", ",".join(map(str, cpus))])
+        yield f"dask:{cluster.file}"
+
+
+def converted(bench: convert.Bench, source: Path, name: str, *more: str) -> Made:
+    """Run `ktconvert cpu --json` from a warm cache, with its sync; its output stays until the next one."""
+    bench.clear()
+    timing.fill_caches(sorted(source.glob("*.safetensors")))
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(bench.out)]
+    command += ["--threadpool-count", str(scale_hosts.NUMA), "--json", "--executor", name, *more]
+    begun = time.perf_counter()
+    events = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            events.append((time.perf_counter() - begun, json.loads(line)))
+        said = process.stderr.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{said[-4000:]}")
+    os.sync()
+    return Made(time.perf_counter() - begun, events)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each weight file."""
+    return {path.name: publish.sha256_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def measure(bench: convert.Bench, rounds: int) -> tuple[list[list[str]], float]:
+    """Each way in turn, with a unit for each layer and with many small units: rows of a table, and the median of
+    seconds between two units of one worker. Raises RuntimeError where bytes differ.
+    """
+    rows, between = [], []
+    for title, more in (("a unit a layer", ()), (f"units of {SHARDS}", ("--max-shard-size", SHARDS))):
+        runs: dict[str, list[Made]] = {way: [] for way in WAYS}
+        wanted: dict[str, str] = {}
+        for number in range(rounds):
+            for way, workers in WAYS.items():
+                with tempfile.TemporaryDirectory(dir=bench.folder) as folder, executor(Path(folder), workers) as name:
+                    runs[way].append(converted(bench, bench.bf16, name, "--quant-method", "int8", *more))
+                if number == 0:
+                    wanted = wanted or hashes(bench.out)
+                    if hashes(bench.out) != wanted:
+                        raise RuntimeError(f"{way}: other bytes than threads make")
+        alone = statistics.median(run.wall for run in runs["threads"])
+        for way, made in runs.items():
+            walls = sorted(run.wall for run in made)
+            gap = statistics.median(run.between for run in made) if len(WAYS[way]) == 1 else None
+            if gap is not None and more:
+                between.append(gap)
+            wall = f"{statistics.median(walls):.2f} ({walls[0]:.2f} to {walls[-1]:.2f})"
+            figures = [f"{statistics.median(walls) / alone:.2f}", "" if gap is None else f"{1e3 * gap:.0f} ms"]
+            rows.append([title, way, str(len(made[0].units)), wall, *figures])
+            print(*rows[-1], sep=" | ", flush=True)
+    return rows, statistics.median(between)
+
+
+def rates(bench: convert.Bench, rounds: int, shape: Model) -> dict[int, float]:
+    """Bits of the output -> bytes of FP8 per second of one worker with all CPUs, one unit at a time: medians."""
+    found: dict[int, list[float]] = {bits: [] for bits in BITS.values()}
+    for _ in range(rounds):
+        for method, bits in BITS.items():
+            with tempfile.TemporaryDirectory(dir=bench.folder) as folder, executor(Path(folder), (CPUS,)) as name:
+                made = converted(bench, bench.inputs["FP8"], name, "--quant-method", method)
+            found[bits].append(shape.bytes_in * len(made.units) / sum(made.units))
+    return {bits: statistics.median(each) for bits, each in found.items()}
+
+
+def plan_seconds(folder: Path) -> float:
+    """How long the plan of DeepSeek-V3.1 takes, from headers and holes."""
+    large = MODELS[0]
+    tensors, config = models.deepseek(large.layers + 3, large.experts)
+    models.write_model(folder, tensors, config, 163)
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(folder), "-o", f"{folder}-never-made"]
+    return statistics.median(timing.run([*command, "--dry-run"]).wall for _ in range(3))
+
+
+def calculated(hosts: dict[str, Host]) -> list[list[str]]:
+    """Rows of the table for 1 to 64 hosts."""
+    rows = []
+    for model in MODELS:
+        for method, bits in BITS.items():
+            for title, host in hosts.items():
+                for share, bandwidth in SHARED.items():
+                    minutes = scale_hosts.curve(model, bits, host, bandwidth, HOSTS)
+                    most = scale_hosts.limit(model, bits, host, bandwidth)
+                    cells = [f"{m:.0f}" if m >= 10 else f"{m:.1f}" for m in minutes]
+                    rows.append([f"{model.name} to {method}", title, share, *cells, f"{most:.0f}"])
+    return rows
+
+
+def plot(hosts: dict[str, Host]) -> None:
+    """docs/scale.svg: minutes over hosts, with the point from which on the file system is the limit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "scale"
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
+    numbers = range(1, 65)
+    for axes, model in zip(panels, MODELS, strict=True):
+        for (title, host), color in zip(hosts.items(), ("#1f5fa8", "#b5452c"), strict=True):
+            for (share, bandwidth), style in zip(SHARED.items(), (":", "-"), strict=True):
+                minutes = scale_hosts.curve(model, 8, host, bandwidth, numbers)
+                axes.plot(numbers, minutes, style, color=color, label=f"{title}; {share}")
+                most = scale_hosts.limit(model, 8, host, bandwidth)
+                if 1 <= most <= 64:
+                    at = scale_hosts.wall(model, 8, round(most), host, bandwidth) / 60
+                    axes.plot([round(most)], [at], "o", color=color)
+        axes.set(title=f"{model.name} (FP8) to INT8", xlabel="hosts", xscale="log", yscale="log")
+        axes.set_xticks(HOSTS, [str(count) for count in HOSTS])
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(ylabel="minutes, calculated")
+    panels[0].set_yticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+    panels[1].legend(frameon=False, title="host; bandwidth of the file system")
+    figure.savefig(PAGE.with_name("scale.svg"), metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """Create the models, measure, calculate, and show or write what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, help="models are created and kept here; default: a temporary directory")
+    parser.add_argument("--size", choices=convert.SIZES, default="full")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="put tables and plot into docs/")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ktconvert-bench-") as temporary:
+        folder = options.dir or Path(temporary)
+        bench = convert.prepare(folder, options.size, ["FP8"], with_peer=False)
+        layers, experts, _ = convert.SIZES[options.size]
+        print(", ".join(f"{key} {value}" for key, value in timing.machine().items()), flush=True)
+        try:
+            rows, between = measure(bench, options.rounds)
+            shape = Model("measured", convert.HIDDEN, convert.WIDTH, experts, layers)
+            measured = Host(
+                rates(bench, options.rounds, shape), LINK, between, plan_seconds(folder / "deepseek-headers")
+            )
+        finally:
+            bench.clear()
+            shutil.rmtree(folder / "deepseek-headers", ignore_errors=True)
+    faster = {bits: rate * LARGE for bits, rate in measured.rates.items()}
+    hosts = {
+        f"{len(CPUS)} CPUs, measured": measured,
+        f"{LARGE * len(CPUS)} CPUs, assumed": Host(faster, LINK, between, measured.plan),
+    }
+    gb = {method: f"{measured.rates[bits] / 1e9:.2f} GB/s" for method, bits in BITS.items()}
+    inputs = (
+        f"Measured here: {', '.join(f'{rate} of FP8 to {method}' for method, rate in gb.items())} on {len(CPUS)} CPUs, "
+        f"one unit at a time; {1e3 * between:.0f} ms between two units; {measured.plan:.1f} s for the plan of "
+        f"{MODELS[0].name}."
+    )
+    texts = {
+        "measured": pages.table(("units", "who makes them", "number", "wall, s", "x threads", "between two"), rows),
+        "what the formula is fed": inputs,
+        "calculated": pages.table(("", "host", "file system", *map(str, HOSTS), "limit, hosts"), calculated(hosts)),
+    }
+    for name, body in texts.items():
+        print(f"\n{name}\n{body}")
+        if options.write:
+            pages.write(PAGE, name, body)
+    if options.write:
+        plot(hosts)
+
+
+if __name__ == "__main__":
+    main()

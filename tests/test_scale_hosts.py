@@ -1,0 +1,78 @@
+"""What benchmarks/scale.py calculates for many hosts: sizes as the real plan has them, and a formula that makes sense."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def benchmark(name: str) -> ModuleType:
+    """One file of benchmarks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"ktconvert_benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+scale_hosts, models = benchmark("scale_hosts"), benchmark("models")
+MODELS = {model.name: model for model in scale_hosts.MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sizes_are_those_of_the_plan(name: str, tmp_path: Path, cli: Any) -> None:
+    """Of headers and holes with two layers of experts in that model's shape."""
+    model = MODELS[name]
+    tensors, config = models.deepseek(5, model.experts)  # the first three are dense
+    models.write_model(tmp_path / "model", tensors, config, 4)
+    for method, bits in (("int8", 8), ("int4", 4)):
+        asked = ("-i", tmp_path / "model", "-o", tmp_path / "out", "--quant-method", method, "--dry-run", "--json")
+        told = cli("cpu", *asked, "--threadpool-count", scale_hosts.NUMA).stdout.splitlines()
+        [plan] = [event for line in told if (event := json.loads(line))["event"] == "plan"]
+        assert len(plan["units"]) == 2
+        assert (plan["bytes_in"], plan["bytes_out"]) == (2 * model.bytes_in, 2 * model.bytes_out(bits))
+
+
+numbers = st.floats(1e8, 1e12)
+
+
+@given(
+    layers=st.integers(1, 100),
+    rate=numbers,
+    link=numbers,
+    shared=numbers,
+    hosts=st.integers(1, 200),
+    between=st.floats(0, 1),
+)
+def test_no_host_is_faster_than_itself_and_none_slows_the_others_down(
+    layers: int, rate: float, link: float, shared: float, hosts: int, between: float
+) -> None:
+    model = scale_hosts.Model("any", 7168, 2048, 256, layers)
+    host = scale_hosts.Host({8: rate}, link, between, 1.0)
+    one, many, more = (scale_hosts.wall(model, 8, n, host, shared) for n in (1, hosts, 2 * hosts))
+    assert more <= many * (1 + 1e-9) <= one * (1 + 1e-9) ** 2
+    assert many >= one / hosts * (1 - 1e-9)
+    moved = model.layers * (model.bytes_in + model.bytes_out(8))
+    assert many >= moved / shared and one >= max(moved / link, layers * host.seconds(model, 8))
+
+
+def test_below_the_limit_hosts_wait_for_themselves_above_it_for_the_file_system() -> None:
+    model, shared = scale_hosts.Model("any", 7168, 2048, 256, 64), 1e10
+    host = scale_hosts.Host({8: 1e9}, 1e12, 0, 0)
+    most = scale_hosts.limit(model, 8, host, shared)
+    assert 2 < most < 32
+    assert scale_hosts.wall(model, 8, 2, host, shared) == pytest.approx(32 * host.seconds(model, 8))
+    moved = model.layers * (model.bytes_in + model.bytes_out(8))
+    for hosts in (32, 64):
+        assert hosts > most and math.isclose(scale_hosts.wall(model, 8, hosts, host, shared), moved / shared)
