@@ -129,8 +129,8 @@ def measure(bench: convert.Bench, rounds: int) -> tuple[list[list[str]], float]:
         alone = statistics.median(run.wall for run in runs["threads"])
         for way, made in runs.items():
             walls = sorted(run.wall for run in made)
-            gap = statistics.median(run.between for run in made) if len(WAYS[way]) == 1 else None
-            if gap is not None and more:
+            gap = statistics.median(run.between for run in made) if more and len(WAYS[way]) == 1 else None
+            if gap is not None:
                 between.append(gap)
             wall = f"{statistics.median(walls):.2f} ({walls[0]:.2f} to {walls[-1]:.2f})"
             figures = [f"{statistics.median(walls) / alone:.2f}", "" if gap is None else f"{1e3 * gap:.0f} ms"]
