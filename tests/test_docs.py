@@ -220,6 +220,7 @@ SUBJECTS = (
     "an output format",
     "a way to choose codes",
     "a consumer of the walk",
+    "an executor",
     "a runtime method",
     "an instruction set",
     "another architecture",
