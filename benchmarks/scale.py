@@ -89,6 +89,7 @@ def executor(folder: Path, workers: Sequence[Sequence[int]]) -> Iterator[str]:
 def converted(bench: convert.Bench, source: Path, name: str, *more: str) -> Made:
     """Run `ktconvert cpu --json` from a warm cache, with its sync; its output stays until the next one."""
     bench.clear()
+    shutil.rmtree(f"{bench.out}.work", ignore_errors=True)  # left by a run that was cut off
     timing.fill_caches(sorted(source.glob("*.safetensors")))
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(bench.out)]
     command += ["--threadpool-count", str(scale_hosts.NUMA), "--json", "--executor", name, *more]

@@ -3,7 +3,7 @@
 mpiexec -n 9 --map-by ppr:1:node --bind-to none python -m mpi4py.futures with_mpi.py \
     /shared/DeepSeek-V3.1 /shared/DeepSeek-V3.1-INT8 int8
 
-Rank 0 coordinates, the others make units. --bind-to none: else Open MPI gives a rank one CPU.
+Rank 0 coordinates, the others make units. --bind-to none: else Open MPI may bind a rank to one CPU.
 """
 
 import sys
