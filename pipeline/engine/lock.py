@@ -7,6 +7,7 @@ that exist as long as they are held (lockfile.py).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -81,6 +82,8 @@ class Lock:
             if lockfile.read(path) == self.own.line:  # else --force-unlock took it away
                 path.unlink(missing_ok=True)
         for fd in self.fds:
+            with contextlib.suppress(OSError):  # closing is not enough where a process was forked meanwhile
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
         self.files, self.fds = [], []
 
