@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, UsageError, WorkerLostError
+from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
 
 UNIT = {"unit": 1}  # what a worker offers once for each unit that it may make at a time
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
 LOCAL = "local"
 MOST_HERE = 1024
-PATIENCE = 20  # seconds to wait for a scheduler
 
 
 class DaskExecutor(Executor):
@@ -59,6 +61,8 @@ class DaskExecutor(Executor):
 def _explained(error: BaseException) -> BaseException:
     from distributed import KilledWorker
 
+    if isinstance(error, CancelledError):
+        return ConnectionError("Dask's scheduler does not answer any more")
     if not isinstance(error, KilledWorker):
         return error
     return WorkerLostError(
@@ -77,20 +81,21 @@ def connected(where: str, note: Callable[[str], None]) -> Iterator[DaskExecutor]
     """
     if find_spec("distributed") is None:
         raise KtconvertError("`--executor dask:...` needs Dask, not installed here: pip install 'ktconvert[dask]'")
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what happens, we say
     distributed: Any = importlib.import_module("distributed")  # untyped
+    _say_nothing()
     with contextlib.ExitStack() as stack:
         if (count := workers_here(where)) is not None:
-            cluster = distributed.LocalCluster(
-                n_workers=count,
-                threads_per_worker=1,
-                resources=UNIT,
-                memory_limit=None,
-                dashboard_address=None,
-                scheduler_kwargs={"dashboard": False},
-                host="127.0.0.1",
-                silence_logs=logging.CRITICAL,
-            )
+            with _without_ctrl_c():
+                cluster = distributed.LocalCluster(
+                    n_workers=count,
+                    threads_per_worker=1,
+                    resources=UNIT,
+                    memory_limit=None,
+                    dashboard_address=None,
+                    scheduler_kwargs={"dashboard": False},
+                    host="127.0.0.1",
+                    silence_logs=logging.CRITICAL,
+                )
             client = distributed.Client(stack.enter_context(cluster))
         else:
             client = _client(distributed.Client, where)
@@ -99,6 +104,26 @@ def connected(where: str, note: Callable[[str], None]) -> Iterator[DaskExecutor]
         if not offering:
             note(f"no worker offers to make units yet; start one on each host: {START}")
         yield DaskExecutor(client)
+
+
+def _say_nothing() -> None:
+    """Keep Dask's loggers off stderr: what happens, we say. They get their levels when Dask is imported."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in ("distributed", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Threads and processes that are started within, and those that they start, never see Ctrl-C, which a terminal
+    sends to all: this one says what is to happen.
+    """
+    resource_tracker.ensure_running()  # multiprocessing starts it with the first process, and then unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def workers_here(where: str) -> int | None:
@@ -114,15 +139,28 @@ def workers_here(where: str) -> int | None:
 
 
 def _client(connect: Callable[..., Any], where: str) -> Any:
+    address = where if where.startswith(("tcp://", "tls://")) else _address(where)
     try:
-        if where.startswith(("tcp://", "tls://")):
-            return connect(where, timeout=PATIENCE)
-        if not Path(where).expanduser().is_file():
-            raise UsageError(
-                f"--executor dask:{where}: there is no such file; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or "
-                "the file that `dask scheduler --scheduler-file` writes."
-            )
-        return connect(scheduler_file=str(Path(where).expanduser()), timeout=PATIENCE)
-    except (OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+        return connect(address)
+    except (OSError, TimeoutError, ValueError, TypeError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise KtconvertError(f"--executor dask:{where}: no Dask scheduler answers there ({why[0]}).") from error
+
+
+def _address(where: str) -> str:
+    """What a scheduler's file says. Raises UsageError where it is none."""
+    path = Path(where).expanduser()
+    if not path.is_file():
+        raise UsageError(
+            f"--executor dask:{where}: there is no such file; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or "
+            "the file that `dask scheduler --scheduler-file` writes."
+        )
+    try:
+        content = documents.parse(path.read_bytes())
+    except ValueError as error:
+        content = {"": str(error)}
+    if wrong := documents.mismatch(content, {"address": str}):
+        raise UsageError(
+            f"--executor dask:{where}: is not what `dask scheduler --scheduler-file` writes ({wrong}); give its file."
+        )
+    return str(content["address"])
