@@ -163,6 +163,13 @@ def _read(places: Places, prefix: str) -> Iterator[Attempt]:
             yield Attempt(**{key: record[key] for key in RECORD} | {"warnings": tuple(record["warnings"])})
 
 
+def note(event: str, attempt: Attempt) -> dict[str, Any]:
+    """The journal's record of what has become of an attempt: `start`, `failed` or `lost` (noticed now)."""
+    at = {"start": attempt.began, "failed": attempt.ended}.get(event) or round(time.time(), 3)
+    about = {"unit": attempt.unit, "host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
+    return {"event": event, "at": at, **about, **({} if attempt.failure is None else {"why": attempt.failure})}
+
+
 def forget(places: Places, attempt: Attempt) -> None:
     """Remove an attempt that has ended, with what is left of it."""
     publish.remove_tree(places.partial / attempt.name)
@@ -170,16 +177,17 @@ def forget(places: Places, attempt: Attempt) -> None:
 
 
 def sweep(places: Places) -> list[Attempt]:
-    """Remove what is of no use to anyone, in partial/ and attempts/; returns the attempts that are finished, or may
-    live.
+    """Remove what is of no use to anyone, in partial/ and attempts/; returns the attempts that were removed: failed,
+    or their process is gone.
     """
     files, records = list(places.partial.iterdir()), list(places.attempts.iterdir())  # before their records are read
-    kept = []
+    kept, gone = [], []
     for attempt in read(places):
         if attempt.is_whole(places) or (attempt.ended is None and not attempt.is_dead()):
             kept.append(attempt)
         else:
             forget(places, attempt)
+            gone.append(attempt)
     names = {attempt.name for attempt in kept}
     for path in files:
         if path.name not in names:
@@ -187,7 +195,7 @@ def sweep(places: Places) -> list[Attempt]:
     for path in records:
         if path.name.removesuffix(ENDING) not in names and not path.name.startswith("."):  # written just now
             publish.remove_tree(path)
-    return kept
+    return gone
 
 
 # --- last words -----------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ class Crew(Protocol):
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
         """Have a unit made."""
 
-    def take(self, unit: Unit[Any], future: Future[Any]) -> Made:
-        """What came of it; raises what prevented it."""
+    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
+        """What came of it; None: it is to be submitted once more. Raises what prevented it."""
 
     def give_up(self, unit: Unit[Any], future: Future[Any]) -> bool:
         """Take a unit back that nobody makes yet; False where somebody does."""

@@ -124,7 +124,11 @@ def run_units(
                     continue
                 stage, units = flying.pop(future)
                 try:
-                    keep(units[0], crew.take(units[0], future))
+                    made = crew.take(units[0], future)
+                    if made is None:
+                        waiting.appendleft((stage, units))
+                        continue
+                    keep(units[0], made)
                     reporter.unit_done()
                 except BaseException as error:
                     failures.append(error)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-from ktconvert.layouts.errors import KtconvertError, ResourceError
+from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.crew import Made
@@ -15,7 +16,7 @@ from ktconvert.pipeline.engine.places import Places
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.engine.worker import Failure, Reopen, Task, make_unit
+from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
 from ktconvert.pipeline.tell.report import Reporter
 
 Result = TypeVar("Result")
@@ -39,6 +40,7 @@ class Tasks:
         self._run = work.new_token()
         self._units: dict[str, Unit[Any]] = {}
         self._known: dict[str, Attempt] = {}
+        self._again: Counter[str] = Counter()
         self._looked = 0.0
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
@@ -46,25 +48,37 @@ class Tasks:
         self._units[unit.fingerprint] = unit
         output, version = str(self._work.places.output), tool_version()
         task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
-        return self._executor.submit(make_unit, task)
+        try:
+            return self._executor.submit(make_unit, task)
+        except Exception as error:  # an executor that was closed, or is broken
+            broken: Future[Attempt | Failure] = Future()
+            broken.set_exception(error)
+            return broken
 
-    def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made:
-        """What came of it. Raises the worker's failure, and KtconvertError where the executor lost the task."""
-        made = result_of(future, unit.name, f"`ktconvert resume {self._work.places.output}`")
+    def take(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> Made | None:
+        """What came of it; None where workers died that were to make it, perhaps by another unit's fault.
+
+        Raises the worker's failure, and KtconvertError where the executor lost the task.
+        """
+        try:
+            made = result_of(future, unit.name, f"`ktconvert resume {self._work.places.output}`")
+        except WorkerLostError:
+            if future.exception() is not None and self._again[unit.fingerprint] < DEATHS:  # no worker says so
+                self._again[unit.fingerprint] += 1
+                return None
+            self._lose(unit)
+            raise
         self._reporter.advance(unit.bytes_in)
         for text in made.warnings:
             self._reporter.warn(text)
-        self._look()
-        for attempt in attempts.read(self._work.places, unit):
-            if attempt.name != made.name and attempt.ended is None:
-                self._reporter.event("lost", **self._note("lost", attempt))
+        self._lose(unit, made)
         self._reporter.worker(made.worker, None)
         return made_of(self._work.places, made)
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
         """Take a unit back that nobody makes yet."""
         self._look()
-        begun = any(a.fingerprint == unit.fingerprint and a.ended is None for a in self._known.values())
+        begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in self._known.values())
         return not begun and future.cancel()
 
     def watch(self) -> None:
@@ -87,12 +101,19 @@ class Tasks:
                 self._reporter.event("failed", why=attempt.failure, **self._note("failed", attempt))
                 self._reporter.worker(attempt.worker, None)
 
+    def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
+        """Note that the attempts at a unit that have not ended are of no use any more: it was made, or is given up."""
+        self._look()
+        for attempt in attempts.read(self._work.places, unit):
+            if (made is None or attempt.name != made.name) and attempt.run == self._run and attempt.failure is None:
+                self._reporter.event("lost", **self._note("lost", attempt))
+                self._reporter.worker(attempt.worker, None)
+
     def _note(self, event: str, attempt: Attempt) -> dict[str, Any]:
         """Put it into the journal; what is told of it."""
-        about = {"unit": attempt.unit, "host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
-        why = {} if attempt.failure is None else {"why": attempt.failure}
-        self._work.journal.append({"event": event, "at": attempt.ended or attempt.began, **about, **why})
-        return about
+        record = attempts.note(event, attempt)
+        self._work.journal.append(record)
+        return {key: record[key] for key in ("unit", "host", "pid", "attempt")}
 
 
 def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:

@@ -14,6 +14,7 @@ from typing import Any
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine import journal as journals
+from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.places import Places, has_size
 from ktconvert.pipeline.engine.units import Result, Unit
 
@@ -31,8 +32,9 @@ class WorkDir:
         self._lock = lock.acquire(places.root, places.output)
         for folder in (places.partial, places.attempts, places.store):
             folder.mkdir(exist_ok=True)
-        attempts.sweep(places)
+        gone = attempts.sweep(places)
         self.journal = journals.Journal(places.journal)
+        self._note_attempts(gone)
         self.finished = journals.finished(self.journal.records)
 
     def __enter__(self) -> WorkDir:
@@ -41,6 +43,18 @@ class WorkDir:
     def __exit__(self, *_: object) -> None:
         self.journal.close()
         self._lock.release()
+
+    def _note_attempts(self, gone: Iterable[Attempt]) -> None:
+        """Let the journal have what became of attempts after the last process that worked here had died."""
+        noted = {(record.get("event"), record.get("attempt")) for record in self.journal.records}
+        for attempt in attempts.read(self.places):
+            if attempt.result is not None and ("start", attempt.name) not in noted:
+                self.journal.append(attempts.note("start", attempt))
+        for attempt in gone:
+            end = "lost" if attempt.failure is None else "failed"
+            for event in ("start", end):
+                if not {(event, attempt.name), ("lost", attempt.name)} & noted:
+                    self.journal.append(attempts.note(event, attempt))
 
     def save_plan(self, document: dict[str, Any]) -> None:
         """Write plan.json, whole and durable."""
@@ -89,7 +103,12 @@ class WorkDir:
 
     def remove(self) -> None:
         """The output is complete: nothing here is needed any more. The plan goes first, the lock last."""
-        for name in ("plan.json", *sorted(lock.OURS - {"plan.json"})):
+        publish.remove_tree(self.places.plan)
+        for path in (self.places.attempts, self.places.partial):
+            publish.remove_tree(self.places.old)
+            if path.is_dir():  # a worker that was taken for dead may write there: under another name nobody can
+                path.rename(self.places.old)
+        for name in sorted(lock.OURS):
             publish.remove_tree(self.places.root / name)
         self._lock.remove()
         # Another process may wait for the lock; NFS keeps open files until they are closed.

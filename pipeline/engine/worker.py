@@ -4,6 +4,7 @@ under a name of its own attempt. Nothing large travels: a task names a unit, an 
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from ktconvert.layouts import errors
 from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, WorkerLostError
+from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
@@ -82,9 +84,11 @@ def failure_of(error: Exception) -> Failure:
     """An error as it travels, with this host's name."""
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
-    sentence = str(error) if isinstance(error, KtconvertError) else f"{error.filename}: {error.strerror}"  # type: ignore[attr-defined]
+    if isinstance(error, OSError):
+        kind = ResourceError if error.errno in (*publish.FULL, errno.ENOMEM) else KtconvertError
+        error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
     code = getattr(error, "exit_code", KtconvertError.exit_code)
-    return Failure(type(error).__name__, code, f"host {machine.host()}: {sentence}")
+    return Failure(type(error).__name__, code, f"host {machine.host()}: {error}")
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,7 @@ def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, r
             f"{unit.name}: {len(dead)} processes that made it ended or stopped answering, the last one on "
             f"{dead[-1].worker}: {attempts.words_of(places, dead[-1])}."
         )
+    require_unchanged(opened.plan)  # what became shorter would end the process that reads it
     attempt = attempts.begin(places, unit, run)
     try:
         with attempts.last_words(places, attempt):
