@@ -86,7 +86,7 @@ class Cluster:
         nanny   whether a process of its own starts each one, and starts it again when it ends
         env     what they have in their environment beside that of the cluster, such as a PYTHONPATH
         words   further options of `dask worker`
-        prefix  a program that starts them, such as taskset
+        prefix  a program that starts them, such as taskset or nsenter
         """
         for name in names:
             command = ["worker", *WORKER, *self._protocol, "--nanny" if nanny else "--no-nanny", "--name", name]
@@ -133,6 +133,11 @@ class Cluster:
     def alive(self, name: str) -> bool:
         """Whether a process (with a nanny, the nanny) still runs."""
         return self._processes[name].poll() is None
+
+    def wait_until_stopped(self, name: str) -> None:
+        """Until a process has stopped itself (killpoint.c)."""
+        stat = Path(f"/proc/{self.pid(name)}/stat")
+        _wait(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", self, name)
 
     def _start(self, name: str, words: list[str], env: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         assert name not in self._processes, f"there is a {name} already"

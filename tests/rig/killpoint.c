@@ -1,8 +1,10 @@
 /* An LD_PRELOAD shim that kills its process with SIGKILL before the N-th call that changes a directory.
  *
  *   KILLPOINT_ROOT  absolute path without symbolic links; a call counts if a path it changes begins with this text
- *                   (so ROOT, ROOT/x and ROOT.work/x do), or if it syncs the directory that holds ROOT
+ *                   (so ROOT, ROOT/x and ROOT.work/x do), or if it syncs the directory that holds ROOT;
+ *                   several such paths are separated by colons, and syncs are then not counted
  *   KILLPOINT_N     kill before the N-th counted call, from 1; 0 or unset: never
+ *   KILLPOINT_SIGNAL  the number of another signal to send; SIGSTOP stops the process once, there
  *   KILLPOINT_LOG   append "<number>\t<call|kill>\t<name>\t<path>[\t<second path>]" for each counted call, before it
  *                   runs; "kill" is the one that did not run
  *
@@ -84,7 +86,12 @@ static atomic_long counted;
 
 static int under_root(const char *path) {
     const char *root = getenv("KILLPOINT_ROOT");
-    return root && *root && strncmp(path, root, strlen(root)) == 0;
+    while (root && *root) {
+        size_t length = strcspn(root, ":");
+        if (length && strncmp(path, root, length) == 0) return 1;
+        root += length + (root[length] == ':');
+    }
+    return 0;
 }
 
 static int holds_root(const char *path) {
@@ -108,7 +115,13 @@ static void count(const char *name, const char *path, const char *second) {
             raw(SYS_close, fd, 0, 0, 0, 0);
         }
     }
-    while (kill) raw(SYS_kill, raw(SYS_getpid, 0, 0, 0, 0, 0), SIGKILL, 0, 0, 0);
+    if (!kill) return;
+    const char *other = getenv("KILLPOINT_SIGNAL");
+    int signal = other ? atoi(other) : SIGKILL;
+    if (signal != SIGSTOP) {
+        for (;;) raw(SYS_kill, raw(SYS_getpid, 0, 0, 0, 0, 0), signal, 0, 0, 0);
+    }
+    if (number == last) raw(SYS_kill, raw(SYS_getpid, 0, 0, 0, 0, 0), SIGSTOP, 0, 0, 0);
 }
 
 static void on_fd(const char *name, int fd) {

@@ -1,0 +1,270 @@
+"""--executor: every command's bytes are those of threads, whoever makes them; what it cannot take is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.errors import KtconvertError, OutputError
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.plans.commands import plan_request, run
+from ktconvert.pipeline.tell.report import Reporter
+from rig import conversion, forks, stored
+from rig.dask_cluster import Cluster
+
+CASES: dict[str, tuple[str, ...]] = {
+    "cpu": ("cpu", "-i", "SMALL"),
+    "cpu, cut and kept": ("cpu", "-i", "SMALL", "--max-shard-size", "80KB", "--non-experts", "keep"),
+    "cpu, loose": ("cpu", "-i", "SMALL", "--no-merge-safetensor"),
+    "cpu, backward": ("cpu", "-i", "SMALL", "--quant-method", "int8", "--save-backward-weights"),
+    "cpu, mse": ("cpu", "-i", "SMALL", "--scale", "mse"),
+    "gpu": ("gpu", "-i", "SMALL", "--quant-method", "RTN", "--quant-type", "W4A16"),
+    "merge": ("merge", "-i", "LOOSE", "--max-tensors", "9"),
+    "dequantize": ("dequantize", "-i", "FP8"),
+    "resplit": ("resplit", "LOOSE", "OUTPUT", "--threadpool-count", "1"),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, str]:
+    base = tmp_path_factory.mktemp("inputs")
+    small = conversion.checkpoint(base / "small")
+    run(plan_request(request("cpu", small, base / "loose", no_merge_safetensor=True)))
+    fp8 = stored.model(example, base / "fp8", "FP8")
+    return {"SMALL": str(small), "LOOSE": str(base / "loose"), "FP8": str(fp8)}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[forks.Forks]:
+    with forks.Forks([], 2, modules=("distributed",)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
+        yield started.start("a", "b")
+
+
+def request(command: str, source: Path, output: Path, **settings: Any) -> Request:
+    """As `ktconvert cpu` makes it."""
+    known = {
+        "quant_method": "int4",
+        "threadpool_count": 2,
+        "layers": "all",
+        "kept_layers": None,
+        "no_merge_safetensor": False,
+        "save_backward_weights": False,
+        "non_experts": "skip",
+        "max_shard_size": None,
+        "arch_file": None,
+    }
+    return Request(command, str(source), output, known | settings, {"cpuinfer_threads": 2})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bytes_are_those_of_threads(
+    case: str, inputs: dict[str, str], servers: forks.Forks, cluster: Cluster, tmp_path: Path
+) -> None:
+    def make(name: str, *more: str) -> Any:
+        output = str(tmp_path / name / "out")
+        Path(output).parent.mkdir()
+        words = [inputs.get(word, word) for word in CASES[case]]
+        words = [output if word == "OUTPUT" else word for word in words]
+        words += [] if output in words else ["-o", output]
+        done = servers.run([*words, *more], tmp_path / f"{name}.said")
+        assert done.returncode == 0, done.stderr
+        assert conversion.names(tmp_path / name) == ["out"]
+        return conversion.tree(Path(output))
+
+    with ThreadPoolExecutor(2) as pool:
+        wanted = pool.submit(make, "threads")
+        made = make("dask", "--executor", f"dask:{cluster.file}")
+    assert conversion.differing(made, wanted.result()) == []
+
+
+class Events(Reporter):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        super().__init__(verbosity=-2)
+        self.told: list[dict[str, Any]] = []
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.told.append({"event": kind, **fields})
+
+
+@pytest.mark.parametrize("kind", [ProcessPoolExecutor, ThreadPoolExecutor])
+def test_any_executor_of_python(kind: type[Executor], inputs: dict[str, str], tmp_path: Path) -> None:
+    source = Path(inputs["SMALL"])
+    run(plan_request(request("cpu", source, tmp_path / "threads")))
+    events = Events()
+    with kind(2) as executor:  # type: ignore[call-arg]
+        run(plan_request(request("cpu", source, tmp_path / "out")), executor, events)
+    threads = conversion.tree(tmp_path / "threads")
+    assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
+    assert conversion.names(tmp_path) == ["out", "threads"]
+    begun = {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == "start"}
+    ended = {(e["unit"], e["host"], e["pid"], e["attempt"]) for e in events.told if e["event"] == "done"}
+    assert begun == ended
+    assert len(begun) == 3
+
+
+def test_processes_of_an_executor_do_not_keep_the_lock(inputs: dict[str, str], tmp_path: Path) -> None:
+    """They are forked while it is held, and outlive a conversion that has failed."""
+    source = conversion.checkpoint(tmp_path / "source")
+    plan: Plan = plan_request(request("cpu", source, tmp_path / "out"))
+    conversion.edit(source / "model-00001-of-00004.safetensors")
+    with ProcessPoolExecutor(1) as executor:
+        with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors"):
+            run(plan, executor)
+        with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors") as caught:
+            run(plan, executor)
+        assert not isinstance(caught.value, OutputError)
+
+
+@pytest.mark.parametrize("name", ["partial", "attempts"])
+def test_the_end_removes_what_a_worker_still_writes(name: str, tmp_path: Path) -> None:
+    """One that was taken for dead, and was only frozen."""
+    for _ in range(3):
+        work = WorkDir(locate(tmp_path / "out"))
+        folder, ended = work.places.root / name, threading.Event()
+
+        def write(folder: Path = folder, ended: threading.Event = ended) -> None:
+            for number in itertools.count():
+                if ended.is_set():
+                    return
+                with contextlib.suppress(FileNotFoundError):
+                    (folder / str(number)).write_bytes(b"")
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            with work:
+                while len(list(folder.iterdir())) < 100:
+                    pass
+                work.remove()
+        finally:
+            ended.set()
+            writer.join()
+        assert conversion.names(tmp_path) == []
+
+
+class Broken(Executor):
+    """Takes nothing."""
+
+    def submit(self, *_: Any, **__: Any) -> Future[Any]:
+        raise RuntimeError("closed")
+
+
+def test_an_executor_that_takes_nothing_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(KtconvertError, match=r"lost it \(RuntimeError: closed\).*ktconvert resume"):
+        run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Broken())
+
+
+def test_the_journal_has_every_attempt(inputs: dict[str, str], tmp_path: Path) -> None:
+    """From its begin to its end: who, where, when."""
+    records: list[Any] = []
+
+    class Last(Events):
+        def event(self, kind: str, **fields: Any) -> None:
+            super().event(kind, **fields)
+            if kind == "done":
+                records[:] = journal.read(tmp_path / "out.work" / "journal.jsonl")
+
+    with ThreadPoolExecutor(1) as executor:
+        run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), executor, Last())
+    for event in ("start", "done"):
+        those = [r for r in records if r.get("event") == event]
+        assert len(those) == 3
+        assert all({"unit", "host", "pid", "attempt", "at"} <= r.keys() for r in those)
+    begun = {r["attempt"]: r["at"] for r in records if r.get("event") == "start"}
+    assert all(begun[r["attempt"]] <= r["at"] for r in records if r.get("event") == "done")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("nonsense", 2, ("nonsense", "threads, dask")),
+        ("threads:0", 2, ("a number of threads",)),
+        ("threads:many", 2, ("a number of threads",)),
+        ("dask:", 2, ("no such file", "tcp://HOST:PORT")),
+        ("dask:local:0", 2, ("a number of workers",)),
+        ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
+        ("dask:GARBAGE", 2, ("GARBAGE", "is not what `dask scheduler --scheduler-file` writes")),
+        ("dask:LIST", 2, ("LIST", "is not what `dask scheduler --scheduler-file` writes")),
+        ("dask:WITHOUT", 2, ("WITHOUT", "is not what `dask scheduler --scheduler-file` writes")),
+        ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers there")),
+        ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers there")),
+    ],
+)
+def test_what_is_no_executor(
+    name: str, code: int, words: tuple[str, ...], inputs: dict[str, str], servers: forks.Forks, tmp_path: Path
+) -> None:
+    contents = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"type": "Scheduler"})}
+    for file, content in contents.items():
+        (tmp_path / file).write_text(content)
+    place = name.removeprefix("dask:")
+    shown = f"dask:{tmp_path / place}" if place in contents else name
+    done = servers.run(
+        ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown],
+        tmp_path / "said",
+    )
+    conversion.refused(done, code, "--executor", *words)
+    assert not (tmp_path / "o").exists()
+
+
+def test_where_no_scheduler_answers(inputs: dict[str, str], tmp_path: Path) -> None:
+    """It waits as long as Dask's settings say."""
+    words = ("cpu", "-i", inputs["SMALL"], "-o", tmp_path / "o" / "out", "--executor", "dask:tcp://127.0.0.1:1")
+    done = conversion.ktconvert(*words, env={"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "1s"})
+    conversion.refused(done, 1, "--executor dask:tcp://127.0.0.1:1: no Dask scheduler answers there")
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_chain_is_refused_before_anything_else(
+    inputs: dict[str, str], servers: forks.Forks, cluster: Cluster, tmp_path: Path
+) -> None:
+    words = ["gpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--quant-method", "GPTQ"]
+    done = servers.run([*words, "--executor", "dask:tcp://nowhere:1"], tmp_path / "said")
+    conversion.refused(done, 2, "gpu: each layer's calibration needs", "leave out --executor")
+    assert not (tmp_path / "o").exists()
+
+
+# The command line in a process where Dask cannot be imported.
+WITHOUT_DASK = """
+import sys
+sys.modules["dask"] = sys.modules["distributed"] = None
+from ktconvert.pipeline.cli import main
+sys.argv = ["ktconvert", *sys.argv[1:]]
+main()
+"""
+
+
+def test_without_dask_all_else_works(inputs: dict[str, str], tmp_path: Path) -> None:
+    def ktconvert(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WITHOUT_DASK, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+
+    words = ("cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "out"))
+    with ThreadPoolExecutor(2) as pool:
+        refused = pool.submit(ktconvert, *words[:-1], str(tmp_path / "dask"), "--executor", "dask:local")
+        done = ktconvert(*words, "--executor", "threads:1")
+    assert done.returncode == 0, done.stderr
+    conversion.refused(refused.result(), 1, "needs Dask", "pip install 'ktconvert[dask]'")

@@ -1,0 +1,334 @@
+"""What may happen to workers, their scheduler and the coordinator while units are made: the finished output is byte for
+byte that of threads, or there is one sentence, and all can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.pipeline.engine import journal
+from rig import conversion, forks, killpoint, shims
+from rig.dask_cluster import Cluster
+
+Done = subprocess.CompletedProcess[str]
+UNITS = 4
+
+
+@dataclass
+class Setting:
+    """A source, what threads make of it, and coordinators that need not be started."""
+
+    source: Path
+    wanted: Any
+    shim: Path
+    servers: forks.Forks
+    pool: ThreadPoolExecutor
+
+    def begin(self, output: Path, cluster: Cluster, *words: str, env: dict[str, str] | None = None) -> Future[Done]:
+        """A conversion with the cluster's workers, in the background."""
+        return self.pool.submit(self.run, "cpu", "-i", self.source, "-o", output, *at(cluster), *words, env=env)
+
+    def run(self, *words: str | Path, env: dict[str, str] | None = None) -> Done:
+        """The command line to its end."""
+        output = Path(words[words.index("-o") + 1] if "-o" in words else words[1])
+        log = output.parent.parent / f"{output.parent.name}-{time.monotonic_ns()}.said"
+        return self.servers.run(words, log, env)
+
+    def finished(self, done: Done, output: Path) -> None:
+        """The output is that of threads, and nothing lies beside it."""
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        assert conversion.differing(conversion.tree(output), self.wanted) == []
+        assert conversion.names(output.parent) == [output.name]
+
+    def resumed(self, output: Path, *words: str) -> None:
+        """Resume by threads, or with the given words, and compare."""
+        self.finished(self.run("resume", output, *words), output)
+
+    def stopping(self, output: Path, unit: str = "", call: int = 2) -> dict[str, str]:
+        """The environment of a worker that stops in the middle of a unit."""
+        return self.ending(output, signal.SIGSTOP, unit, call)
+
+    def ending(self, output: Path, number: signal.Signals, unit: str = "", call: int = 2) -> dict[str, str]:
+        """The environment of a worker that sends itself a signal in the middle of a unit."""
+        return {
+            "LD_PRELOAD": str(self.shim),
+            "KILLPOINT_ROOT": f"{os.path.realpath(output)}.work/partial/cpu_experts.{unit}",
+            "KILLPOINT_N": str(call),
+            "KILLPOINT_SIGNAL": str(int(number)),
+        }
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    base = tmp_path_factory.mktemp("setting")
+    source = conversion.checkpoint(base / "source", layers=UNITS)
+    done = conversion.ktconvert("cpu", "-i", source, "-o", base / "whole", "-q")
+    assert done.returncode == 0, done.stderr
+    wanted = conversion.tree(base / "whole")
+    with forks.Forks([], 2, modules=("distributed",)) as servers, ThreadPoolExecutor(2) as pool:
+        yield Setting(source, wanted, killpoint.build(base), servers, pool)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    (tmp_path / "o").mkdir()
+    return tmp_path / "o" / "out"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with Cluster(tmp_path / "cluster", ttl=getattr(request, "param", None)) as begun:
+        yield begun
+
+
+def at(cluster: Cluster) -> tuple[str, str]:
+    return "--executor", f"dask:{cluster.file}"
+
+
+def book(output: Path) -> list[dict[str, Any]]:
+    return journal.read(output.with_name(f"{output.name}.work") / "journal.jsonl")
+
+
+def of(records: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    return [record for record in records if record.get("event") == event]
+
+
+def wait(done: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def events(done: Done) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Cluster, output: Path) -> None:
+    cluster.start("a", env={**setting.stopping(output), "KTCONVERT_HOST": "a"})
+    coordinator = setting.begin(output, cluster, "--json")
+    cluster.wait_until_stopped("a")
+    cluster.start("b", env={"KTCONVERT_HOST": "b"})
+    cluster.send("a", signal.SIGKILL)
+    done = coordinator.result()
+    setting.finished(done, output)
+    said = events(done)
+    assert {event["host"] for event in of(said, "done")} == {"b"}
+    [lost] = of(said, "lost")
+    assert (lost["host"], lost["pid"]) == ("a", cluster.pid("a"))
+    begun = {event["attempt"] for event in of(said, "start")}
+    assert begun == {event["attempt"] for kind in ("done", "lost") for event in of(said, kind)}
+    assert len(begun) == UNITS + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["1s"], indirect=True)
+@pytest.mark.parametrize("loose", [False, True], ids=["merged", "loose"])
+def test_a_worker_frozen_until_after_the_end(setting: Setting, cluster: Cluster, output: Path, loose: bool) -> None:
+    words = ("--no-merge-safetensor",) if loose else ()
+    cluster.start("a", env=setting.stopping(output, call=5))
+    coordinator = setting.begin(output, cluster, *words)
+    cluster.wait_until_stopped("a")
+    cluster.start("b")
+    done = coordinator.result()
+    assert done.returncode == 0, done.stderr
+    before = conversion.tree(output.parent)
+    cluster.send("a", signal.SIGCONT)
+    assert cluster.ended("a") == 0
+    assert conversion.tree(output.parent) == before
+    assert conversion.names(output.parent) == ["out"]
+    if not loose:
+        setting.finished(done, output)
+
+
+def test_a_unit_that_ends_its_workers(setting: Setting, cluster: Cluster, output: Path) -> None:
+    """It fails with its name, its host, and what Python said; others are made, though they waited for those workers."""
+    env = {"KTCONVERT_HOST": "mortal"}
+    cluster.start("a", nanny=True, env=env | setting.ending(output, signal.SIGSEGV, "layer-001"))
+    done = setting.begin(output, cluster).result()
+    conversion.refused(done, 1, "cpu_experts.layer-001: 3 processes", "on mortal, process ", "Segmentation fault")
+    records = book(output)
+    assert len(of(records, "done")) == UNITS - 1
+    lost = of(records, "lost")
+    assert [record["unit"] for record in lost] == ["cpu_experts.layer-001"] * 3
+    assert all(record["at"] > start["at"] for record, start in zip(lost, of(records, "start")[1:], strict=False))
+    setting.resumed(output)
+
+
+def test_units_that_end_their_workers_without_a_word_take_no_other_with_them(
+    setting: Setting, cluster: Cluster, output: Path
+) -> None:
+    """Dask gives a task up when four workers have died that were to make it, whether they had begun it or not."""
+    two = setting.ending(output, signal.SIGKILL, "layer-001")
+    two["KILLPOINT_ROOT"] += ":" + two["KILLPOINT_ROOT"].replace("layer-001", "layer-000")
+    cluster.start("a", nanny=True, env=two)
+    done = setting.begin(output, cluster).result()
+    conversion.refused(done, 1, "3 processes that made it ended", "it left no word")
+    assert sorted(record["unit"] for record in of(book(output), "done")) == [
+        "cpu_experts.layer-002",
+        "cpu_experts.layer-003",
+    ]
+    setting.resumed(output)
+
+
+def test_a_source_that_becomes_shorter_under_a_worker(
+    setting: Setting, cluster: Cluster, output: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(setting.source, tmp_path / "source")
+    cluster.start("a", nanny=True, env=setting.stopping(output, call=1))
+    coordinator = setting.pool.submit(setting.run, "cpu", "-i", source, "-o", output, *at(cluster))
+    cluster.wait_until_stopped("a")
+    for path in source.glob("*.safetensors"):
+        os.truncate(path, 8192)
+    cluster.send("a", signal.SIGCONT)
+    conversion.refused(coordinator.result(), 5, "safetensors", "host ")
+
+
+def test_a_disk_that_is_full_for_a_worker(setting: Setting, cluster: Cluster, output: Path, tmp_path: Path) -> None:
+    full = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
+    env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": "9", "LD_PRELOAD": str(full), "KTCONVERT_HOST": "tiny"}
+    cluster.start("a", env=env)
+    done = setting.begin(output, cluster).result()
+    conversion.refused(done, 4, "host tiny: ", "No space left on device", "ktconvert resume")
+    assert of(book(output), "failed")[0]["host"] == "tiny"
+    assert conversion.names(output.with_name("out.work") / "partial") == []
+    setting.resumed(output)
+
+
+# ---- the coordinator and the scheduler -------------------------------------------------------------------------------
+
+
+def killed_coordinator(setting: Setting, cluster: Cluster, output: Path) -> None:
+    """Two workers in the middle of a unit, whose coordinator is killed, finish these."""
+    cluster.start("a", "b", env=setting.stopping(output))
+    command = [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), *at(cluster)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    cluster.wait_until_stopped("a")
+    cluster.wait_until_stopped("b")
+    process.kill()
+    process.wait()
+    for name in ("a", "b"):
+        cluster.send(name, signal.SIGCONT)
+    records = output.with_name("out.work") / "attempts"
+    wait(lambda: sum(b'"result": null' not in path.read_bytes() for path in records.glob("cpu*.json")) == 2)
+
+
+def test_a_killed_coordinator_and_one_on_another_host(setting: Setting, cluster: Cluster, output: Path) -> None:
+    """What workers finished meanwhile is adopted, by an executor and by threads."""
+    killed_coordinator(setting, cluster, output)
+    other = output.parent.parent / "p" / "out"
+    other.parent.mkdir()
+    shutil.copytree(output.with_name("out.work"), other.with_name("out.work"))
+    made = {path.stem for path in output.with_name("out.work").glob("attempts/cpu*.json")}
+    again = [
+        setting.pool.submit(setting.run, "resume", output, *at(cluster), "--json", env={"KTCONVERT_HOST": "elsewhere"}),
+        setting.pool.submit(setting.run, "resume", other, "--json", env={"KTCONVERT_HOST": "elsewhere"}),
+    ]
+    for done, place in zip([future.result() for future in again], (output, other), strict=True):
+        setting.finished(done, place)
+        said = events(done)
+        assert {event.get("attempt") for event in of(said, "done")} >= made
+        assert len(of(said, "start")) == UNITS - 2
+        [note] = [event for event in of(said, "note") if "died" in event["text"]]
+        assert f"2 of {UNITS} units are finished" in note["text"]
+
+
+def test_two_coordinators(setting: Setting, cluster: Cluster, output: Path) -> None:
+    cluster.start("a", env=setting.stopping(output))
+    first = setting.begin(output, cluster)
+    cluster.wait_until_stopped("a")
+    conversion.refused(setting.begin(output, cluster).result(), 7, f"{output}: process ", "is converting into it")
+    cluster.send("a", signal.SIGCONT)
+    setting.finished(first.result(), output)
+
+
+def test_a_killed_scheduler(setting: Setting, cluster: Cluster, output: Path) -> None:
+    cluster.start("a", "b", env=setting.stopping(output))
+    coordinator = setting.begin(output, cluster)
+    cluster.wait_until_stopped("a")
+    cluster.wait_until_stopped("b")
+    cluster.send("scheduler", signal.SIGKILL)
+    for name in ("a", "b"):
+        cluster.send(name, signal.SIGCONT)
+    conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
+    setting.resumed(output)
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+# Files of units in partial/ are made slowly, so that one can be interrupted.
+SLOW = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+int posix_fallocate64(int fd, long at, long size) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    path[n > 0 ? n : 0] = 0;
+    if (strstr(path, "/partial/cpu_experts")) sleep(2);
+    return ((int (*)(int, long, long))dlsym(RTLD_NEXT, "posix_fallocate64"))(fd, at, size);
+}
+int posix_fallocate(int fd, long at, long size) { return posix_fallocate64(fd, at, size); }
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, times: int) -> None:
+    """It goes to all processes that were started there, those of dask:local, too."""
+    slow = shims.build(tmp_path, "slow", SLOW)
+    process = subprocess.Popen(
+        [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), "--executor", "dask:local:2"],
+        env={**os.environ, "LD_PRELOAD": str(slow)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    work = output.with_name("out.work")
+    wait(lambda: len(list(work.glob("partial/cpu_experts.*"))) == 2)
+    assert process.stderr is not None
+    said = ""
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)
+        for line in process.stderr:
+            said += line
+            if "finishing" in line:
+                break
+    stderr = said + process.communicate(timeout=conversion.TIMEOUT)[1]
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert ("stopped at once" in stderr) == (times == 2), stderr
+    wait(lambda: not alive(process.pid))
+    units = len(of(book(output), "done"))
+    assert units == (2 if times == 1 else 0), stderr
+    setting.resumed(output)
+
+
+def alive(session: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,137 @@
+"""Workers on hosts that are not what they should be: one sentence with the host's name, before anything is made; and
+clusters that let in only who holds a certificate, or have no worker for units."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import conversion, forks
+from rig.dask_cluster import Cluster, certificates, other_version
+
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("source") / "source", layers=2, experts=1)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[forks.Forks]:
+    with forks.Forks([], 2, modules=("distributed",)) as started:
+        yield started
+
+
+def cpu(servers: forks.Forks, source: Path, output: Path, executor: str, env: dict[str, str] | None = None) -> Done:
+    log = output.with_name(f"{output.name}.said")
+    return servers.run(["cpu", "-i", source, "-o", output, "--executor", executor], log, env)
+
+
+def test_a_worker_with_another_version(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    from ktconvert.pipeline import __version__
+
+    with Cluster(tmp_path / "cluster") as cluster:
+        cluster.start("old", env={**other_version(tmp_path / "old", "0.0.1"), "KTCONVERT_HOST": "museum"})
+        done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    words = ("host museum: ktconvert 0.0.1 is installed here", f"{__version__} where the command runs")
+    conversion.refused(done, 7, *words)
+
+
+def other_header(copy: Path) -> None:
+    shutil.rmtree(copy)
+    conversion.checkpoint(copy, layers=2, experts=2)
+
+
+def other_time(copy: Path) -> None:
+    path = copy / "model-00001-of-00003.safetensors"
+    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 10**9))
+
+
+ELSEWHERE = {
+    "no source": (5, ("source", "host elsewhere")),
+    "other header": (5, ("model-00001-of-00003.safetensors had", "is not the input that")),
+    "other time": (5, ("model-00001-of-00003.safetensors was modified", "is not the input that")),
+    "no output": (7, ("out.work: cannot be read here", "every host needs the file system of --output")),
+    "other output": (7, ("out.work: is not the folder of this conversion", "every host needs the file system")),
+}
+
+
+def test_a_host_that_sees_other_files(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    """It has a mount namespace of its own, where something else lies at the paths of the input or the output."""
+    with conversion.Mounts() as mounts, Cluster(tmp_path / "cluster") as cluster:
+        if mounts.refusal:
+            pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
+        places = {name: tmp_path / name.replace(" ", "-") for name in ELSEWHERE}
+        for name, place in places.items():
+            (place / "seen").mkdir(parents=True)
+            shutil.copytree(source, place / "source")  # copies keep their times of change
+            shutil.copytree(source, place / "copy")
+            match name:
+                case "no source":
+                    mounts.mount("-t", "tmpfs", "tmpfs", place / "source")
+                case "other header":
+                    other_header(place / "copy")
+                    mounts.mount("--bind", place / "copy", place / "source")
+                case "other time":
+                    other_time(place / "copy")
+                    mounts.mount("--bind", place / "copy", place / "source")
+                case "no output":
+                    mounts.mount("-t", "tmpfs", "tmpfs", place / "seen")
+                case "other output":
+                    work = place / "copy" / "out.work"
+                    work.mkdir()
+                    (work / "token").write_text("another")
+                    mounts.mount("--bind", place / "copy", place / "seen")
+        cluster.start("elsewhere", prefix=mounts.prefix, env={"KTCONVERT_HOST": "elsewhere"})
+
+        def convert(name: str) -> Any:
+            return cpu(servers, places[name] / "source", places[name] / "seen" / "out", f"dask:{cluster.file}")
+
+        with ThreadPoolExecutor(2) as pool:
+            for name, done in zip(ELSEWHERE, pool.map(convert, ELSEWHERE), strict=True):
+                code, words = ELSEWHERE[name]
+                conversion.refused(done, code, "host elsewhere: ", *words)
+                assert not (places[name] / "seen" / "out").exists()
+        done = servers.run(["resume", places["other time"] / "seen" / "out"], tmp_path / "resumed.said")
+        assert done.returncode == 0, done.stderr
+
+
+def test_no_worker_that_makes_units(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    """It waits for one, and says what is missing."""
+    said = tmp_path / "out.said"
+    with Cluster(tmp_path / "cluster") as cluster, ThreadPoolExecutor(1) as pool:
+        cluster.start("other", words=("--resources", "GPU=1"))
+        coordinator = pool.submit(cpu, servers, source, tmp_path / "out", f"dask:{cluster.file}")
+        pause = threading.Event()
+        while "no worker offers to make units yet; start one on each host: dask worker" not in (
+            said.read_text() if said.exists() else ""
+        ):
+            assert not coordinator.done()
+            pause.wait(0.02)
+        cluster.start("late")
+        done = coordinator.result()
+    assert done.returncode == 0, done.stderr
+
+
+def test_certificates(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    """Dask's own settings: whoever has them is let in."""
+    with Cluster(tmp_path / "cluster", tls=certificates(tmp_path / "tls")) as cluster, ThreadPoolExecutor(2) as pool:
+        cluster.start("a")
+        assert cluster.address.startswith("tls://")
+        stranger = pool.submit(cpu, servers, source, tmp_path / "stranger", f"dask:{cluster.address}")
+        # Dask reads its settings when it is imported, which a server has done before.
+        holder = conversion.ktconvert(
+            *("cpu", "-i", source, "-o", tmp_path / "out", "--executor", f"dask:{cluster.address}"), env=cluster.env
+        )
+        assert holder.returncode == 0, holder.stderr
+        conversion.refused(stranger.result(), 1, "--executor dask:tls://", "no Dask scheduler answers there")
+    assert not (tmp_path / "stranger.work").exists()
