@@ -18,6 +18,7 @@ PREFIXES = (
     "backbone.",
     "language.model.",
     "thinker.model.",
+    "model.llm.",
 )
 
 # Config keys: the first that exists counts; a dot goes into a nested object.
@@ -106,6 +107,7 @@ ACTIVATIONS = {
     "relu": "relu(gate) * up",
     "swiglu_oai": "gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped",
     "swiglu_limit": "silu(gate) * up with gate and up clamped to a limit",
+    "swiglu_softcap": "softcap(gate) * sigmoid(gate) * softcap(up)",
 }
 
 
@@ -127,6 +129,10 @@ SPARSE = (_separate("block_sparse_moe.", *W132), _fused("block_sparse_moe."), *M
 FEED_FORWARD = (_separate("feed_forward."), _fused("feed_forward."))
 FEED_FORWARD_W = (_separate("feed_forward.", *W132), _fused("feed_forward."))
 LINEARS = ("input_linear.weight", "output_linear.weight")
+GRANITE = (_fused("block_sparse_moe.", *LINEARS),)
+JETMOE = (_fused("mlp.", *LINEARS),)
+ARIA = (_fused("mlp.", "experts.fc1.weight", "experts.fc2.weight"),)
+INKLING = (_fused("mlp.", "experts.w13_weight", "experts.w2_weight", interleaved=True),)
 FFN_W = (_separate("ffn.", *W132),)
 BARE = (_separate(""), _fused(""))
 BARE_W = (_separate("", *W132),)
@@ -274,16 +280,11 @@ ARCHS = (
     Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP),
     Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM", "gguf:afmoe"), MLP),
     Arch("Laguna", ("laguna", "LagunaForCausalLM"), MLP),
-    Arch(
-        "Granite 3 MoE, 4 H",
-        ("granitemoe", "granitemoeshared", "granitemoehybrid"),
-        (_fused("block_sparse_moe.", *LINEARS),),
-        width=DENSE_WIDTH,
-    ),
-    Arch(
-        "Aria", ("aria", "aria_text"), (_fused("mlp.", "experts.fc1.weight", "experts.fc2.weight"),), width=DENSE_WIDTH
-    ),
-    Arch("JetMoE", ("jetmoe", "JetMoeForCausalLM"), (_fused("mlp.", *LINEARS),), width=DENSE_WIDTH),
+    Arch("Granite 3 MoE, 4 H", ("granitemoe", "granitemoeshared", "granitemoehybrid"), GRANITE, width=DENSE_WIDTH),
+    Arch("Aria", ("aria", "aria_text"), ARIA, width=DENSE_WIDTH),
+    Arch("JetMoE", ("jetmoe", "JetMoeForCausalLM"), JETMOE, width=DENSE_WIDTH),
+    Arch("Inkling", ("inkling_mm_model", "InklingForConditionalGeneration"), INKLING, width=DENSE_WIDTH),
+    Arch("Inkling 2", ("inkling2", "inkling2_text"), INKLING, activation="swiglu_softcap"),
     Arch(
         "Grok-1, Grok-2",
         ("Grok1ForCausalLM", "gguf:grok"),

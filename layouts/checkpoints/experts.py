@@ -257,7 +257,8 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
     styles: dict[Style, str] = {}
     for arch in archs:
         for style in arch.stored if arch.refusal is None else ():
-            styles.setdefault(style, f"those of {arch.name}")
+            if not (isinstance(style, Fused) and style.interleaved):  # which no shape tells from gate, then up
+                styles.setdefault(style, f"those of {arch.name}")
     styles |= dict.fromkeys(GGUF_STYLES, "in any GGUF")
     seen = scan(source.tensors, styles)
     hits = list(dict.fromkeys(layer.style for layer in seen.layers.values()))
