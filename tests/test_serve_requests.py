@@ -19,6 +19,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
+schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
 
 CONTEXT = 1024  # of the bundled model
 SAID = [{"role": "user", "content": "import os"}]
@@ -91,6 +92,9 @@ REFUSED: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(logit_bias={"a": 1}), "logit_bias"),
     (CHAT, chat(logit_bias={"99999": 1}), "logit_bias"),
     (CHAT, chat(logit_bias={"1": 101}), None),
+    (CHAT, chat(logit_bias={str(n): 1 for n in range(1025)}), "logit_bias"),
+    (CHAT, chat(metadata={str(n): "a" for n in range(17)}), "metadata"),
+    (CHAT, chat(messages=[*SAID, {"role": "user", "content": "a", "colour": "red"}]), "messages[1].colour"),
     (CHAT, chat(n=2), "n"),
     (CHAT, chat(logprobs=True), "logprobs"),
     (CHAT, chat(top_logprobs=2), "top_logprobs"),
@@ -172,6 +176,9 @@ def test_beyond_the_context(server: Served, path: str, body: dict[str, Any]) -> 
     error = post(server, path, long).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert f" {CONTEXT}," in error["message"] and any(int(n) > CONTEXT for n in re.findall(r"\d+", error["message"]))
+    longer = json.loads(json.dumps(long).replace(r"import os\n", r"import os\n" * 30))
+    error = post(server, path, longer).json()["error"]  # of which no more is read than is needed to say so
+    assert f" more than {2 * CONTEXT} " in error["message"] and error["code"] == "context_length_exceeded"
     full = {"messages": [{"role": "user", "content": "import os\n" * 300}]} if path == CHAT else {"prompt": [5] * 1000}
     usage = post(server, path, {**full, "max_tokens": 1_000_000, "temperature": 0}).json()["usage"]
     assert usage["total_tokens"] <= CONTEXT and usage["completion_tokens"] <= CONTEXT - usage["prompt_tokens"]
@@ -290,7 +297,9 @@ def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str
 
     ids = [[5, 900, 17, 300, 44], [9, 8]]
     name = client.models.list().data[0].id
+    server.passes.clear()
     answer = client.completions.create(model=name, prompt=ids, logprobs=3, echo=True, temperature=0, **more)
+    assert len(server.passes) == len(ids) * (1 if more["max_tokens"] < 2 else 1 + more["max_tokens"])
     alone = client.completions.create(model=name, prompt=ids, logprobs=3, temperature=0, **{**more, "max_tokens": 6})
     for prompt, choice, new in zip(ids, answer.choices, alone.choices, strict=True):
         with torch.inference_mode():
@@ -316,6 +325,13 @@ def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str
         assert all(greedy[len(prompt) - 1 :])
         assert new.logprobs.token_logprobs == pytest.approx(wanted[len(prompt) - 1 :], abs=0.05)
         assert choice.text.startswith("".join(told.tokens[:1])) and new.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", [schemas.Chat, schemas.Completion, schemas.Responses])
+def test_every_parameter_is_in_the_table(kind: Any) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "SERVING.md").read_text()
+    table = page.partition("## Parameters\n")[2].partition("\n## ")[0]
+    assert [name for name in kind.model_fields if f"`{name}`" not in table] == []
 
 
 KEY = "sk-0123456789"

@@ -11,6 +11,9 @@ from pydantic_core import PydanticCustomError
 MOST_PROMPTS = 256  # of one request
 MOST_STOPS = 16  # of one request, each of at most LONGEST_STOP characters
 LONGEST_STOP = 256
+MOST_BIASES = 1024
+MOST_METADATA = 16  # as in OpenAI's API
+UNKNOWN = "unknown"  # the type of the error that names a parameter
 
 
 def fault(message: str) -> PydanticCustomError:
@@ -24,6 +27,17 @@ def only(*values: Any, why: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         if value is not None and not any(type(value) is type(v) and value == v for v in values):
             raise fault(why)
+        return value
+
+    return BeforeValidator(check)
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Of an object with so many entries; no more are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise fault(f"may have at most {count} entries, this one has {len(value)}")
         return value
 
     return BeforeValidator(check)
@@ -79,16 +93,25 @@ def json_object(value: Any) -> Any:
     return value
 
 
+FIRST = Field(fail_fast=True)
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Nothing = Annotated[Any, only(why="this server cannot read it; leave it out")]
 
 
 class Strict(BaseModel):
-    """No guessing at types: "5" and true are no numbers."""
+    """No guessing at types: "5" and true are no numbers. The first fault is told, others are not looked for."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        if isinstance(value, dict) and (unknown := next((name for name in value if name not in cls.model_fields), "")):
+            raise PydanticCustomError(UNKNOWN, "{name}", {"name": unknown})
+        return value
 
 
 class Part(Strict):
@@ -120,8 +143,8 @@ class Message(Strict):
     """One message of a chat. What clients send back of an answer of ours is accepted with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], BeforeValidator(parts)] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: Annotated[list[Part], FIRST, BeforeValidator(parts)] | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -163,7 +186,7 @@ class Item(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["message", "function_call", "function_call_output", "reasoning", "input_text"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Annotated[list[Part], BeforeValidator(parts)] | None = None
+    content: Annotated[list[Part], FIRST, BeforeValidator(parts)] | None = None
     text: str | None = None
     call_id: str | None = None
     name: str | None = None

@@ -205,7 +205,7 @@ class Front:
         await self._hand_on(call, body, name, _asked(request, ids), answer.send)
         whole = answer.json()
         if request.echo:
-            said = prompt if isinstance(prompt, str) else self.served.tokenizer.decode(ids)
+            said = prompt if isinstance(prompt, str) else await self.served.apart(self.served.tokenizer.decode, ids)
             whole["choices"][0]["text"] = said + whole["choices"][0]["text"]
         return whole
 

@@ -13,7 +13,12 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ktconvert.pipeline.models.serving.errors import Refused
 from ktconvert.pipeline.models.serving.fields import (
+    FIRST,
+    MOST_BIASES,
+    MOST_METADATA,
     MOST_STOPS,
+    UNKNOWN,
+    Bias,
     FlatTool,
     Item,
     Message,
@@ -21,6 +26,7 @@ from ktconvert.pipeline.models.serving.fields import (
     Stop,
     Strict,
     Tool,
+    at_most,
     fault,
     items,
     only,
@@ -30,7 +36,7 @@ from ktconvert.pipeline.models.serving.fields import (
 
 INT64 = 1 << 63
 # What pydantic's types of errors are called here; others keep its words.
-WORDS = {"extra_forbidden": "is no parameter that this server honours; leave it out", "missing": "is missing"}
+WORDS = {UNKNOWN: "is no parameter that this server honours; leave it out", "missing": "is missing"}
 
 
 class Request(Strict):
@@ -50,7 +56,7 @@ class Request(Strict):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], at_most(MOST_METADATA)] | None = None
 
 
 class StreamOptions(Strict):
@@ -64,10 +70,10 @@ class Generation(Request):
     """What chats and completions share."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[list[Stop], BeforeValidator(texts), Field(max_length=MOST_STOPS)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), BeforeValidator(texts)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], at_most(MOST_BIASES)] | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[Any, only(1, why="one answer is given for each request; send the request again for another")] = None
 
@@ -81,9 +87,9 @@ class Generation(Request):
 class Chat(Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FIRST] | None = None
     tool_choice: Annotated[Any, only("auto", "none", why="only auto and none are honoured")] = None
     parallel_tool_calls: Annotated[Any, only(True, why="cannot be forbidden; leave it out")] = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -117,10 +123,10 @@ class Completion(Generation):
 class Responses(Request):
     """POST /v1/responses."""
 
-    input: Annotated[list[Item], BeforeValidator(items), Field(min_length=1)]
+    input: Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(items)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[FlatTool] | None = None
+    tools: Annotated[list[FlatTool], FIRST] | None = None
     tool_choice: Annotated[Any, only("auto", "none", why="only auto and none are honoured")] = None
     parallel_tool_calls: Annotated[Any, only(True, why="cannot be forbidden; leave it out")] = None
     text: Annotated[Any, only({"format": {"type": "text"}}, why="only text is given: a form cannot be enforced")] = None
@@ -146,7 +152,8 @@ def read(kind: type[Any], body: Any) -> Any:
         return kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    names = [*first["loc"], *([first["msg"]] if first["type"] == UNKNOWN else [])]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
     what = WORDS.get(first["type"]) or re.sub(r"^\w+ should", "has to", first["msg"])
     if not path:  # of parameters that do not go together
         path, _, what = what.partition(": ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.pipeline.models.serving.errors import Refused
@@ -11,79 +12,125 @@ from ktconvert.pipeline.models.serving.served import Served
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
+# What a generation_config may say where the next token is the likeliest one.
+PLAIN = {
+    "_from_model_config",
+    "bos_token_id",
+    "do_sample",
+    "eos_token_id",
+    "max_new_tokens",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+}
+
+
+@dataclass
+class Scores:
+    """Of each token of `ids` but the first: the logarithm of its probability, and the likeliest tokens with theirs."""
+
+    ids: list[int]
+    own: list[float]
+    likeliest: list[list[tuple[int, float]]]
 
 
 async def completion(
     served: Served, generator: Any, request: Any, ids: list[int], config: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """One prompt's answer: what is generated after `ids`, if anything, then all of it read once more.
+    """One prompt's answer: what is generated after `ids`, if anything, then all of it read once more. The one likeliest
+    token, for which lm-eval asks, comes of the same pass.
 
     Raises Refused for a text so long that its logits would not fit.
     """
     import torch
     import transformers
 
-    from ktconvert.pipeline.models.serving.turns import Ended
-
+    count, wanted = config["max_new_tokens"], request.logprobs is not None
     most = MOST // served.vocabulary
-    if request.logprobs is not None and len(ids) + config["max_new_tokens"] > most:
+    if wanted and len(ids) + count > most:
         raise Refused(400, f"logprobs: of at most {most} tokens of prompt and answer with this model", "logprobs")
+    one_more = wanted and count == 1 and config.keys() <= PLAIN and not config.get("do_sample")
     settings: Any = transformers.GenerationConfig
     text, new = "", list[int]()
-    finish = "length"
-    if config["max_new_tokens"]:
+    if count and not one_more:
         read = torch.tensor([ids], device=served.model.device)
         inputs = {"input_ids": read, "attention_mask": torch.ones_like(read)}
         text, _, new = await generator.generate_non_streaming(
             served.model, served.processor, inputs, settings(**config), request_id=name
         )
-        finish = "length" if len(new) >= config["max_new_tokens"] else "stop"
-    shown = 0 if request.echo else len(ids)
     logprobs = None
-    if request.logprobs is not None:
-        work = generator.submit(generator.wanted(), lambda: score(served, [*ids, *new], shown, request.logprobs))
-        try:
-            logprobs = await asyncio.wrap_future(work)
-        except Ended:
-            raise Refused(503, "the server is ending") from None
+    if wanted:
+        scores = await _scores(served, generator, [*ids, *new], request.logprobs, one_more)
+        logprobs = await served.apart(_told, served.tokenizer, scores, 0 if request.echo else len(ids))
+        if one_more:
+            new = scores.ids[len(ids) :]
+            text = await served.apart(served.tokenizer.decode, new, skip_special_tokens=True)
     if request.echo:
-        text = served.tokenizer.decode(ids) + text
+        text = await served.apart(served.tokenizer.decode, ids) + text
+    finish = "length" if len(new) >= count else "stop"
     choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
     whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": served.name}
     return {**whole, "choices": [choice], "usage": usage}
 
 
-def score(served: Served, ids: list[int], first: int, top: int) -> dict[str, Any]:
-    """OpenAI's `logprobs` of the tokens from `first` on, each given all before it; the text's first token has none.
+async def _scores(served: Served, generator: Any, ids: list[int], top: int, one_more: bool) -> Scores:
+    """`score`, in the client's turn."""
+    from ktconvert.pipeline.models.serving.turns import Ended
 
-    top: how many of the likeliest tokens are listed at each position
+    try:
+        return await asyncio.wrap_future(
+            generator.submit(generator.wanted(), lambda: score(served.model, ids, top, one_more))
+        )
+    except Ended:
+        raise Refused(503, "the server is ending") from None
+
+
+def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Scores:
+    """Read these tokens in one pass.
+
+    top: how many of the likeliest tokens are listed at each position; one_more: add the likeliest token after them
     """
     import torch
 
+    scores = Scores([*ids], [], [])
     with torch.inference_mode():
-        logits = served.model(input_ids=torch.tensor([ids], device=served.model.device), use_cache=False).logits[0]
-        own: list[float | None] = [None]
-        likeliest: list[dict[str, float] | None] = [None]
-        for begin in range(0, len(ids) - 1, ROWS):
-            rows = logits[begin : min(begin + ROWS, len(ids) - 1)].float().log_softmax(-1)
-            came = torch.tensor(ids[begin + 1 : begin + 1 + len(rows)], device=rows.device)
-            own += rows.gather(-1, came[:, None])[:, 0].tolist()
+        logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+        if one_more:
+            scores.ids.append(int(logits[-1].argmax()))
+        positions = len(scores.ids) - 1
+        for begin in range(0, positions, ROWS):
+            rows = logits[begin : min(begin + ROWS, positions)].float().log_softmax(-1)
+            came = torch.tensor(scores.ids[begin + 1 : begin + 1 + len(rows)], device=rows.device)
+            scores.own += rows.gather(-1, came[:, None])[:, 0].tolist()
             values, tokens = rows.topk(min(top, rows.shape[-1]))
-            for row, names in zip(values.tolist(), tokens.tolist(), strict=True):
-                likeliest.append({_name(served, token): value for token, value in zip(names, row, strict=True)})
-    words = [_name(served, token) for token in ids[first:]]
+            pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+            scores.likeliest += [list(zip(names, row, strict=True)) for names, row in pairs]
+    return scores
+
+
+def _told(tokenizer: Any, scores: Scores, first: int) -> dict[str, Any]:
+    """OpenAI's `logprobs` of the tokens from `first` on; of a text's first token there is none."""
+    words = [_name(tokenizer, token) for token in scores.ids[first:]]
     offsets, at = [], 0
     for word in words:
         offsets.append(at)
         at += len(word)
-    return {"tokens": words, "token_logprobs": own[first:], "top_logprobs": likeliest[first:], "text_offset": offsets}
+    likeliest = [{_name(tokenizer, token): value for token, value in pairs} for pairs in scores.likeliest]
+    return {
+        "tokens": words,
+        "token_logprobs": [None, *scores.own][first:],
+        "top_logprobs": [None, *likeliest][first:],
+        "text_offset": offsets,
+    }
 
 
-def _name(served: Served, token: int) -> str:
+def _name(tokenizer: Any, token: int) -> str:
     """A token's text; of one that is a part of a character, its name in the vocabulary, since such texts are alike."""
-    text: str = served.tokenizer.decode([token])
+    text: str = tokenizer.decode([token])
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text
-    name: str = served.tokenizer.convert_ids_to_tokens(token)
+    name: str = tokenizer.convert_ids_to_tokens(token)
     return name

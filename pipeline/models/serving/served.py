@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import json
 import re
@@ -17,6 +18,8 @@ from ktconvert.pipeline.models.serving.schemas import Completion, Generation, Re
 LONGEST = "max_position_embeddings"
 UNSAID = 32768  # tokens of context, of a model that names no length
 SMALLEST = 0.01  # of temperatures that are not 0: below it, logits divided by it overflow
+PIECE = 1 << 16  # characters of a long text that become tokens at once, while it is not known whether it is too long
+LONG = 4 * PIECE  # characters of a text that is looked at in this way
 ANSWER = 1024  # tokens, where a request names no number; transformers' server has it too
 
 
@@ -71,7 +74,8 @@ class Served:
 
     async def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            ids = (await self._apart(self.tokenizer, prompt))["input_ids"]
+            await self._check_length(prompt, "prompt")
+            ids = (await self.apart(self.tokenizer, prompt))["input_ids"]
             if not ids:
                 raise Refused(400, "prompt: holds no token; give some text", "prompt")
             return list(ids)
@@ -91,16 +95,13 @@ class Served:
 
         self._check_template(tools, settings or {})
         kind = Modality.LLM if self.tokenizer is self.processor else Modality.VLM
+        said = BaseHandler.get_processor_inputs_from_messages(messages, kind)
+        write = functools.partial(
+            self.processor.apply_chat_template, said, tools=tools, add_generation_prompt=True, **(settings or {})
+        )
         try:
-            inputs = await self._apart(
-                self.processor.apply_chat_template,
-                BaseHandler.get_processor_inputs_from_messages(messages, kind),
-                tools=tools,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **(settings or {}),
-            )
+            await self._check_length(await self.apart(write, tokenize=False), param)
+            inputs = await self.apart(write, tokenize=True, return_dict=True)
         except (TemplateError, TypeError, ValueError) as error:
             raise Refused(400, f"{param}: the model's chat template refuses this: {error}", param) from error
         ids = inputs["input_ids"]
@@ -120,15 +121,29 @@ class Served:
                 where = f"chat_template_kwargs.{name}"
                 raise Refused(400, f"{where}: has to be a string, a number, true or false", where)
 
-    async def _apart(self, work: Any, *arguments: Any, **settings: Any) -> Any:
-        """In a thread, one at a time: other requests go on while a long text becomes tokens."""
+    async def _check_length(self, text: str, param: str) -> None:
+        """Raises Refused for a text of more than twice the context, before all of it is tokens: they take 200 bytes
+        each.
+        """
+        most = 2 * self.context
+        pieces = (text[begin : begin + PIECE] for begin in range(0, len(text), PIECE))
+
+        def is_too_long() -> bool:
+            count = 0
+            return any((count := count + len(self.tokenizer(piece)["input_ids"])) > most for piece in pieces)
+
+        if len(text) > LONG and await self.apart(is_too_long):
+            self.room(most, param, "more than ")
+
+    async def apart(self, work: Any, *arguments: Any, **settings: Any) -> Any:
+        """In a thread, one at a time: other requests go on while a long text becomes tokens, or tokens become text."""
         async with self._lock:
             return await asyncio.to_thread(work, *arguments, **settings)
 
-    def room(self, prompt: int, param: str) -> int:
+    def room(self, prompt: int, param: str, about: str = "") -> int:
         """Tokens left for the answer. Raises Refused where the prompt leaves none."""
         if prompt >= self.context:
-            what = f"{param}: {prompt} tokens, and the model's context is {self.context}, answer included"
+            what = f"{param}: {about}{prompt} tokens, and the model's context is {self.context}, answer included"
             raise Refused(400, f"{what}; shorten it", param, "context_length_exceeded")
         return self.context - prompt
 
