@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,24 @@ def test_any_other_count_goes_on(bench: Bench) -> None:
         assert bench.cpu("--part", part).returncode == 0
     assert {attempt.name for attempt in attempts.read(locate(bench.output))} > set(made)
     assert bench.run("resume", bench.output).returncode == 0
+    bench.finished_as(wanted)
+
+
+def test_parts_add_to_layers_that_were_there(bench: Bench) -> None:
+    wanted = {}
+    for which in ("alone", "parts"):
+        assert bench.cpu("--no-merge-safetensor", "--layers", "0").returncode == 0
+        (bench.output / "manifest.json").unlink()
+        more = ("--no-merge-safetensor", "--resume-layer", "1")
+        if which == "alone":
+            assert bench.cpu(*more).returncode == 0
+            wanted = conversion.tree(bench.output)
+            shutil.rmtree(bench.output)
+        else:
+            for part in ("0/2", "1/2"):
+                assert bench.cpu(*more, "--part", part).returncode == 0
+            done = bench.run("resume", bench.output)
+            assert done.returncode == 0, done.stderr
     bench.finished_as(wanted)
 
 

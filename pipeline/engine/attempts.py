@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
 import json
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ktconvert.layouts.files import documents, publish
@@ -45,7 +45,7 @@ RECORD = {
     "oom_kills": (NUMBER, None),
     "warnings": [str],
 }
-_count = itertools.count()
+LATEST = 1 << 40  # seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,22 @@ class Attempt:
 
     def is_whole(self, places: Places) -> bool:
         """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
-        if self.result is None:
+        if self.result is None or not self.result["files"]:
             return False
         path = places.partial / self.name
-        return all(has_size(path / inner, nbytes) for inner, nbytes, _ in self.result["files"])
+        return all(_is_below(inner) and has_size(path / inner, nbytes) for inner, nbytes, _ in self.result["files"])
+
+
+def _is_below(inner: str) -> bool:
+    path = PurePath(inner)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def begin(places: Places, unit: Unit[Any], run: str) -> Attempt:
     """Put a record of a new attempt of this process where others see it."""
     own = Holder.this()
-    who = f"{re.sub('[^A-Za-z0-9-]', '-', own.host)}.{own.pid}.{next(_count)}"
+    # The same process has the same number and host again where a container was restarted.
+    who = f"{re.sub('[^A-Za-z0-9-]', '-', own.host)}.{own.pid}.{secrets.token_hex(4)}"
     attempt = Attempt(
         name=f"{unit.stored_name}.{who}",
         unit=unit.name,
@@ -153,13 +159,18 @@ def _read(places: Places, prefix: str) -> Iterator[Attempt]:
     if not places.attempts.is_dir():
         return
     for path in places.attempts.iterdir():
-        if not (path.name.startswith(prefix) and path.name.endswith(ENDING)):
+        if path.name.startswith(".") or not (path.name.startswith(prefix) and path.name.endswith(ENDING)):
             continue
         try:
             record = documents.parse(path.read_bytes())
+            documents.require_plain(record)
         except (OSError, ValueError):
             continue
-        if documents.mismatch(record, RECORD) is None and record["name"] + ENDING == path.name:
+        if (
+            documents.mismatch(record, RECORD) is None
+            and record["name"] + ENDING == path.name
+            and all(0 <= (record[key] or 0) < LATEST for key in ("began", "ended"))
+        ):
             yield Attempt(**{key: record[key] for key in RECORD} | {"warnings": tuple(record["warnings"])})
 
 
@@ -174,6 +185,16 @@ def forget(places: Places, attempt: Attempt) -> None:
     """Remove an attempt that has ended, with what is left of it."""
     publish.remove_tree(places.partial / attempt.name)
     publish.remove_tree(places.attempts / (attempt.name + ENDING))
+
+
+def free(places: Places) -> None:
+    """Remove the files of unfinished attempts of this host whose process is gone. Their records stay, since they count
+    as deaths.
+    """
+    for attempt in read(places):
+        if attempt.ended is None and attempt.is_dead():
+            with contextlib.suppress(FileNotFoundError):  # another process does the same
+                publish.remove_tree(places.partial / attempt.name)
 
 
 def sweep(places: Places) -> list[Attempt]:

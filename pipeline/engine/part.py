@@ -17,7 +17,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine import attempts, journal, lock
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.crew import Made
-from ktconvert.pipeline.engine.existing import agree, already_finished, saved_plan
+from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan
 from ktconvert.pipeline.engine.lanes import LANES, packing_pool, start_threads, window_of
 from ktconvert.pipeline.engine.lock import Part
 from ktconvert.pipeline.engine.loop import StopFlag, run_units
@@ -69,7 +69,7 @@ def make_part(plan: Plan, part: Part, reporter: Reporter, *, overwrite: bool = F
         reporter.say(f"{plan.request.output} is finished: nothing to do")
         return
     plan.conversion.require_ready()
-    places = locate(plan.request.output)
+    places = locate(plan.request.output, adopt=adopts(plan))
     held = lock.acquire(places.root, places.output, part)
     try:
         for folder in (places.partial, places.attempts, places.store):
@@ -78,10 +78,7 @@ def make_part(plan: Plan, part: Part, reporter: Reporter, *, overwrite: bool = F
         units = [(stage, unit) for stage in plan.stages for unit in stage.units]
         missing = set(missing_units(plan, places))
         mine = [(stage, (unit,)) for stage, unit in units[part.number :: part.count] if unit in missing]
-        for _, (unit,) in mine:
-            for attempt in attempts.read(places, unit):
-                if attempt.is_dead():
-                    attempts.forget(places, attempt)
+        attempts.free(places)
         require_disk(plan, places, [unit for _, (unit,) in mine])
         stop = StopFlag()
         with stop.installed(), _crew(plan, places, reporter, len(mine)) as crew:

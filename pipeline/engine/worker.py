@@ -150,6 +150,7 @@ def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | 
             f"{places.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
             "the file system of --output at the same path."
         )
+    attempts.free(places)
     count = threads_here(threads)
     plan = reopen(places.output, {"cpuinfer_threads": count, "verify_inputs": False})
     plan.conversion.require_ready()
