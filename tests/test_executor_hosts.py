@@ -46,6 +46,28 @@ def test_a_worker_with_another_version(source: Path, servers: forks.Forks, tmp_p
     conversion.refused(done, 7, *words)
 
 
+def test_a_worker_with_a_wrong_setting(source: Path, servers: forks.Forks, tmp_path: Path) -> None:
+    with Cluster(tmp_path / "cluster") as cluster:
+        cluster.start("a", env={"KTCONVERT_ISA": "avx9", "KTCONVERT_HOST": "museum"})
+        done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    conversion.refused(done, 2, "host museum: ", "avx9")
+
+
+@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)])
+def test_a_worker_with_another_umask(source: Path, servers: forks.Forks, tmp_path: Path, options: Any) -> None:
+    outputs = {name: tmp_path / name for name in ("threads", "worker")}
+    with Cluster(tmp_path / "cluster") as cluster:
+        cluster.start("a", prefix=("sh", "-c", 'umask 077; exec "$@"', "sh"))
+        for output, executor in zip(outputs.values(), ("threads", f"dask:{cluster.file}"), strict=True):
+            line = ("cpu", "-i", source, "-o", output, "--executor", executor, *options)
+            assert servers.run(line, tmp_path / "said", {}).returncode == 0
+    modes = [
+        {str(path.relative_to(output)): oct(path.stat().st_mode) for path in (output, *output.rglob("*"))}
+        for output in outputs.values()
+    ]
+    assert modes[0] == modes[1]
+
+
 def other_header(copy: Path) -> None:
     shutil.rmtree(copy)
     conversion.checkpoint(copy, layers=2, experts=2)

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2)
 
 
-def told(wish: Wish, workers: ProcessPoolExecutor | None) -> str:
+def told(wish: Wish, workers: Executor | None) -> str:
     return json.dumps(report.document(verify(wish, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
 
 
@@ -77,7 +77,7 @@ def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path:
     shutil.copytree(source, mine)
     cli("cpu", "-i", mine, "-o", output)
     opened = open_wish(Wish(output, against=str(mine)))
-    order = questions.Order(opened.wish, "0.0.0", opened.files, 1)
+    order = questions.Order(opened.wish, "run", "0.0.0", opened.files, 1)
     failure = workers.submit(questions.answers, order, "hashes", []).result()
     assert failure.kind == OutputError.__name__
     assert f"host {os.uname().nodename}: ktconvert " in failure.sentence and "0.0.0" in failure.sentence
@@ -90,6 +90,22 @@ def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path:
     assert failure.kind == InputError.__name__
     assert f"host {os.uname().nodename}: {mine}" in failure.sentence
     opened.close()
+
+
+def test_a_worker_sees_what_was_put_in_place_since(tmp_path: Path, cli: Any) -> None:
+    output, mine = tmp_path / "out", conversion.checkpoint(tmp_path / "mine", layers=1)
+    cli("cpu", "-i", mine, "-o", output)
+    wish = Wish(output, against=str(mine), load=False)
+    with ThreadPoolExecutor(1) as worker:
+        assert '"ok": true' in told(wish, worker)
+        shard = mine / "model-00001-of-00002.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 0x80
+        other = shard.with_name("other")
+        other.write_bytes(data)
+        other.rename(shard)
+        assert '"ok": false' in told(wish, None)
+        assert told(wish, worker) == told(wish, None)
 
 
 def test_on_the_command_line(source: Path, tmp_path: Path, cli: Any) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -153,11 +154,26 @@ class DirectFile:
 
 
 @functools.cache
+def umask() -> int:
+    """The user's."""
+    status = Path("/proc/self/status").read_text()
+    return int(next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022"), 8)
+
+
 def readable_mode() -> int:
     """0666 less the user's umask: the account that serves the model must be able to read it."""
-    status = Path("/proc/self/status").read_text()
-    umask = next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022")
-    return 0o666 & ~int(umask, 8)
+    return 0o666 & ~umask()
+
+
+def make_readable(path: Path) -> None:
+    """Give a file of another process, or a folder of files, the mode that it would have from this one, if we may."""
+    mode = readable_mode()
+    for each in (path, *(path.rglob("*") if path.is_dir() else ())):
+        own = mode | 0o111 & ~umask() if each.is_dir() else mode
+        now = stat.S_IMODE(each.stat().st_mode)
+        if now & 0o777 != own:
+            with contextlib.suppress(PermissionError):  # another user's
+                each.chmod(now & ~0o777 | own)
 
 
 def write_file(path: Path, data: bytes) -> str:

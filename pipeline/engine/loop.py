@@ -188,6 +188,8 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
             publish.publish(link.side, work.places.store / unit.side_name)
         if link.leaves is not None:
             publish.publish(link.leaves, work.places.store / unit.left_name)
+    if made.who:
+        publish.make_readable(made.path)
     publish.publish(made.path, stored)
     work.record(unit, made.result, made.seconds, **made.who)
     if link is not None and link.before is not None:

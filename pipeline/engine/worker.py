@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts import errors
-from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, WorkerLostError
+from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, UsageError, WorkerLostError
 from ktconvert.layouts.files import publish
-from ktconvert.native_quant import machine
+from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.lanes import packing_pool, window_of
@@ -117,12 +117,18 @@ def threads_here(threads: int | None) -> int:
     return machine.allowed_cpus() if threads is None else min(threads, machine.allowed_cpus())
 
 
-def require_version(version: str) -> None:
-    """Raise OutputError where this is another ktconvert than the coordinator's."""
+def require_able(version: str) -> None:
+    """Raise OutputError where this is another ktconvert than the coordinator's, UsageError where KTCONVERT_ISA names
+    what this CPU lacks.
+    """
     if version != tool_version():
         raise OutputError(
             f"ktconvert {tool_version()} is installed here, {version} where the command runs; install the same one."
         )
+    try:
+        kernels.isa()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 _opening = threading.Lock()
@@ -136,7 +142,7 @@ def _open(task: Task) -> Opened:
 @functools.lru_cache(1)
 def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | None) -> Opened:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
-    require_version(version)
+    require_able(version)
     places = locate(Path(output))
     try:
         found = places.token.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -13,7 +14,7 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.layouts.outputs.opening import is_decoded
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_version, threads_here
+from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
 from ktconvert.pipeline.stages.carry_over import Carried
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.asking import Ask, ask_threads, ask_workers
@@ -90,7 +91,7 @@ def ask(opened: Opened, reporter: Reporter, executor: Executor | None, threads: 
     """Who answers: threads of this process, or the workers of an executor, with so many threads each."""
     if executor is None:
         return ask_threads(Known(opened, reporter).answer, opened.wish.threads)
-    order = Order(opened.wish, tool_version(), opened.files, threads)
+    order = Order(opened.wish, secrets.token_hex(8), tool_version(), opened.files, threads)
     remedy = f"`ktconvert verify {opened.output.root}` again"
     asked = ask_workers(executor, partial(answers, order), remedy)
 
@@ -109,11 +110,13 @@ def ask(opened: Opened, reporter: Reporter, executor: Executor | None, threads: 
 class Order:
     """What a worker has to know.
 
+    run      another one each time, so that no worker answers from files that it opened before
     files    what it must see (Opened.files)
     threads  None: the CPUs that it may use
     """
 
     wish: Wish
+    run: str
     version: str
     files: tuple[tuple[str, int, str], ...]
     threads: int | None
@@ -140,7 +143,7 @@ def _open(order: Order) -> tuple[Known, int]:
 @functools.lru_cache(1)
 def _opened(order: Order) -> tuple[Known, int]:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
-    require_version(order.version)
+    require_able(order.version)
     opened = open_wish(order.wish)
     if opened.files != order.files:
         differing = sorted({name for name, *_ in set(opened.files) ^ set(order.files)})
