@@ -13,7 +13,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.pipeline.models.serving import access
-from rig.served import Served, served
+from rig.served import Served, served, with_template
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -325,6 +325,58 @@ def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str
         assert all(greedy[len(prompt) - 1 :])
         assert new.logprobs.token_logprobs == pytest.approx(wanted[len(prompt) - 1 :], abs=0.05)
         assert choice.text.startswith("".join(told.tokens[:1])) and new.finish_reason == "length"
+
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.content == 'never' %}{{ raise_exception('not that') }}{% endif %}"
+    "{{ m.role }} {{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}{{ '\n' }}"
+    "{% endfor %}{% if enable_thinking %}think{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+
+
+def test_what_the_chat_template_reads(example: Path, tmp_path: Path) -> None:
+    """Each way to say something reaches the template; the number of tokens of the prompt shows it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(example)
+    called = {"type": "function", "id": "1", "function": {"name": "look_up", "arguments": '{"a": "os"}'}}
+    answered = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [called]}
+    parts = [{"type": "text", "text": "import"}, {"type": "text", "text": "os"}]
+    chats: list[tuple[dict[str, Any], str]] = [
+        (chat(), "user import os\n"),
+        (chat(messages=[{"role": "user", "content": parts}]), "user import os\n"),
+        (chat(messages=[{"role": "developer", "content": "a"}, *SAID]), "system a\nuser import os\n"),
+        (chat(tools=[TOOL]), "look_up\nuser import os\n"),
+        (chat(tools=[TOOL], tool_choice="none"), "user import os\n"),
+        (chat(chat_template_kwargs={"enable_thinking": True}), "user import os\nthink"),
+        (chat(messages=[*SAID, answered]), "user import os\nassistant os\n"),
+        (
+            chat(messages=[*SAID, answered, {"role": "tool", "tool_call_id": "1", "content": "b"}]),
+            "user import os\nassistant os\ntool b\n",
+        ),
+    ]
+    flat = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    output = [{"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": parts[:1]}]
+    replies: list[tuple[dict[str, Any], str]] = [
+        (reply(), "user import os\n"),
+        (reply(instructions="a"), "system a\nuser import os\n"),
+        (reply(tools=[flat]), "look_up\nuser import os\n"),
+        (reply(input=[*SAID, *output]), "user import os\nassistant import\n"),
+        (reply(input=[{"type": "input_text", "text": "import os"}]), "user import os\n"),
+        (
+            reply(input=[*SAID, {"type": "function_call", "call_id": "1", **called["function"]}]),  # type: ignore[dict-item]
+            "user import os\nassistant os\n",
+        ),
+    ]
+    with served(with_template(example, tmp_path / "model", TEMPLATE)) as running:
+        for path, cases, name in ((CHAT, chats, "prompt_tokens"), (RESPONSES, replies, "input_tokens")):
+            for body, prompt in cases:
+                answer = post(running, path, body).json()
+                assert answer["usage"][name] == len(tokenizer(prompt)["input_ids"]), (body, answer)
+        refused = post(running, CHAT, chat(messages=[{"role": "user", "content": "never"}]))
+        assert refused.status_code == 400 and "template refuses this: not that" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", [schemas.Chat, schemas.Completion, schemas.Responses])
