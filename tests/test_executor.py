@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
-from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.places import locate
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.workdir import WorkDir
@@ -163,6 +164,16 @@ def test_the_end_removes_what_a_worker_still_writes(name: str, tmp_path: Path) -
         assert conversion.names(tmp_path) == []
 
 
+def test_a_broken_pool_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
+    with (
+        ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as executor,
+        pytest.raises(KtconvertError, match=r"lost it \(BrokenProcessPool: .*ktconvert resume"),
+    ):
+        run(plan, executor)
+    assert run(plan)
+
+
 class Broken(Executor):
     """Takes nothing."""
 
@@ -193,6 +204,27 @@ def test_the_journal_has_every_attempt(inputs: dict[str, str], tmp_path: Path) -
         assert all({"unit", "host", "pid", "attempt", "at"} <= r.keys() for r in those)
     begun = {r["attempt"]: r["at"] for r in records if r.get("event") == "start"}
     assert all(begun[r["attempt"]] <= r["at"] for r in records if r.get("event") == "done")
+
+
+def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: dict[str, str], tmp_path: Path) -> None:
+    plan = plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
+    dead, lives = plan.units[:2]
+    with WorkDir(locate(tmp_path / "out")) as work:
+        child = os.fork()
+        if child == 0:
+            attempts.begin(work.places, dead, "a run")
+            os._exit(0)
+        os.waitpid(child, 0)
+        attempts.begin(work.places, lives, "a run")
+    for _ in range(2):  # once
+        with WorkDir(locate(tmp_path / "out")) as work:
+            noted = [(r["event"], r["unit"], r["pid"]) for r in work.journal.records if "attempt" in r]
+            assert sorted(noted) == [
+                ("lost", dead.name, child),
+                ("start", dead.name, child),
+                ("start", lives.name, os.getpid()),
+            ]
+    assert run(plan)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -3,12 +3,15 @@ byte that of threads, or there is one sentence, and all can be resumed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -138,7 +141,7 @@ def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Clus
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["1s"], indirect=True)
-@pytest.mark.parametrize("loose", [False, True], ids=["merged", "loose"])
+@pytest.mark.parametrize("loose", [False, pytest.param(True, marks=pytest.mark.long)], ids=["merged", "loose"])
 def test_a_worker_frozen_until_after_the_end(setting: Setting, cluster: Cluster, output: Path, loose: bool) -> None:
     words = ("--no-merge-safetensor",) if loose else ()
     cluster.start("a", env=setting.stopping(output, call=5))
@@ -183,6 +186,18 @@ def test_units_that_end_their_workers_without_a_word_take_no_other_with_them(
         "cpu_experts.layer-002",
         "cpu_experts.layer-003",
     ]
+    setting.resumed(output)
+
+
+@pytest.mark.long
+def test_workers_that_end_before_they_begin(setting: Setting, cluster: Cluster, output: Path) -> None:
+    """There is no attempt on record: Dask gives them up, several times."""
+    dying = {**setting.ending(output, signal.SIGKILL, call=1), "KILLPOINT_ROOT": f"{output}.work/attempts/"}
+    cluster.start("a", nanny=True, env=dying)
+    done = setting.begin(output, cluster).result()
+    conversion.refused(
+        done, 1, "cpu_experts.layer-00", "the workers that were to make it ended again and again", "tcp://"
+    )
     setting.resumed(output)
 
 
@@ -267,6 +282,50 @@ def test_a_killed_scheduler(setting: Setting, cluster: Cluster, output: Path) ->
         cluster.send(name, signal.SIGCONT)
     conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
     setting.resumed(output)
+
+
+@pytest.mark.long
+def test_killed_at_any_time(setting: Setting, tmp_path: Path) -> None:
+    """Coordinators, and workers that are started again, after random times, until one coordinator gets through."""
+    source = conversion.checkpoint(tmp_path / "source", layers=6, experts=4, hidden=512, width=512)
+    done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "whole", "-q")
+    assert done.returncode == 0, done.stderr
+    wanted, chance = conversion.tree(tmp_path / "whole"), random.Random(conversion.SEED)
+    print(f"seed {conversion.SEED}")
+    kills: Counter[str] = Counter()
+    with Cluster(tmp_path / "cluster", ttl="10s", env={"KTCONVERT_ISA": "scalar"}) as cluster:
+        cluster.start("a", "b", nanny=True)
+
+        def convert(output: Path) -> tuple[int, str]:
+            begun = output.with_name("out.work").joinpath("plan.json").exists()
+            ways = [["cpu", "-i", source, "-o", output, *at(cluster)]]
+            ways += [["resume", output, *at(cluster)], ["resume", output]] if begun else []
+            env = {**os.environ, "KTCONVERT_HOST": chance.choice("xyz")}
+            command = [*conversion.KTCONVERT, *map(str, chance.choice(ways)), "-q"]
+            process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+            while True:
+                try:
+                    said = process.communicate(timeout=chance.uniform(0, 6))[1]
+                    return process.returncode, said
+                except subprocess.TimeoutExpired:
+                    victim = chance.choice(("coordinator", "a", "b"))
+                kills[victim] += 1
+                if victim == "coordinator":
+                    process.kill()
+                else:
+                    with contextlib.suppress(ProcessLookupError):  # just being started again
+                        cluster.send(victim, signal.SIGKILL)
+
+        for run in range(8):
+            output = tmp_path / f"run{run}" / "out"
+            output.parent.mkdir()
+            while (ended := convert(output))[0] != 0:
+                assert ended[0] == killpoint.KILLED or "3 processes that made it ended" in ended[1], ended
+            assert conversion.differing(conversion.tree(output), wanted) == []
+            assert conversion.names(output.parent) == ["out"]
+            shutil.rmtree(output.parent)
+    print(kills)
+    assert kills["coordinator"] and kills["a"] + kills["b"]
 
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def _explained(error: BaseException) -> BaseException:
     if not isinstance(error, KilledWorker):
         return error
     return WorkerLostError(
-        f"the workers that made {error.task} ended again and again, the last one at {error.last_worker.address}; see "
-        "what they wrote."
+        f"the workers that were to make it ended again and again, the last one at {error.last_worker.address}; see "
+        "what they wrote to their standard error."
     )
 
 

@@ -62,12 +62,12 @@ class Tasks:
         """
         try:
             made = result_of(future, unit.name, f"`ktconvert resume {self._work.places.output}`")
-        except WorkerLostError:
+        except WorkerLostError as error:
             if future.exception() is not None and self._again[unit.fingerprint] < DEATHS:  # no worker says so
                 self._again[unit.fingerprint] += 1
                 return None
             self._lose(unit)
-            raise
+            raise WorkerLostError(str(error) if future.exception() is None else f"{unit.name}: {error}") from error
         self._reporter.advance(unit.bytes_in)
         for text in made.warnings:
             self._reporter.warn(text)
@@ -105,7 +105,7 @@ class Tasks:
         """Note that the attempts at a unit that have not ended are of no use any more: it was made, or is given up."""
         self._look()
         for attempt in attempts.read(self._work.places, unit):
-            if (made is None or attempt.name != made.name) and attempt.run == self._run and attempt.failure is None:
+            if (made is None or attempt.name != made.name) and attempt.failure is None:
                 self._reporter.event("lost", **self._note("lost", attempt))
                 self._reporter.worker(attempt.worker, None)
 

@@ -48,7 +48,7 @@ class WorkDir:
         """Let the journal have what became of attempts after the last process that worked here had died."""
         noted = {(record.get("event"), record.get("attempt")) for record in self.journal.records}
         for attempt in attempts.read(self.places):
-            if attempt.result is not None and ("start", attempt.name) not in noted:
+            if ("start", attempt.name) not in noted:
                 self.journal.append(attempts.note("start", attempt))
         for attempt in gone:
             end = "lost" if attempt.failure is None else "failed"
