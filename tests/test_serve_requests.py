@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import socket
+import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.pipeline.models.serving import access
-from rig.served import Served, served, with_template
+from rig.served import PATIENCE, Served, served, with_template
 
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
@@ -143,10 +145,29 @@ REFUSED: list[tuple[str, Any, str | None]] = [
 ]
 
 
-def post(server: Served, path: str, body: Any, **headers: Any) -> Any:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json", **headers}
-    return httpx.post(server.url + path, content=data, headers=headers, timeout=120)
+@dataclass
+class Answer:
+    """What came back."""
+
+    status_code: int
+    text: str
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+def send(url: str, data: bytes | None = None, **headers: str) -> Answer:
+    """GET, or POST with a body."""
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            return Answer(answer.status, answer.read().decode())
+    except HTTPError as refused:
+        return Answer(refused.code, refused.read().decode())
+
+
+def post(server: Served, path: str, body: Any, **headers: str) -> Answer:
+    return send(server.url + path, body if isinstance(body, bytes) else json.dumps(body).encode(), **headers)
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=lambda value: str(value)[:60])
@@ -188,9 +209,9 @@ def test_unknown_paths_and_methods(server: Served) -> None:
     for path in ("/", "/v1", "/v1/embeddings", "/reset", "/docs", "/v1/audio/transcriptions"):
         answer = post(server, path, {})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
-    answer = httpx.get(server.url + CHAT)
+    answer = send(server.url + CHAT)
     assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_allowed"
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert send(f"{server.url}/health").json() == {"status": "ok"}
 
 
 def test_the_name_of_the_model(server: Served, client: Any, example: Path) -> None:
@@ -392,11 +413,11 @@ KEY = "sk-0123456789"
 def test_a_key_and_a_short_name(example: Path) -> None:
     """All but /health asks for the key."""
     with served(example, name="small", key=KEY.encode()) as running:
-        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert send(f"{running.url}/health").status_code == 200
         good = {"authorization": f"Bearer {KEY}"}
         wrong = ({}, {"authorization": "Bearer nothing"}, {"authorization": f"Basic {KEY}"}, {"authorization": KEY})
         for path in (CHAT, TEXT, RESPONSES, "/load_model", "/v1/models", "/nowhere"):
-            for headers in (*wrong, {"authorization": f"Bearer {KEY}0"}, {"authorization": b"Bearer \xe9"}):
+            for headers in (*wrong, {"authorization": f"Bearer {KEY}0"}, {"authorization": "Bearer \u00e9"}):
                 answer = post(running, path, {}, **headers)
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
                 assert KEY not in answer.text
