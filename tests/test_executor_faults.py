@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,24 @@ from rig.dask_cluster import Cluster
 
 Done = subprocess.CompletedProcess[str]
 UNITS = 4
+# Something happens before the file of a unit gets its room.
+AT_FALLOCATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+int posix_fallocate64(int fd, long at, long size) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    path[n > 0 ? n : 0] = 0;
+    if (strstr(path, "%s")) %s;
+    return ((int (*)(int, long, long))dlsym(RTLD_NEXT, "posix_fallocate64"))(fd, at, size);
+}
+int posix_fallocate(int fd, long at, long size) { return posix_fallocate64(fd, at, size); }
+"""
 
 
 @dataclass
@@ -159,33 +178,26 @@ def test_a_worker_frozen_until_after_the_end(setting: Setting, cluster: Cluster,
         setting.finished(done, output)
 
 
-def test_a_unit_that_ends_its_workers(setting: Setting, cluster: Cluster, output: Path) -> None:
-    """It fails with its name, its host, and what Python said; others are made, though they waited for those workers."""
-    env = {"KTCONVERT_HOST": "mortal"}
-    cluster.start("a", nanny=True, env=env | setting.ending(output, signal.SIGSEGV, "layer-001"))
+def test_units_that_end_their_workers(setting: Setting, cluster: Cluster, output: Path, tmp_path: Path) -> None:
+    """They fail with their names, the host, and what Python said, and take no other with them: Dask gives a task up
+    when four workers have died that were to make it, whether they had begun it or not.
+    """
+    killed = setting.ending(output, signal.SIGKILL, "layer-000")
+    crash = shims.build(tmp_path, "crash", AT_FALLOCATE % ("layer-001", "raise(SIGSEGV)"))
+    env = killed | {"LD_PRELOAD": f"{crash}:{setting.shim}", "KTCONVERT_HOST": "mortal"}
+    cluster.start("a", nanny=True, env=env)
     done = setting.begin(output, cluster).result()
-    conversion.refused(done, 1, "cpu_experts.layer-001: 3 processes", "on mortal, process ", "Segmentation fault")
+    conversion.refused(
+        done, 1, "ktconvert: cpu_experts.layer-00", ": 3 processes that made it ended", "on mortal, process "
+    )
+    for unit, words in (("000", "it left no word"), ("001", "Segmentation fault")):
+        assert re.search(rf"warning: cpu_experts\.layer-{unit}: 3 processes .* on mortal, .*{words}", done.stderr)
     records = book(output)
-    assert len(of(records, "done")) == UNITS - 1
+    assert sorted(r["unit"] for r in of(records, "done")) == ["cpu_experts.layer-002", "cpu_experts.layer-003"]
+    begun = {r["attempt"]: r["at"] for r in of(records, "start")}
     lost = of(records, "lost")
-    assert [record["unit"] for record in lost] == ["cpu_experts.layer-001"] * 3
-    assert all(record["at"] > start["at"] for record, start in zip(lost, of(records, "start")[1:], strict=False))
-    setting.resumed(output)
-
-
-def test_units_that_end_their_workers_without_a_word_take_no_other_with_them(
-    setting: Setting, cluster: Cluster, output: Path
-) -> None:
-    """Dask gives a task up when four workers have died that were to make it, whether they had begun it or not."""
-    two = setting.ending(output, signal.SIGKILL, "layer-001")
-    two["KILLPOINT_ROOT"] += ":" + two["KILLPOINT_ROOT"].replace("layer-001", "layer-000")
-    cluster.start("a", nanny=True, env=two)
-    done = setting.begin(output, cluster).result()
-    conversion.refused(done, 1, "3 processes that made it ended", "it left no word")
-    assert sorted(record["unit"] for record in of(book(output), "done")) == [
-        "cpu_experts.layer-002",
-        "cpu_experts.layer-003",
-    ]
+    assert sorted(r["unit"] for r in lost) == ["cpu_experts.layer-000"] * 3 + ["cpu_experts.layer-001"] * 3
+    assert all(begun[r["attempt"]] < r["at"] for r in lost)
     setting.resumed(output)
 
 
@@ -330,29 +342,11 @@ def test_killed_at_any_time(setting: Setting, tmp_path: Path) -> None:
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
-# Files of units in partial/ are made slowly, so that one can be interrupted.
-SLOW = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdio.h>
-#include <string.h>
-#include <unistd.h>
-int posix_fallocate64(int fd, long at, long size) {
-    char link[64], path[4096];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t n = readlink(link, path, sizeof path - 1);
-    path[n > 0 ? n : 0] = 0;
-    if (strstr(path, "/partial/cpu_experts")) sleep(2);
-    return ((int (*)(int, long, long))dlsym(RTLD_NEXT, "posix_fallocate64"))(fd, at, size);
-}
-int posix_fallocate(int fd, long at, long size) { return posix_fallocate64(fd, at, size); }
-"""
-
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, times: int) -> None:
     """It goes to all processes that were started there, those of dask:local, too."""
-    slow = shims.build(tmp_path, "slow", SLOW)
+    slow = shims.build(tmp_path, "slow", AT_FALLOCATE % ("/partial/cpu_experts", "sleep(2)"))
     process = subprocess.Popen(
         [*conversion.KTCONVERT, "cpu", "-i", str(setting.source), "-o", str(output), "--executor", "dask:local:2"],
         env={**os.environ, "LD_PRELOAD": str(slow)},

@@ -132,6 +132,8 @@ def run_units(
                     reporter.unit_done()
                 except BaseException as error:
                     failures.append(error)
+                    if isinstance(error, WorkerLostError):  # the others may take hours
+                        reporter.warn(f"{error} All other units are made first.")
                     continue
                 if units[1:]:
                     waiting.appendleft((stage, units[1:]))

@@ -81,14 +81,15 @@ def make_unit(task: Task) -> Attempt | Failure:
 
 
 def failure_of(error: Exception) -> Failure:
-    """An error as it travels, with this host's name."""
+    """An error as it travels, with this host's name where it is this host's."""
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
     if isinstance(error, OSError):
         kind = ResourceError if error.errno in (*publish.FULL, errno.ENOMEM) else KtconvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
     code = getattr(error, "exit_code", KtconvertError.exit_code)
-    return Failure(type(error).__name__, code, f"host {machine.host()}: {error}")
+    here = "" if isinstance(error, WorkerLostError) else f"host {machine.host()}: "  # that happened elsewhere
+    return Failure(type(error).__name__, code, f"{here}{error}")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 /* An LD_PRELOAD shim that kills its process with SIGKILL before the N-th call that changes a directory.
  *
  *   KILLPOINT_ROOT  absolute path without symbolic links; a call counts if a path it changes begins with this text
- *                   (so ROOT, ROOT/x and ROOT.work/x do), or if it syncs the directory that holds ROOT;
- *                   several such paths are separated by colons, and syncs are then not counted
+ *                   (so ROOT, ROOT/x and ROOT.work/x do), or if it syncs the directory that holds ROOT
  *   KILLPOINT_N     kill before the N-th counted call, from 1; 0 or unset: never
  *   KILLPOINT_SIGNAL  the number of another signal to send; SIGSTOP stops the process once, there
  *   KILLPOINT_LOG   append "<number>\t<call|kill>\t<name>\t<path>[\t<second path>]" for each counted call, before it
@@ -86,12 +85,7 @@ static atomic_long counted;
 
 static int under_root(const char *path) {
     const char *root = getenv("KILLPOINT_ROOT");
-    while (root && *root) {
-        size_t length = strcspn(root, ":");
-        if (length && strncmp(path, root, length) == 0) return 1;
-        root += length + (root[length] == ':');
-    }
-    return 0;
+    return root && *root && strncmp(path, root, strlen(root)) == 0;
 }
 
 static int holds_root(const char *path) {
