@@ -15,7 +15,7 @@ from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.part import parse
 from ktconvert.pipeline.engine.places import locate
 from rig import conversion, killpoint
-from rig.bench import CONVERSIONS, Bench
+from rig.bench import CONVERSIONS, SHARD, Bench
 
 PARTED = [name for name in CONVERSIONS if CONVERSIONS[name][0] != "merge"]
 
@@ -71,6 +71,25 @@ def test_what_parts_have_not_made_can_be_made_here(bench: Bench) -> None:
     assert bench.cpu("--part", "0/2").returncode == 0
     assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
     bench.finished_as(wanted)
+
+
+def test_a_plan_shows_what_parts_have_made(bench: Bench) -> None:
+    assert bench.cpu("--part", "0/2").returncode == 0
+    said = bench.run("resume", bench.output, "--dry-run").stderr
+    assert "3 units, 1 to run" in said
+    assert said.count("(made, to be recorded)") == 2
+
+
+@pytest.mark.parametrize("how", [("resume", "--verify-inputs"), ("cpu", "--overwrite")])
+def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench: Bench, how: tuple[str, str]) -> None:
+    for part in ("0/2", "1/2"):
+        assert bench.cpu("--part", part).returncode == 0
+    conversion.edit(bench.source / SHARD)
+    conversion.refused(bench.run("resume", bench.output), 5, SHARD, "--verify-inputs")
+    command, option = how
+    done = bench.cpu(option) if command == "cpu" else bench.run(command, bench.output, option)
+    assert done.returncode == 0, done.stderr
+    assert conversion.differing(conversion.tree(bench.output), bench.fresh(*how[1:])) == []
 
 
 def test_any_other_count_goes_on(bench: Bench) -> None:

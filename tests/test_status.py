@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import OutputError
-from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine import journal, lock
 from rig import conversion
 from rig.bench import Bench
 
@@ -44,11 +44,16 @@ def test_a_conversion_that_was_killed(bench: Bench) -> None:
     assert bench.run("resume", bench.output).returncode == 0
 
 
-def test_why_a_run_ended(bench: Bench) -> None:
+def spoil(bench: Bench) -> None:
+    """Let the last weight of layer 1 be infinite."""
     shard = bench.source / "model-00002-of-00004.safetensors"
     data = bytearray(shard.read_bytes())
-    data[-2:] = b"\x80\x7f"  # infinity
+    data[-2:] = b"\x80\x7f"
     shard.write_bytes(data)
+
+
+def test_why_a_run_ended(bench: Bench) -> None:
+    spoil(bench)
     assert bench.cpu().returncode == 5
     assert "layer 1" in status(bench)["ended"]
 
@@ -56,10 +61,41 @@ def test_why_a_run_ended(bench: Bench) -> None:
 def test_parts(bench: Bench) -> None:
     assert bench.cpu("--part", "0/2").returncode == 0
     found = status(bench)
-    assert (found["state"], found["done"], found["failed"]) == ("stopped", 2, [])
+    assert (found["state"], found["done"], found["units"], found["failed"]) == ("stopped", 2, 3, [])
     (share,) = found["by"].values()
     assert share["units"] == 2
     assert share["bytes"] == found["bytes"] > 0
+
+
+def test_a_part_that_failed(bench: Bench) -> None:
+    spoil(bench)
+    assert bench.cpu("--part", "1/3").returncode == 5
+    assert bench.cpu("--part", "0/3").returncode == 0
+    found = status(bench)
+    (failed,) = found["failed"]
+    assert (found["done"], failed["unit"]) == (1, "cpu_experts.layer-001")
+    assert "layer 1" in failed["why"]
+
+
+def test_a_part_between_two_units(bench: Bench) -> None:
+    assert bench.cpu("--part", "0/2").returncode == 0
+    held = lock.acquire(bench.work, bench.output, lock.Part(1, 2))
+    assert status(bench)["state"] == "running"
+    held.release()
+    assert status(bench)["state"] == "stopped"
+
+
+def test_files_that_hold_anything(bench: Bench) -> None:
+    bench.stop_after(1)
+    book = bench.work / "journal.jsonl"
+    run = {"event": "run", "pid": 1, "process": "\ud800", "at": float("nan")}
+    with book.open("a") as file:
+        for record in (run, {"event": "start", "unit": "\x1b[2J\ud800", "at": 10**400}):
+            file.write(json.dumps(record) + "\n")
+    found = status(bench)
+    assert found["state"] == "running"
+    said = bench.run("status", bench.output)
+    assert said.returncode == 0 and "\x1b" not in said.stderr
 
 
 def stopped_within_a_unit(bench: Bench, source: Path) -> subprocess.Popen[bytes]:

@@ -206,15 +206,15 @@ def _take_signals() -> None:
 
 def _fail(message: str, code: int, text: str | None = None) -> None:
     """End with an exit code, a text on stderr (by default the message in one line), and with --json an event."""
-    message = _one_line(message)
+    message = one_line(message)
     if "--json" in sys.argv:
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))
-    lines = [f"ktconvert: {message}"] if text is None else map(_one_line, text.splitlines())
+    lines = [f"ktconvert: {message}"] if text is None else map(one_line, text.splitlines())
     _print(sys.stderr, "\n".join(lines))
     sys.exit(code)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Files hold any text, of any length, and messages quote them."""
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return plain if len(plain) <= LONGEST else f"{plain[: LONGEST // 2]} ... {plain[-LONGEST // 2 :]}"

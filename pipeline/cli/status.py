@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import one_line, options
 
 EVERY = 2.0  # seconds between two looks
 EPILOG = """\b
@@ -39,7 +39,7 @@ def status(output: Path, watch: bool, as_json: bool) -> None:
     if as_json or not watch or not console.is_terminal:
         shown = None
         while True:
-            text = json.dumps(found) if as_json else "\n".join(lines(found))
+            text = json.dumps(found) if as_json else "\n".join(map(one_line, lines(found)))
             if text != shown:
                 click.echo(text)
                 shown = text
@@ -49,7 +49,7 @@ def status(output: Path, watch: bool, as_json: bool) -> None:
             found = look(output)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(Text("\n".join(lines(found))), refresh=True)
+            live.update(Text("\n".join(map(one_line, lines(found)))), refresh=True)
             if found["state"] != RUNNING:
                 return
             time.sleep(EVERY)

@@ -64,7 +64,7 @@ def execute(
         require_disk(plan, work.places, left)
         threads = fit_threads(plan, reporter) if executor is None else threads
         stop = StopFlag()
-        with stop.installed(), recorded(plan, work):
+        with stop.installed(), recorded(work):
             to_do = left_to_do(plan, work)
             with _crew(len(to_do), work, reporter, executor, reopen, threads) as crew:
                 run_units(plan, to_do, crew, partial(publish_unit, plan, work, reporter), reporter, stop)

@@ -11,10 +11,10 @@ from typing import Any
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.files.documents import NUMBER
-from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.places import INSIDE, Places, has_size, locate
 from ktconvert.pipeline.engine.plan import FORMAT, Plan, changed_files, require_same_settings, require_same_source
-from ktconvert.pipeline.engine.units import Status, statuses
+from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
 
 IGNORED = {INSIDE, "lost+found"}
@@ -27,7 +27,15 @@ SOURCE = {
     "sha256?": (str, None),
 }
 # plan.json. Settings and tuning are the command's own (pipeline/plans/commands.py).
-PLAN = {"command": str, "input": str, "settings": {}, "tuning": {}, "source": [SOURCE], "overwrite?": bool}
+PLAN = {
+    "command": str,
+    "input": str,
+    "settings": {},
+    "tuning": {},
+    "source": [SOURCE],
+    "units?": NUMBER,
+    "overwrite?": bool,
+}
 
 
 def saved_plan(places: Places) -> dict[str, Any] | None:
@@ -58,8 +66,13 @@ def begun_with(output: Path) -> dict[str, Any] | None:
 def unit_states(plan: Plan, places: Places) -> list[Status]:
     """Which units are done, which will run, and why; reads the work directory, changes nothing."""
     finished = journal.finished(journal.read(places.journal))
+    made = {attempt.fingerprint for attempt in attempts.read(places) if attempt.is_whole(places)}
     stored = [p.name for p in places.store.iterdir()] if places.store.is_dir() else []
-    return statuses(plan.stages, lambda unit: done_reason(places, finished, unit), stored)
+
+    def reason(unit: Unit[Any]) -> str | None:
+        return done_reason(places, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
+
+    return statuses(plan.stages, reason, stored)
 
 
 def already_finished(plan: Plan, overwrite: bool) -> bool:

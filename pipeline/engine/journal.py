@@ -21,7 +21,7 @@ TIME = (float, int)  # seconds since the epoch, or that it took
 WHO = {"at?": TIME, "host?": str, "pid?": int, "attempt?": str}  # of an attempt in another process
 # event -> what its record holds (documents.mismatch)
 EVENTS: dict[str, dict[str, Any]] = {
-    "run": {"pid": int, "oom_kills?": (NUMBER, None), "process?": str, "at?": TIME, "units?": NUMBER},
+    "run": {"pid": int, "oom_kills?": (NUMBER, None), "process?": str, "at?": TIME},
     "start": {"unit": str, **WHO},
     "failed": {"unit": str, "why": str, **WHO},
     "lost": {"unit": str, **WHO},

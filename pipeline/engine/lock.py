@@ -210,6 +210,12 @@ def _others(lock: Lock, part: Part | None) -> Holders:
     return found
 
 
+def of_parts(root: Path) -> list[bytes]:
+    """What the locks of parts contain that may be at work; a part removes its lock at its end."""
+    paths = (path for path in _locks(root) if _of_part("lock.", path) or _of_part("lock.held.", path))
+    return [content for path in paths if (content := lockfile.read(path)) and lockfile.lives(content) is not False]
+
+
 def _holders(root: Path, error: BlockingIOError, part: Part | None) -> Holders:
     """Who holds the flock that we met: parts, if there are any, and we want to work alone."""
     met = Path(error.filename)

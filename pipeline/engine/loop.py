@@ -69,9 +69,9 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def recorded(plan: Plan, work: WorkDir) -> Iterator[None]:
+def recorded(work: WorkDir) -> Iterator[None]:
     """Let the journal say that this process works, until it ends by itself: a run without an end was killed."""
-    began = {"process": Holder.this().line.decode(), "at": round(time.time(), 3), "units": len(plan.units)}
+    began = {"process": Holder.this().line.decode(), "at": round(time.time(), 3)}
     work.journal.append({"event": "run", "pid": os.getpid(), "oom_kills": machine.oom_kills(), **began})
     why = {}
     try:

@@ -14,10 +14,10 @@ from typing import Any
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.pipeline.engine import attempts, journal, lock
+from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.crew import Made
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan
+from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
 from ktconvert.pipeline.engine.lanes import LANES, packing_pool, start_threads, window_of
 from ktconvert.pipeline.engine.lock import Part
 from ktconvert.pipeline.engine.loop import StopFlag, run_units
@@ -26,7 +26,7 @@ from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.room import fit_threads, require_disk
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.engine.workdir import done_reason, encode
+from ktconvert.pipeline.engine.workdir import encode
 from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
 from ktconvert.pipeline.tell.report import Reporter
 
@@ -90,9 +90,7 @@ def make_part(plan: Plan, part: Part, reporter: Reporter, *, overwrite: bool = F
 
 def missing_units(plan: Plan, places: Places) -> list[Unit[Any]]:
     """The units that are neither recorded nor finished attempts."""
-    finished = journal.finished(journal.read(places.journal))
-    made = {attempt.fingerprint for attempt in attempts.read(places) if attempt.is_whole(places)}
-    return [u for u in plan.units if u.fingerprint not in made and done_reason(places, finished, u) is None]
+    return [state.unit for state in unit_states(plan, places) if not state.done]
 
 
 def require_all_parts(plan: Plan, places: Places) -> None:

@@ -184,6 +184,7 @@ class Plan:
             "settings": dict(self.request.settings),
             "tuning": dict(self.request.tuning),
             "source": [vars(f) for f in self.source],
+            "units": len(self.units),
         }
 
 

@@ -90,6 +90,8 @@ class WorkDir:
         """Let a finished unit be made again."""
         self.journal.append({"event": "forgotten", "fingerprint": unit.fingerprint}, sync=True)
         self.finished.pop(unit.fingerprint, None)
+        for attempt in attempts.read(self.places, unit):
+            attempts.forget(self.places, attempt)
         for name in (unit.stored_name, unit.side_name):
             publish.remove_tree(self.places.store / name)
 
@@ -97,6 +99,9 @@ class WorkDir:
         """Let everything be made again: it was begun with other options or another input."""
         self.journal.append({"event": "dropped"}, sync=True)
         self.finished.clear()
+        for attempt in attempts.read(self.places):
+            if attempt.ended is not None:
+                attempts.forget(self.places, attempt)
         for folder in (self.places.store, self.places.assembly):
             publish.remove_tree(folder)
         self.places.store.mkdir()

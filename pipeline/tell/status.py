@@ -8,10 +8,11 @@ from typing import Any
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest
-from ktconvert.pipeline.engine import attempts, journal, lockfile
+from ktconvert.pipeline.engine import attempts, journal, lock, lockfile
+from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.journal import Record
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.places import locate
 from ktconvert.pipeline.tell.report import duration, size
 
 LISTED = 12  # units that are named one by one
@@ -22,7 +23,7 @@ def look(output: Path) -> dict[str, Any]:
     """The status of the conversion into this output. Raises OutputError where there is none.
 
     state    finished; running: a process works on it, or may, on a host that cannot be asked from here; else stopped
-    units    how many there are in all, None where no run has said it yet
+    units    how many there are in all, None where an older ktconvert began it
     done     how many are recorded, or made and to be recorded by the next run
     bytes    of finished files
     by       host -> its finished units: how many, bytes, seconds
@@ -37,31 +38,32 @@ def look(output: Path) -> dict[str, Any]:
             return {"output": str(output), "state": FINISHED}
         raise OutputError(f"{output}: no conversion into it was begun.")
     records = journal.read(places.journal)
-    runs = [record for record in records if record.get("event") == "run"]
     finished = journal.finished(records)
-    made = {a.fingerprint: a for a in attempts.read(places) if a.is_whole(places) and a.fingerprint not in finished}
+    tried = attempts.read(places)
+    made = {a.fingerprint: a for a in tried if a.is_whole(places) and a.fingerprint not in finished}
     by: dict[str, dict[str, float]] = {}
     last_host = lockfile.Holder.this().host
     for record in records:
-        if record.get("event") == "run" and (holder := lockfile.Holder.of(record.get("process", "").encode())):
+        if record.get("event") == "run" and (holder := lockfile.Holder.of(_process(record))):
             last_host = holder.host
         if record.get("event") == "done" and finished.get(record["fingerprint"]) is record:
-            _count(by, record.get("host", last_host), record["files"], record.get("seconds", 0.0))
+            _count(by, record.get("host", last_host), record["files"], _seconds(record.get("seconds", 0.0)))
     for attempt in made.values():
-        _count(by, attempt.host, (attempt.result or {})["files"], (attempt.ended or 0.0) - attempt.began)
-    making = _making(places, records, runs)
-    alive = bool(making) or any(lockfile.lives(r.get("process", "").encode()) is not False for r in _running(records))
+        _count(by, attempt.host, (attempt.result or {})["files"], _seconds((attempt.ended or 0.0) - attempt.began))
+    making = _making(tried, records)
+    running = any(lockfile.lives(_process(r)) is not False for r in _running(records))
+    alive = bool(making) or running or bool(lock.of_parts(places.root))
     return {
         "output": str(output),
         "state": RUNNING if alive else STOPPED,
         "command": old["command"],
         "input": old["input"],
-        "units": runs[-1].get("units") if runs else None,
+        "units": old.get("units"),
         "done": len(finished) + len(made),
         "bytes": sum(int(host["bytes"]) for host in by.values()),
         "by": by,
         "making": making,
-        "failed": _failed(records, {*finished, *made}),
+        "failed": _failed(records, tried, {*finished, *made}),
         "ended": next((r.get("why") for r in reversed(records) if r.get("event") in ("run", "end")), None),
     }
 
@@ -79,16 +81,25 @@ def _running(records: list[Record]) -> list[Record]:
     return [last] if last is not None and last["event"] == "run" else []
 
 
-def _making(places: Places, records: list[Record], runs: list[Record]) -> list[dict[str, Any]]:
+def _process(record: Record) -> bytes:
+    return str(record.get("process", "")).encode(errors="replace")
+
+
+def _seconds(value: float) -> float:
+    """A time as a journal or an attempt tells it: clocks go wrong, and files hold any number."""
+    return float(value) if 0 <= value < attempts.LATEST else 0.0
+
+
+def _making(tried: list[Attempt], records: list[Record]) -> list[dict[str, Any]]:
     now = time.time()
     making = []
-    for attempt in attempts.read(places):
+    for attempt in tried:
         alive = lockfile.lives(attempt.process.encode())
         if attempt.ended is None and alive is not False:
             who = {"unit": attempt.unit, "host": attempt.host, "pid": attempt.pid, "alive": alive}
             making.append({**who, "since": round(max(0.0, now - attempt.began), 1)})
     for run in _running(records):
-        holder = lockfile.Holder.of(run.get("process", "").encode())
+        holder = lockfile.Holder.of(_process(run))
         if holder is None or holder.lives() is False:
             continue
         begun: dict[str, Record] = {}
@@ -98,14 +109,14 @@ def _making(places: Places, records: list[Record], runs: list[Record]) -> list[d
             elif record.get("event") == "done":
                 begun.pop(record["unit"], None)
         for unit, record in begun.items():
-            since = round(max(0.0, now - record.get("at", now)), 1)
+            since = round(max(0.0, now - (_seconds(record.get("at", now)) or now)), 1)
             alive = holder.lives()
             making.append({"unit": unit, "host": holder.host, "pid": holder.pid, "alive": alive, "since": since})
     return making
 
 
-def _failed(records: list[Record], done: set[str]) -> list[dict[str, Any]]:
-    """Failures since the last run began, of units that are not done."""
+def _failed(records: list[Record], tried: list[Attempt], done: set[str]) -> list[dict[str, Any]]:
+    """Failures since the last run began, of units that are not done; of parts, of each unit's last attempt."""
     units = {record["unit"] for record in records if record.get("event") == "done" and record["fingerprint"] in done}
     failed: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -113,6 +124,9 @@ def _failed(records: list[Record], done: set[str]) -> list[dict[str, Any]]:
             failed.clear()
         if record.get("event") == "failed" and record["unit"] not in units:
             failed[record["unit"]] = {key: record.get(key) for key in ("unit", "host", "why")}
+    for attempt in {attempt.fingerprint: attempt for attempt in tried}.values():
+        if attempt.failure is not None and attempt.fingerprint not in done:
+            failed[attempt.unit] = {"unit": attempt.unit, "host": attempt.host, "why": attempt.failure}
     return list(failed.values())
 
 
