@@ -26,6 +26,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 WORDS = "import os"
+SAID = [{"role": "user", "content": WORDS}]
 ANSWER = 12  # tokens
 LONG = 900  # tokens, of a context of 1024
 
@@ -54,6 +55,50 @@ def server(example: Path) -> Iterator[Served]:
 
 def client(of: Served) -> Any:
     return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+FIRST_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages }", "{{ 1 // 0 }}", "{{ messages[0].content.a.b }}", FIRST_A_SYSTEM, "{# nothing #}"]
+)
+def test_templates_that_refuse_what_they_get(template: str, example: Path, tmp_path: Path) -> None:
+    """The server starts, and a chat is a 400; texts are completed all the same."""
+    with served(with_template(example, tmp_path / "model", template)) as running:
+        for path, body in (("chat/completions", {"messages": SAID}), ("responses", {"input": WORDS})):
+            answer = httpx.post(f"{running.url}/v1/{path}", json=body, timeout=PATIENCE)
+            assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"], answer.text
+        assert client(running).completions.create(model=str(running.model), prompt=WORDS, max_tokens=1).choices
+
+
+ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+SAYS_ROLES: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"messages": [{"role": "developer", "content": "A"}]}, "system:A|"),
+    ("responses", {"input": [{"role": "developer", "content": "A"}]}, "system:A|"),
+    ("responses", {"input": "A", "instructions": "B"}, "system:B|user:A|"),
+    ("responses", {"input": [{"role": "system", "content": "A"}], "instructions": "B"}, "system:B A|"),
+    ("responses", {"input": [{"role": "user", "content": "A"}, {"type": "input_text", "text": "B"}]}, "user:A|user:B|"),
+    ("responses", {"input": [{"type": "input_text", "text": "A"}, {"role": "user", "content": "B"}]}, "user:A|user:B|"),
+    ("responses", {"input": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]}, "user:A B|"),
+]
+
+
+def test_what_a_chat_template_gets(example: Path, tmp_path: Path) -> None:
+    """All that was said, in roles that templates know; and it reads only settings of its own."""
+    with served(with_template(example, tmp_path / "model", ROLES)) as running:
+        encode = running.turns.processor
+        for path, body, prompt in SAYS_ROLES:
+            limit = "max_tokens" if path == "chat/completions" else "max_output_tokens"
+            answer = httpx.post(f"{running.url}/v1/{path}", json={**body, limit: 1}, timeout=PATIENCE)
+            assert answer.status_code == 200, answer.text
+            assert running.passes[-1][1] == (1, len(encode(prompt)["input_ids"]))
+        for name in ("role", "m", "messages", "loop"):
+            refused = httpx.post(
+                f"{running.url}/v1/chat/completions", json={"messages": SAID, "chat_template_kwargs": {name: "a"}}
+            )
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == f"chat_template_kwargs.{name}"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

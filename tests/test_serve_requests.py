@@ -97,6 +97,11 @@ REFUSED: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(logit_bias={str(n): 1 for n in range(1025)}), "logit_bias"),
     (CHAT, chat(metadata={str(n): "a" for n in range(17)}), "metadata"),
     (CHAT, chat(messages=[*SAID, {"role": "user", "content": "a", "colour": "red"}]), "messages[1].colour"),
+    (CHAT, chat(logit_bias={"9" * 5000: 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"01": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias=[]), "logit_bias"),
+    (CHAT, {**chat(), "": 1}, ""),
+    (CHAT, chat(messages=[None]), "messages[0]"),
     (CHAT, chat(n=2), "n"),
     (CHAT, chat(logprobs=True), "logprobs"),
     (CHAT, chat(top_logprobs=2), "top_logprobs"),
@@ -135,6 +140,7 @@ REFUSED: list[tuple[str, Any, str | None]] = [
     (RESPONSES, reply(input=5), "input"),
     (RESPONSES, reply(input=[{"role": "user"}]), "input[0]"),
     (RESPONSES, reply(input=[{"type": "reasoning"}]), "input"),
+    (RESPONSES, reply(input=[{"type": "input_text"}]), "input[0].content[0].text"),
     (RESPONSES, reply(input=LONG), "input"),
     (RESPONSES, reply(max_output_tokens=0), "max_output_tokens"),
     (RESPONSES, reply(temperature=-1), "temperature"),
@@ -264,6 +270,7 @@ def test_penalties_and_biases(client: Any) -> None:
         assert said(client, max_tokens=60, **{penalty: 2}) != greedy
     forced = said(client, max_tokens=4, logit_bias={"100": 100})
     assert len(forced) % 4 == 0 and forced == forced[: len(forced) // 4] * 4
+    assert said(client, max_tokens=4, logit_bias={"0": 100}) != forced
 
 
 def test_stop_strings(client: Any) -> None:

@@ -6,9 +6,9 @@ hand to `generate_streaming` and `generate_non_streaming`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,25 +18,31 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Asked:
     """ids: the prompt, in place of the text in the request; seed: of this request's random numbers alone; penalties as
-    OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time.
+    OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time;
+    logit_bias: added to the logits of these token ids.
     """
 
     ids: Sequence[int] | None = None
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def processors(self, prompt: int) -> list[Any]:
         """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""
-        if not self.presence_penalty and not self.frequency_penalty:
-            return []
 
         def penalize(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             """ids [1, T], scores [1, vocabulary]."""
             counts = ids[0, prompt:].bincount(minlength=scores.shape[-1])[None].to(scores.dtype)
             return scores - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
 
-        return [penalize]
+        def add_bias(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """ids [1, T], scores [1, vocabulary]."""
+            tokens = ids.new_tensor(list(self.logit_bias))
+            return scores.index_add(-1, tokens, scores.new_tensor([list(self.logit_bias.values())]))
+
+        wanted = ((penalize, self.presence_penalty or self.frequency_penalty), (add_bias, self.logit_bias))
+        return [process for process, given in wanted if given]
 
 
 NOTHING = Asked()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,6 +16,7 @@ LONGEST_STOP = 256
 MOST_BIASES = 1024
 MOST_METADATA = 16  # as in OpenAI's API
 UNKNOWN = "unknown"  # the type of the error that names a parameter
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def fault(message: str) -> PydanticCustomError:
@@ -73,13 +76,33 @@ def prompts(value: Any) -> list[Any]:
 
 
 def items(value: Any) -> Any:
-    """The input of /v1/responses: a string is its only message."""
+    """The input of /v1/responses: a string is its only message, and parts of text in a row are one of the user's."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
-    first = value[0] if isinstance(value, list) and value else None
-    if isinstance(first, dict) and first.get("type", "message") not in ("message", "input_text"):
+    if not isinstance(value, list):
+        return value
+    messages: list[Any] = []
+    for are_parts, run in groupby(value, lambda item: isinstance(item, dict) and item.get("type") == "input_text"):
+        several = list(run)
+        messages += [{"type": "message", "role": "user", "content": several}] if are_parts else several
+    first = messages[0] if messages else None
+    if isinstance(first, dict) and first.get("type", "message") != "message":
         raise fault("has to begin with a message")
-    return value
+    return messages
+
+
+def token_ids(value: Any) -> Any:
+    """The names in logit_bias, as numbers."""
+    if not isinstance(value, dict):
+        return value
+    if not all(TOKEN_ID.fullmatch(name) for name in value):
+        raise fault("has to name token ids")
+    return {int(name): bias for name, bias in value.items()}
+
+
+def older_role(value: Any) -> Any:
+    """Two names for one role; templates know the older one."""
+    return "system" if value == "developer" else value
 
 
 def json_object(value: Any) -> Any:
@@ -109,8 +132,9 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        if isinstance(value, dict) and (unknown := next((name for name in value if name not in cls.model_fields), "")):
-            raise PydanticCustomError(UNKNOWN, "{name}", {"name": unknown})
+        for name in value if isinstance(value, dict) else ():
+            if name not in cls.model_fields:
+                raise PydanticCustomError(UNKNOWN, "{name}", {"name": name})
         return value
 
 
@@ -142,7 +166,7 @@ class ToolCall(Strict):
 class Message(Strict):
     """One message of a chat. What clients send back of an answer of ours is accepted with it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(older_role)]
     content: Annotated[list[Part], FIRST, BeforeValidator(parts)] | None = None
     tool_calls: Annotated[list[ToolCall], FIRST] | None = None
     tool_call_id: str | None = None
@@ -184,10 +208,9 @@ class Item(BaseModel):
     """One item of the input of /v1/responses; outputs of earlier responses are accepted with their ids and status."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "input_text"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(older_role)] | None = None
     content: Annotated[list[Part], FIRST, BeforeValidator(parts)] | None = None
-    text: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: Annotated[str, BeforeValidator(json_object)] | None = None
@@ -197,7 +220,6 @@ class Item(BaseModel):
     def _whole(self) -> Item:
         needed = {
             "message": ("role", "content"),
-            "input_text": ("text",),
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
         }

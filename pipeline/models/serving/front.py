@@ -135,8 +135,6 @@ class Front:
         request: schemas.Chat = await self._read(call, schemas.Chat)
         fields = {"role", "content", "tool_calls", "tool_call_id"}
         body: dict[str, Any] = {"messages": [m.model_dump(include=fields, exclude_none=True) for m in request.messages]}
-        for message in body["messages"]:  # two names for one role; templates know the older one
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
         if request.tools and request.tool_choice != "none":
             body["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
         if request.chat_template_kwargs:
@@ -151,9 +149,7 @@ class Front:
         from transformers.cli.serving.response import ResponseHandler
 
         request: schemas.Responses = await self._read(call, schemas.Responses)
-        body: dict[str, Any] = {"input": [item.model_dump(exclude_none=True) for item in request.input]}
-        if request.instructions is not None:
-            body["instructions"] = request.instructions
+        body: dict[str, Any] = {"input": [item.model_dump(exclude_none=True) for item in request.whole_input()]}
         if request.tools and request.tool_choice != "none":
             body["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
         handler: Any = ResponseHandler
@@ -225,5 +221,6 @@ class Front:
 
 def _asked(request: Any, ids: list[int] | None = None) -> Asked:
     """What transformers' handlers would not pass on."""
-    penalties = ("presence_penalty", "frequency_penalty")
-    return Asked(ids, request.seed, **{name: getattr(request, name, 0.0) for name in penalties})
+    shared = ("presence_penalty", "frequency_penalty", "logit_bias")
+    given = {name: getattr(request, name) for name in shared if getattr(request, name, None) is not None}
+    return Asked(ids, request.seed, **given)

@@ -137,7 +137,11 @@ def _beginnings(processor: Any, template: Any) -> set[tuple[str, str]]:
         ends = set[tuple[str, str] | None]()
         for text in PROBES:
             messages = [{"role": "user", "content": text}]
-            prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings)
+            try:
+                prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings)
+            except Exception:  # a template is a program that comes with the model, and may refuse so short a chat
+                ends.add(None)
+                continue
             last = max(anchor.finditer(prompt), key=lambda match: match.end(), default=None)
             ends.add(last and (last[0], prompt[last.end() :]))
         end = ends.pop()

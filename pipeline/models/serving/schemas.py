@@ -22,6 +22,7 @@ from ktconvert.pipeline.models.serving.fields import (
     FlatTool,
     Item,
     Message,
+    Part,
     Penalty,
     Stop,
     Strict,
@@ -32,11 +33,17 @@ from ktconvert.pipeline.models.serving.fields import (
     only,
     prompts,
     texts,
+    token_ids,
 )
 
 INT64 = 1 << 63
 # What pydantic's types of errors are called here; others keep its words.
-WORDS = {UNKNOWN: "is no parameter that this server honours; leave it out", "missing": "is missing"}
+WORDS = {
+    UNKNOWN: "is no parameter that this server honours; leave it out",
+    "missing": "is missing",
+    "dict_type": "has to be an object",
+    "model_type": "has to be an object",
+}
 
 
 class Request(Strict):
@@ -73,7 +80,7 @@ class Generation(Request):
     stop: Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), BeforeValidator(texts)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[str, Bias], at_most(MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(token_ids), at_most(MOST_BIASES)] | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[Any, only(1, why="one answer is given for each request; send the request again for another")] = None
 
@@ -134,6 +141,16 @@ class Responses(Request):
     include: Annotated[Any, only([], why="nothing more is included; leave it out")] = None
     background: Annotated[Any, only(False, why="answers come at once; leave it out")] = None
 
+    def whole_input(self) -> list[Item]:
+        """The input, after the instructions: templates know one system message, so a first one is their second part."""
+        if not self.instructions:
+            return self.input
+        said = [Part(type="input_text", text=self.instructions)]
+        first = self.input[0]
+        if first.role == "system":
+            return [first.model_copy(update={"content": said + (first.content or [])}), *self.input[1:]]
+        return [Item(role="system", content=said), *self.input]
+
 
 class LoadModel(Strict):
     """POST /load_model, by which `transformers chat` begins."""
@@ -154,7 +171,7 @@ def read(kind: type[Any], body: Any) -> Any:
         first = error.errors(include_url=False, include_input=False)[0]
     names = [*first["loc"], *([first["msg"]] if first["type"] == UNKNOWN else [])]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
-    what = WORDS.get(first["type"]) or re.sub(r"^\w+ should", "has to", first["msg"])
-    if not path:  # of parameters that do not go together
+    what = WORDS.get(first["type"]) or re.sub(r"^\w+ should", "has to", first["msg"]).replace(" after validation", "")
+    if not names:  # of parameters that do not go together
         path, _, what = what.partition(": ")
     raise Refused(400, f"{path}: {what}", path)

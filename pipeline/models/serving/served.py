@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,35 +89,44 @@ class Served:
         settings         chat_template_kwargs; param: where the messages came from
         Raises Refused for what the template does not know, and where it refuses the messages.
         """
-        from jinja2 import TemplateError
         from transformers.cli.serving.utils import BaseHandler, Modality
 
-        self._check_template(tools, settings or {})
         kind = Modality.LLM if self.tokenizer is self.processor else Modality.VLM
         said = BaseHandler.get_processor_inputs_from_messages(messages, kind)
         write = functools.partial(
             self.processor.apply_chat_template, said, tools=tools, add_generation_prompt=True, **(settings or {})
         )
         try:
+            self._check_template(tools, settings or {})
             await self._check_length(await self.apart(write, tokenize=False), param)
             inputs = await self.apart(write, tokenize=True, return_dict=True)
-        except (TemplateError, TypeError, ValueError) as error:
+        except Refused:
+            raise
+        except Exception as error:  # a template is a program that comes with the model
             raise Refused(400, f"{param}: the model's chat template refuses this: {error}", param) from error
         ids = inputs["input_ids"]
-        return len(ids[0] if ids and isinstance(ids[0], list) else ids)
+        length = len(ids[0] if ids and isinstance(ids[0], list) else ids)
+        if length == 0:
+            raise Refused(400, f"{param}: the model's chat template makes no token of it; give some text", param)
+        return length
 
     def _check_template(self, tools: Any, settings: dict[str, Any]) -> None:
         """What it does not read would be ignored in silence."""
-        template = str(self.processor.chat_template)
-        if tools and not re.search(r"\btools\b", template):
+        from transformers.utils import chat_template_utils
+
+        known: Any = chat_template_utils._get_template_variables
+        template = self.processor.chat_template
+        if isinstance(template, dict):
+            template = template["tool_use" if tools and "tool_use" in template else "default"]
+        reads = known(template)
+        if tools and "tools" not in reads:
             raise Refused(400, "tools: the model's chat template knows none", "tools")
-        ours = inspect.signature(type(self.tokenizer).apply_chat_template).parameters
+        ours = {"messages", *inspect.signature(type(self.tokenizer).apply_chat_template).parameters}
         for name, value in settings.items():
-            if name in ours or not re.search(rf"\b{re.escape(name)}\b", template):
-                where = f"chat_template_kwargs.{name}"
+            where = f"chat_template_kwargs.{name}"
+            if name in ours or name not in reads:
                 raise Refused(400, f"{where}: the model's chat template reads no such setting", where)
             if not isinstance(value, str | int | float):
-                where = f"chat_template_kwargs.{name}"
                 raise Refused(400, f"{where}: has to be a string, a number, true or false", where)
 
     async def _check_length(self, text: str, param: str) -> None:
@@ -167,15 +175,13 @@ class Served:
             config = {name: value for name, value in config.items() if name not in ("temperature", "top_p", "top_k")}
         if isinstance(asked, Generation):
             config |= {"stop_strings": asked.stop} if asked.stop else {}
-            config |= {"sequence_bias": self._bias(asked.logit_bias)} if asked.logit_bias else {}
+            self._check_bias(asked.logit_bias or {})
         return config
 
-    def _bias(self, biases: dict[str, float]) -> list[Any]:
-        """logit_bias as transformers has it: [[[id], bias], ...]."""
-        if not all(name.isdecimal() and name.isascii() and int(name) < self.vocabulary for name in biases):
+    def _check_bias(self, biases: dict[int, float]) -> None:
+        if max(biases, default=0) >= self.vocabulary:
             names = f"logit_bias: this model's token ids are 0 to {self.vocabulary - 1}"
             raise Refused(400, names, "logit_bias")
-        return [[[int(name)], bias] for name, bias in biases.items()]
 
 
 def _wanted(asked: Request, default: int | None) -> int:
