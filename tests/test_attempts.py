@@ -127,4 +127,5 @@ def test_disk_space_of_the_dead_is_freed_and_their_records_count(places: Places)
     attempts.free(places)
     kept = sorted(attempt.name for attempt in (*begun[1:], whole))
     assert conversion.names(places.partial) == kept
+    assert attempts.read(places, UNIT, known=[attempt.name for attempt in begun]) == [whole]
     assert len(attempts.read(places)) == 4

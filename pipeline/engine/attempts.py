@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -148,18 +148,23 @@ def _save(places: Places, attempt: Attempt) -> None:
     publish.publish(aside, path)
 
 
-def read(places: Places, unit: Unit[Any] | None = None) -> list[Attempt]:
+def read(places: Places, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
     """The attempts that are on record, of one unit or of all, the oldest first; records that cannot be understood do
     not count.
+
+    known  names of those that are not to be read: a record of loose files is long
     """
-    return sorted(_read(places, "" if unit is None else f"{unit.stored_name}."), key=lambda a: (a.began, a.name))
+    prefix = "" if unit is None else f"{unit.stored_name}."
+    return sorted(_read(places, prefix, known), key=lambda a: (a.began, a.name))
 
 
-def _read(places: Places, prefix: str) -> Iterator[Attempt]:
+def _read(places: Places, prefix: str, known: Collection[str]) -> Iterator[Attempt]:
     if not places.attempts.is_dir():
         return
     for path in places.attempts.iterdir():
         if path.name.startswith(".") or not (path.name.startswith(prefix) and path.name.endswith(ENDING)):
+            continue
+        if path.name.removesuffix(ENDING) in known:
             continue
         try:
             record = documents.parse(path.read_bytes())

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
@@ -38,14 +39,13 @@ class Tasks:
         self._work, self._reporter, self._executor = work, reporter, executor
         self._reopen, self._threads = reopen, threads
         self._run = work.new_token()
-        self._units: dict[str, Unit[Any]] = {}
-        self._known: dict[str, Attempt] = {}
+        self._known: dict[str, Attempt] = {}  # of this run, without results, which may be long
+        self._ended: set[str] = set()
         self._again: Counter[str] = Counter()
         self._looked = 0.0
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
         """Have a unit made."""
-        self._units[unit.fingerprint] = unit
         output, version = str(self._work.places.output), tool_version()
         task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
         try:
@@ -88,11 +88,13 @@ class Tasks:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        for attempt in attempts.read(self._work.places):
-            known = self._known.get(attempt.name)
-            if attempt.run != self._run or known == attempt:
+        for attempt in attempts.read(self._work.places, known=self._ended):
+            if attempt.ended is not None:
+                self._ended.add(attempt.name)
+            if attempt.run != self._run:
                 continue
-            self._known[attempt.name] = attempt
+            known = self._known.get(attempt.name)
+            self._known[attempt.name] = replace(attempt, result=None)
             if known is None:
                 self._reporter.event("start", **self._note("start", attempt))
                 self._reporter.at(attempt.unit)
