@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
-from rig import stored
+from ktconvert.pipeline.models import generate
+from rig import families, stored
 
 pytest.importorskip("transformers")
 
@@ -219,3 +220,27 @@ def test_a_missing_package_is_one_line(
     assert done.stderr == (
         f"ktconvert: `ktconvert {command}` needs {package}, not installed here: pip install 'ktconvert[{command}]'\n"
     )
+
+
+@pytest.mark.parametrize(("family", "window"), [*((name, None) for name in families.FAMILIES), ("mixtral", 24)])
+def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model remembers of the parts before: keys and values, of a window too, or a recurrent state."""
+    import torch
+    import transformers
+
+    monkeypatch.setattr(generate, "PART", 16)
+    torch.manual_seed(0)
+    config = families.config_of(family, **({} if window is None else {"sliding_window": window}))
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    ids = torch.randint(3, families.VOCABULARY, (1, 75))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def logits(parts: bool) -> torch.Tensor:
+        settings = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        if parts:
+            generate.in_parts(model, settings, inputs)
+            assert settings.prefill_chunk_size == 16
+        options = {"generation_config": settings, "return_dict_in_generate": True, "output_logits": True}
+        return torch.stack(model.generate(**inputs, **options).logits)
+
+    torch.testing.assert_close(logits(parts=True), logits(parts=False), rtol=1e-4, atol=1e-4)

@@ -319,17 +319,18 @@ def write(
 def in_parts(model: Any, config: Any, inputs: Any) -> None:
     """Have a prompt of more than PART tokens (input_ids [1, T]) read in parts, by the generation config `config`.
 
-    Only of text, and only where all that the model remembers of a part are keys and values: transformers' recurrent
-    layers begin anew with each part.
+    Only of text, and not where state-space layers remember what was read: some of transformers' begin anew with each
+    part.
     """
     from transformers import cache_utils
 
     if inputs["input_ids"].shape[-1] <= PART or set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}:
         return
-    if not model._supports_default_dynamic_cache():
+    decoder = model.config.get_text_config(decoder=True)
+    if not model._supports_default_dynamic_cache() or any(name.startswith("mamba_") for name in vars(decoder)):
         return
-    layers = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if all(type(layer) in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer) for layer in layers):
+    proven = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer
+    if all(type(layer) in proven for layer in cache_utils.DynamicCache(config=decoder).layers):
         config.prefill_chunk_size = PART
 
 
