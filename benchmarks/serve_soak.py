@@ -132,7 +132,7 @@ class Soak:
 
     def _finish(self, path: str, content: bytes) -> str:
         answer = httpx.post(self.url + path, content=content, headers=JSON, timeout=PATIENCE)
-        return "500 in a stream" if b'"error"' in answer.content and answer.is_success else str(answer.status_code)
+        return "500 in a stream" if ERROR.search(answer.content) and answer.is_success else str(answer.status_code)
 
     def _drop(self, draw: random.Random, path: str, content: bytes) -> str:
         host, _, port = self.url.removeprefix("http://").partition(":")
@@ -143,6 +143,7 @@ class Soak:
         return "dropped"
 
 
+ERROR = re.compile(rb'data: \{"(?:error|type)": ?(?:\{|"error")')  # an event, not a word of an answer
 JSON = {"Content-Type": "application/json"}
 
 

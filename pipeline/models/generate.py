@@ -28,6 +28,8 @@ NEEDS = {
     "run": ("torch", "transformers", "accelerate"),
     "serve": ("torch", "transformers", "accelerate", "fastapi", "uvicorn", "openai", "pydantic"),
 }
+# How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
+KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 FOREVER = 10**9  # seconds before a bar is drawn
 # Tokens of a prompt that go through the model at once. Attention needs memory for this number times the tokens before
 # them, where a prompt in one piece may need it for its length squared.
@@ -49,12 +51,14 @@ def require(extra: str, warn: Callable[[str], None]) -> None:
 
 
 def share_cores() -> None:
-    """Have torch's threads sleep when they have no work, and libraries draw no bars; to be called before they are
-    imported.
+    """Have torch's threads sleep when they have no work, and its kernel caches stay small, and libraries draw no bars;
+    to be called before they are imported.
 
     Otherwise threads spin on the cores that compute the experts: decoding is then up to 20 times slower. What the user
     has set stays."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for cache in KERNEL_CACHES:
+        os.environ.setdefault(cache, "64")
     os.environ.setdefault(
         "TQDM_DELAY", str(FOREVER)
     )  # TQDM_DISABLE is overruled by compressed-tensors, which draws four

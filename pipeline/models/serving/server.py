@@ -9,6 +9,8 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.models.generate import Choice, explained, prepare
 
+CONNECTIONS = 256  # of clients at the same time; further ones get a 503, which OpenAI's clients try again after
+
 
 def listen(choice: Choice, host: str, port: int, name: str | None = None, key: bytes | None = None) -> None:
     """Load the model and answer at http://host:port/v1 until interrupted. name, key: see `load`.
@@ -21,7 +23,9 @@ def listen(choice: Choice, host: str, port: int, name: str | None = None, key: b
 
     from ktconvert.pipeline.models.serving.stopping import Server
 
-    Server(uvicorn.Config(application, host=host, port=port, log_level="info"), turns).run()
+    Server(
+        uvicorn.Config(application, host=host, port=port, log_level="info", limit_concurrency=CONNECTIONS), turns
+    ).run()
 
 
 def load(choice: Choice, name: str | None = None, key: bytes | None = None) -> tuple[Any, Any]:
