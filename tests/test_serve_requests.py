@@ -428,6 +428,9 @@ def test_a_key_and_a_short_name(example: Path) -> None:
                 answer = post(running, path, {}, **headers)
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
                 assert KEY not in answer.text
+        for path, headers, status in ((CHAT, {}, 401), ("/nowhere", good, 404), ("/v1/models", good, 405)):
+            answer = post(running, path, chat(user="a" * (16 << 20)), **headers)
+            assert answer.status_code == status, "a client that still sends gets no answer"
         assert post(running, CHAT, chat(), **good).json()["model"] == "small"
         ask = openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0)
         assert [model.id for model in ask.models.list()] == ["small"] == [ask.models.retrieve("small").id]
@@ -459,11 +462,17 @@ def test_where_the_key_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         access.key_from(tmp_path / "nowhere")
 
 
-def test_a_server_for_others_without_a_key(cli: Callable[..., Any], example: Path) -> None:
-    """It is warned of, before the port is looked at."""
+def test_a_server_for_others_without_a_key(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+    """It is warned of, and a key that others can read, before the port is looked at."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         at = ("--host", "0.0.0.0", "--port", taken.getsockname()[1])
         assert "none has to send a key" in cli("serve", example, *at, code=1).stderr
         assert "none has to send" not in cli("serve", example, *at, env={"KTCONVERT_API_KEY": KEY}, code=1).stderr
+        file = tmp_path / "key"
+        file.write_text(KEY)
+        for mode, warned in ((0o600, False), (0o640, True), (0o644, True)):
+            file.chmod(mode)
+            said = cli("serve", example, *at, "--api-key-file", file, code=1).stderr
+            assert ("other users of this machine can read the API key" in said) == warned
     assert [access.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [access.is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "example.org")] == [False] * 4

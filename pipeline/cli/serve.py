@@ -51,7 +51,10 @@ def serve(model: str, **params: Any) -> None:
 
     options.check_kernels("the command again")
     generate.require("serve", Reporter().warn)
-    key = access.key_from(params["api_key_file"])
+    file = params["api_key_file"]
+    key = access.key_from(file)
+    if file is not None and access.is_open(file):
+        Reporter().warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")
     if key is None and not access.is_loopback(params["host"]):
         Reporter().warn(
             f"--host {params['host']} lets other machines ask, and none has to send a key: give --api-key-file"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def _checked(key: bytes, wrong: Exception) -> bytes:
     if not 0 < len(key) <= LONGEST or any(not 0x21 <= byte <= 0x7E for byte in key):
         raise wrong
     return key
+
+
+def is_open(path: Path) -> bool:
+    """Whether other users of this machine may read this file."""
+    return bool(path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def check(headers: Iterable[tuple[bytes, bytes]], key: bytes | None) -> None:

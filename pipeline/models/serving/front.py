@@ -4,6 +4,7 @@ break it, and hands on the rest with every parameter in the form that is honoure
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import uuid
@@ -30,24 +31,31 @@ log = logging.getLogger("uvicorn.error")
 
 @dataclass
 class Call:
-    """One request. id: under which generation knows it."""
+    """One request.
+
+    id      under which generation knows it
+    unread  whether some of its body may be to come
+    came    bytes of it that came
+    """
 
     scope: Message
     receive: Receive
     send: Send
     id: str
+    unread: bool = True
+    came: int = 0
 
     async def read(self, limit: int) -> bytes:
         """The body. Raises Refused with 413 for a longer one, of which no more than `limit` is kept."""
-        data, total, more = b"", 0, True
-        while more and total <= DRAINED:
+        data = b""
+        while self.unread and self.came <= DRAINED:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise Refused(400, "the body was not sent to its end")
             piece = message.get("body", b"")
-            total, more = total + len(piece), message.get("more_body", False)
-            data = data + piece if total <= limit else b""
-        if total > limit:
+            self.came, self.unread = self.came + len(piece), message.get("more_body", False)
+            data = data + piece if self.came <= limit else b""
+        if self.came > limit:
             raise Refused(413, f"the body has more than {limit} bytes, the most for this model's context; shorten it")
         return data
 
@@ -85,6 +93,8 @@ class Front:
         try:
             await self._route(call)
         except Refused as refused:
+            with contextlib.suppress(Refused):
+                await call.read(0)  # a client that is still sending would find the connection closed, and no answer
             more = {"www_authenticate": "Bearer"} if refused.status == 401 else {}
             await respond(send, refused.status, refused.body(), x_request_id=call.id, **more)
         except Exception:
