@@ -10,7 +10,7 @@ from typing import Any
 from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.engine.execute import execute
-from ktconvert.pipeline.engine.executors import DEFAULT, opened
+from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
 from ktconvert.pipeline.engine.existing import adopts
 from ktconvert.pipeline.engine.lock import Part, unlock
 from ktconvert.pipeline.engine.part import make_part, parse
@@ -37,6 +37,7 @@ def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None
     for note in plan.notes:
         reporter.note(note)
     if params["dry_run"]:
+        check(plan, params)
         show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
     else:
         if params["force_unlock"]:
@@ -44,13 +45,22 @@ def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None
         make(plan, reporter, params)
 
 
-def make(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
-    """Execute a plan with the engine that --executor names."""
-    name, overwrite, part = params.get("executor", DEFAULT), params.get("overwrite", False), part_of(params)
+def check(plan: Plan, params: Mapping[str, Any]) -> None:
+    """Raise UsageError where --executor or --part cannot be understood, or do not go with the plan or each other."""
+    name, part = params.get("executor", DEFAULT), part_of(params)
+    require_known(name)
+    if part is not None:
+        require_shareable(plan, "--part")
     if not name.startswith(DEFAULT):
         require_shareable(plan, "--executor")
         if part is not None:
             raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
+
+
+def make(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
+    """Execute a plan with the engine that --executor names."""
+    check(plan, params)
+    name, overwrite, part = params.get("executor", DEFAULT), params.get("overwrite", False), part_of(params)
     with opened(name, reporter.note) as engine:
         if engine.executor is None and engine.threads is not None:
             plan = _tuned(plan, cpuinfer_threads=options.lowered("--executor threads", engine.threads, reporter))

@@ -34,7 +34,7 @@ Examples:
 @options.reporting
 def resume(output: Path, **params: Any) -> None:
     """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output."""
-    from ktconvert.pipeline.cli.execution import make, take_lock_away
+    from ktconvert.pipeline.cli.execution import check, make, take_lock_away
     from ktconvert.pipeline.engine.execute import tidy
     from ktconvert.pipeline.engine.existing import saved_plan
     from ktconvert.pipeline.engine.part import require_all_parts
@@ -72,6 +72,7 @@ def resume(output: Path, **params: Any) -> None:
         tuning.pop("part", None)  # what parts have not made, is made now
     plan = plan_request(replace(request, tuning=tuning), None if params["dry_run"] else options.hashing(reporter))
     if params["dry_run"]:
+        check(plan, params)
         show.show_plan(plan, as_json=params["json_events"])
         return
     require_all_parts(plan, places)

@@ -32,11 +32,16 @@ def opened(name: str, note: Callable[[str], None]) -> Iterator[Engine]:
 
     Raises UsageError for a name that is none, KtconvertError where it cannot be had.
     """
+    require_known(name)
     kind, _, where = name.partition(":")
-    if kind not in ENGINES:
-        raise UsageError(f"--executor {name}: give one of {', '.join(ENGINES)}, as `ktconvert cpu --help` shows.")
     with ENGINES[kind](where, note) as engine:
         yield engine
+
+
+def require_known(name: str) -> None:
+    """Raise UsageError for what no engine is called."""
+    if name.partition(":")[0] not in ENGINES:
+        raise UsageError(f"--executor {name}: give one of {', '.join(ENGINES)}, as `ktconvert cpu --help` shows.")
 
 
 @contextlib.contextmanager
