@@ -4,8 +4,8 @@ Before each pass through the model (a token, or a part of a long prompt) a gener
 turn, and before each layer's experts it looks whether anybody still wants what it computes. So clients share the
 machine by tokens, and nothing is computed for a client that has gone.
 
-transformers' continuous batching is faster with several clients (see docs/SERVING.md), but it has one set of sampling
-parameters for all of them, knows no seed, penalty or stop string, and takes most of the machine's memory at once.
+transformers' continuous batching is not used: it has one set of sampling parameters for all clients, no seed and no
+stop string of theirs, takes most of the machine's memory at once, and was no faster (docs/SERVING.md).
 """
 
 from __future__ import annotations
