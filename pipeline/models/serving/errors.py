@@ -17,7 +17,15 @@ class Refused(Exception):
     param: str | None = None
     code: str | None = None
 
+    def __str__(self) -> str:
+        return self.message
+
     def body(self) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def ending() -> Refused:
+    """What clients get whose answers the end of the server cuts off."""
+    return Refused(503, "the server is ending; ask again later")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ktconvert.pipeline.models.serving.errors import Refused
+from ktconvert.pipeline.models.serving.errors import Refused, ending
 from ktconvert.pipeline.models.serving.served import Served
 
 MOST = 1 << 29  # logits of one text: 1 GiB in BF16
@@ -85,7 +85,7 @@ async def _scores(served: Served, generator: Any, ids: list[int], top: int, one_
             generator.submit(generator.wanted(), lambda: score(served.model, ids, top, one_more))
         )
     except Ended:
-        raise Refused(503, "the server is ending") from None
+        raise ending() from None
 
 
 def score(model: Any, ids: list[int], top: int, one_more: bool = False) -> Scores:

@@ -26,6 +26,7 @@ from transformers.cli.serving import utils
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generate import in_parts
 from ktconvert.pipeline.models.serving import asked, clients
+from ktconvert.pipeline.models.serving.errors import ending
 from ktconvert.pipeline.models.serving.line import Line
 from ktconvert.pipeline.models.serving.pieces import Pieces, Written, read_answers_of
 
@@ -58,12 +59,14 @@ class Wanted:
 class Answer(Wanted):
     """What one request is being answered: the streamer of `model.generate`.
 
-    say  gets each piece of the answer, in the generating thread
+    say    gets each piece of the answer, in the generating thread
+    whole  whether it has come to its end
     """
 
     def __init__(self, pieces: Pieces, say: Callable[[Any], None]) -> None:
         super().__init__()
         self.pieces, self.say = pieces, say
+        self.whole = False
         self.ids = Written()
         self.ids.ends, self.ids.stop = tuple(pieces.ends), pieces.stop
         self._prompt = True  # is what `put` gets first
@@ -83,6 +86,7 @@ class Answer(Wanted):
             for piece in self.pieces.put(token):
                 self.say(piece)
         if self.pieces.stopped:
+            self.whole = True
             raise Ended
 
     def end(self) -> None:
@@ -188,7 +192,7 @@ class Turns(utils.BaseGenerateManager):
         return Answer(Pieces(self.processor, parser, _listed(ends), _listed(config.stop_strings)), say)
 
     def _generate(self, answer: Answer, inputs: Any, config: Any, wish: asked.Asked) -> None:
-        """Generate until the end, or until nobody waits."""
+        """Generate until the end, or until nobody waits. Raises Refused if the server ends before it does."""
         config = copy.deepcopy(config)
         config.stop_strings = None  # Pieces knows them, without a table of the tokens that they may begin in
         if config.pad_token_id is None:
@@ -204,6 +208,9 @@ class Turns(utils.BaseGenerateManager):
         with contextlib.suppress(Ended):
             self._check()
             self.model.generate(**inputs, **more, generation_config=config, streamer=answer)
+            answer.whole = True
+        if self._stopping and not answer.whole:
+            raise ending()
         for piece in answer.pieces.end():
             answer.say(piece)
 
