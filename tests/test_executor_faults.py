@@ -217,11 +217,12 @@ def test_a_source_that_becomes_shorter_under_a_worker(
     setting: Setting, cluster: Cluster, output: Path, tmp_path: Path
 ) -> None:
     source = shutil.copytree(setting.source, tmp_path / "source")
-    cluster.start("a", nanny=True, env=setting.stopping(output, call=1))
+    cluster.start("a", env=setting.stopping(output, call=1))
     coordinator = setting.pool.submit(setting.run, "cpu", "-i", source, "-o", output, *at(cluster))
     cluster.wait_until_stopped("a")
     for path in source.glob("*.safetensors"):
         os.truncate(path, 8192)
+    cluster.start("b")
     cluster.send("a", signal.SIGCONT)
     conversion.refused(coordinator.result(), 5, "safetensors", "host ")
 
