@@ -280,6 +280,15 @@ def test_stop_strings(client: Any) -> None:
     assert said(client, stop=word) == said(client, stop=["never", word]) == whole[: whole.index(word)]
 
 
+def test_a_response_that_is_cut_off_says_so(client: Any) -> None:
+    """In one piece and streamed, as OpenAI does."""
+    ask = {"model": client.models.list().data[0].id, "input": "import os", "temperature": 0}
+    cut = client.responses.create(**ask, max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    *_, last = client.responses.create(**ask, max_output_tokens=3, stream=True)
+    assert last.type == "response.incomplete" and last.response.output_text == cut.output_text
+
+
 def test_streams_end_as_openai_says(server: Served) -> None:
     """With [DONE]; with numbers of tokens in an event of their own, and only where they are asked for."""
     for path, body in ((CHAT, chat()), (TEXT, text()), (TEXT, text(prompt=[5, 6, 7]))):

@@ -18,7 +18,7 @@ from ktconvert.pipeline.models.serving import access, schemas, scoring
 from ktconvert.pipeline.models.serving.asked import Asked, asking
 from ktconvert.pipeline.models.serving.clients import Application, Message, Receive, Send
 from ktconvert.pipeline.models.serving.errors import Refused
-from ktconvert.pipeline.models.serving.replies import FAILED, Streamed, Whole, as_they_are, respond, with_usage
+from ktconvert.pipeline.models.serving.replies import FAILED, Streamed, Whole, mark, marked, respond, with_usage
 from ktconvert.pipeline.models.serving.served import Served
 
 BODY = 1 << 20  # bytes of a request, at least
@@ -173,14 +173,15 @@ class Front:
     ) -> None:
         """transformers' answer to this body, to the client. length: of the prompt; ids: itself, in place of a text."""
         body |= {"model": self.served.name, "stream": request.stream, "generation_config": json.dumps(config)}
-        asked = _asked(request, ids)
+        asked, most = _asked(request, ids), config["max_new_tokens"]
+        chat = isinstance(request, schemas.Generation)
         if not request.stream:
             answer = Whole()
             await self._hand_on(call, body, name, asked, answer.send)
-            return await respond(call.send, 200, answer.json(), x_request_id=name)
-        chat = isinstance(request, schemas.Generation)
+            whole = answer.json()
+            return await respond(call.send, 200, whole if chat else mark(whole, most), x_request_id=name)
         usage = chat and request.stream_options is not None and request.stream_options.include_usage
-        stream = Streamed(call.send, with_usage(usage, length) if chat else as_they_are, done=chat)
+        stream = Streamed(call.send, with_usage(usage, length) if chat else marked(most), done=chat)
         await self._hand_on(call, body, name, asked, stream.send)
         stream.check()
 

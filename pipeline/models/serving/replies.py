@@ -89,9 +89,23 @@ class Streamed:
             yield b"data: " + json.dumps(changed).encode() + b"\n\n"
 
 
-def as_they_are(piece: Any) -> Iterator[Any]:
-    """Events of /v1/responses."""
-    yield piece
+def mark(response: dict[str, Any], most: int) -> dict[str, Any]:
+    """An answer of /v1/responses, incomplete if it was cut off at `most` tokens; theirs call it completed."""
+    if (response.get("usage") or {}).get("output_tokens", 0) < most:
+        return response
+    return {**response, "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+
+
+def marked(most: int) -> Callable[[Any], Iterator[Any]]:
+    """Of the events of /v1/responses: the last one says whether the answer was cut off at `most` tokens."""
+
+    def edit(piece: Any) -> Iterator[Any]:
+        if piece.get("type") == "response.completed":
+            piece["response"] = mark(piece["response"], most)
+            piece["type"] = f"response.{piece['response']['status']}"
+        yield piece
+
+    return edit
 
 
 def with_usage(wanted: bool, prompt: int) -> Callable[[Any], Iterator[Any]]:
