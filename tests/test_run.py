@@ -16,6 +16,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generate
 from rig import families, stored
+from rig.served import with_template
 
 pytest.importorskip("transformers")
 
@@ -123,6 +124,12 @@ def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: 
     done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
     assert done.exit_code == 0, done.exception
     assert int(SPEED.findall(done.stderr)[0][0]) == count(example, "user says import os assistant says")
+
+
+@pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])
+def test_a_chat_template_that_refuses(example: Path, tmp_path: Path, template: str) -> None:
+    refused = call(with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
+    assert isinstance(refused, InputError) and "the model's chat template" in str(refused)
 
 
 def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:

@@ -347,11 +347,20 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
 
 
 def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
-    """A conversation that is to be answered, in the tokenizer's own form or the plainest one."""
-    return tokenizer.apply_chat_template(
-        list(messages),
-        chat_template=None if tokenizer.chat_template else PLAIN_TEMPLATE,
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    """A conversation that is to be answered, in the tokenizer's own form or the plainest one.
+
+    Raises InputError where the tokenizer's chat template fails, or makes no token of it.
+    """
+    try:
+        inputs = tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=None if tokenizer.chat_template else PLAIN_TEMPLATE,
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    except Exception as error:  # a template is a program that comes with the model
+        raise InputError(f"the model's chat template refuses this: {error}; continue a text with --prompt") from error
+    if inputs["input_ids"].shape[1] == 0:
+        raise InputError("the model's chat template makes no token of it; continue a text with --prompt")
+    return inputs
