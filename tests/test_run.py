@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.pipeline.cli.run import run
-from ktconvert.pipeline.models import generate
+from ktconvert.pipeline.models import generate, writing
 from rig import families, stored
 from rig.served import with_template
 
@@ -137,7 +137,7 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers
 
-    from ktconvert.pipeline.models import generate
+    from ktconvert.pipeline.models import writing
 
     text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     text |= {
@@ -155,9 +155,9 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(__file__).parents[1] / "examples" / "qwen3-moe-small" / name, tmp_path)
     model, tokenizer = generate.load(generate.Choice(str(tmp_path)))
-    inputs = generate.prompt_inputs(tokenizer, "def add(")
+    inputs = writing.prompt_inputs(tokenizer, "def add(")
     notes: list[str] = []
-    text_said, speed = generate.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
+    text_said, speed = writing.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
     assert "".join(notes) == text_said
     assert (speed.prompt, speed.new) == (3, 3)
 
@@ -235,7 +235,7 @@ def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, m
     import torch
     import transformers
 
-    monkeypatch.setattr(generate, "PART", 16)
+    monkeypatch.setattr(writing, "PART", 16)
     torch.manual_seed(0)
     config = families.config_of(family, **({} if window is None else {"sliding_window": window}))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -245,7 +245,7 @@ def test_a_prompt_read_in_parts_says_the_same(family: str, window: int | None, m
     def logits(parts: bool) -> torch.Tensor:
         settings = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
         if parts:
-            generate.in_parts(model, settings, inputs)
+            writing.in_parts(model, settings, inputs)
             assert settings.prefill_chunk_size == 16
         options = {"generation_config": settings, "return_dict_in_generate": True, "output_logits": True}
         return torch.stack(model.generate(**inputs, **options).logits)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline.models import generate
+from ktconvert.pipeline.models import generate, writing
 from ktconvert.pipeline.models.serving.asked import Asked, asking
 from rig.served import PATIENCE, Served, served, started, with_template
 
@@ -109,8 +109,8 @@ def test_an_answer_holds_only_what_was_generated(name: str, example: Path, tmp_p
     # What looks like the beginning of an answer is the user's where the template writes another one.
     with served(model) as running:
         for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
-            inputs = generate.chat_inputs(tokenizer, [{"role": "user", "content": said}])
-            text, _ = generate.write(loaded, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
+            inputs = writing.chat_inputs(tokenizer, [{"role": "user", "content": said}])
+            text, _ = writing.write(loaded, tokenizer, inputs, max_new_tokens=ANSWER, temperature=0, say=str)
             assert text and answers(running, model, said) == [text] * 4
 
 
@@ -158,7 +158,7 @@ def test_nothing_is_computed_for_a_client_that_has_gone(name: str, stream: bool,
 
 
 def test_a_client_that_goes_while_its_prompt_is_read(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "PART", 4)
+    monkeypatch.setattr(writing, "PART", 4)
     server.passes.clear()
     gone = server.left
     body = {"prompt": "import os\n" * 200, "max_tokens": 5, "temperature": 0}
@@ -249,7 +249,7 @@ def test_a_long_prompt_is_read_in_parts(server: Served, monkeypatch: pytest.Monk
     ask = client(server)
     options = {"model": str(server.model), "prompt": "import os\nimport sys\n" * 30, "max_tokens": 8, "temperature": 0}
     whole = ask.completions.create(**options).choices[0].text
-    monkeypatch.setattr(generate, "PART", 16)
+    monkeypatch.setattr(writing, "PART", 16)
     server.passes.clear()
     assert ask.completions.create(**options).choices[0].text == whole
     shapes = [(shape, logits[1]) for _, shape, logits in server.passes]

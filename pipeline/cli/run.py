@@ -56,7 +56,7 @@ def run(model: str, **params: Any) -> None:
         raise UsageError("--torch-experts leaves the experts to transformers: leave out --cpu-weights.")
     if params["chat"] == (params["prompt"] is not None):
         raise UsageError("give either --prompt TEXT or --chat")
-    from ktconvert.pipeline.models import generate
+    from ktconvert.pipeline.models import generate, writing
     from ktconvert.pipeline.tell.report import Reporter
 
     options.check_kernels("the command again")
@@ -78,7 +78,7 @@ def run(model: str, **params: Any) -> None:
         loaded = generate.load_as_stored(choice, reporter.note)
 
     def write(inputs: Any) -> str:
-        text, speed = generate.write(
+        text, speed = writing.write(
             *loaded, inputs, max_new_tokens=params["max_new_tokens"], temperature=params["temperature"], say=_say
         )
         _say("\n")
@@ -87,12 +87,12 @@ def run(model: str, **params: Any) -> None:
 
     if params["prompt"] is not None:
         _say(params["prompt"])
-        write(generate.prompt_inputs(loaded[1], params["prompt"]))
+        write(writing.prompt_inputs(loaded[1], params["prompt"]))
         return
     messages: list[dict[str, str]] = []
     for line in _lines():
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": write(generate.chat_inputs(loaded[1], messages))})
+        messages.append({"role": "assistant", "content": write(writing.chat_inputs(loaded[1], messages))})
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.models.generate import PLAIN_TEMPLATE
+from ktconvert.pipeline.models.writing import PLAIN_TEMPLATE
 from ktconvert.pipeline.walk.dataset import (
     Row,
     first_line,

@@ -9,7 +9,8 @@ import transformers
 from transformers.cli.serving import model_manager
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from ktconvert.pipeline.models.generate import PLAIN_TEMPLATE, Choice
+from ktconvert.pipeline.models.generate import Choice
+from ktconvert.pipeline.models.writing import PLAIN_TEMPLATE
 
 theirs: Any = model_manager.ModelManager
 auto: Any = transformers

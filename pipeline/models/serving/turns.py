@@ -24,11 +24,11 @@ import torch
 from transformers.cli.serving import utils
 
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-from ktconvert.pipeline.models.generate import in_parts
 from ktconvert.pipeline.models.serving import asked, clients
 from ktconvert.pipeline.models.serving.errors import ending
 from ktconvert.pipeline.models.serving.line import Line
 from ktconvert.pipeline.models.serving.pieces import Pieces, Written, read_answers_of
+from ktconvert.pipeline.models.writing import in_parts
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
 PATIENCE = 1.0  # seconds
