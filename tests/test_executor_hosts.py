@@ -53,6 +53,21 @@ def test_a_worker_with_a_wrong_setting(source: Path, servers: forks.Forks, tmp_p
     conversion.refused(done, 2, "host museum: ", "avx9")
 
 
+@pytest.mark.parametrize("where", ["scheduler", "worker"])
+def test_a_host_without_ktconvert(source: Path, servers: forks.Forks, tmp_path: Path, where: str) -> None:
+    """Only workers need it."""
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "ktconvert.py").write_text("raise ModuleNotFoundError(\"No module named 'ktconvert'\")")
+    env = {"PYTHONPATH": str(tmp_path / "without")}
+    with Cluster(tmp_path / "cluster", env=env if where == "scheduler" else {}) as cluster:
+        cluster.start("a", env={"PYTHONPATH": ""} if where == "scheduler" else env)
+        done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    if where == "scheduler":
+        assert done.returncode == 0, done.stderr
+    else:
+        conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
+
+
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)])
 def test_a_worker_with_another_umask(source: Path, servers: forks.Forks, tmp_path: Path, options: Any) -> None:
     outputs = {name: tmp_path / name for name in ("threads", "worker")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import pickle
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future
@@ -38,7 +39,8 @@ class DaskExecutor(Executor):
         that dies is Dask's matter.
         """
         ours: Future[Any] = Future()
-        theirs = self._client.submit(fn, *args, **kwargs, pure=False, resources=UNIT, retries=0)
+        packed = pickle.dumps((fn, args, kwargs))
+        theirs = self._client.submit(_unpacking(), packed, pure=False, resources=UNIT, retries=0)
 
         def settle(theirs: Any) -> None:
             try:
@@ -58,11 +60,27 @@ class DaskExecutor(Executor):
         return ours
 
 
+def _unpacking() -> Callable[[bytes], Any]:
+    """A function that calls what was pickled. It travels by value, as functions within functions do: schedulers, and
+    workers before it is called, need not have ktconvert; a worker that lacks it raises ModuleNotFoundError.
+    """
+
+    def call(packed: bytes) -> Any:
+        import pickle
+
+        function, arguments, named = pickle.loads(packed)
+        return function(*arguments, **named)
+
+    return call
+
+
 def _explained(error: BaseException) -> BaseException:
     from distributed import KilledWorker
 
     if isinstance(error, CancelledError):
         return ConnectionError("Dask's scheduler does not answer any more")
+    if isinstance(error, ModuleNotFoundError):
+        return KtconvertError(f"a worker lacks what it needs ({error}); install the same ktconvert on every host.")
     if not isinstance(error, KilledWorker):
         return error
     return WorkerLostError(
