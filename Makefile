@@ -53,7 +53,7 @@ COMPAT_TESTS := $(wildcard tests/test_hf*.py tests/test_serve*.py) $(addprefix t
 
 compat:
 	test -x build/compat/bin/python || $(PYTHON) -m venv build/compat
-	build/compat/bin/pip install --quiet -c .ci/constraints.txt setuptools cffi pytest pytest-xdist pytest-timeout hypothesis
+	build/compat/bin/pip install --quiet -c .ci/constraints.txt setuptools cffi pytest pytest-xdist pytest-timeout hypothesis httpx
 	build/compat/bin/pip install --quiet --upgrade --upgrade-strategy eager --no-build-isolation $(COMPAT_TORCH) -e '.[run,serve,plot]' compressed-tensors
 	build/compat/bin/pip check
 	build/compat/bin/pip list | grep -E '^(accelerate|compressed-tensors|fastapi|huggingface|numpy|openai|pydantic|safetensors|starlette|tokenizers|torch|transformers|uvicorn)'
