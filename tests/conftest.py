@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
 
 # Their fixtures are for all tests: `bench` and `servers`, `converted` and `converted_long`, `dask_cluster`.
-pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster")
+pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.threads")
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]

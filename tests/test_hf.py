@@ -12,7 +12,7 @@ import io
 import json
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ktconvert.native_quant import KTConvertConfig  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_experts  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = 48
 
@@ -90,15 +92,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with contextlib.redirect_stderr(stderr):
         ours, info = load(root / "model", root / "int8")
     return Case(root / "model", root / "int8", original, ours, info, stderr.getvalue())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """torch's threads cost more than they give on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 each_family = pytest.mark.parametrize("case", CASES, indirect=True, ids=lambda c: f"{c[0]}{'-fused' * c[1]}-T{c[2]}")

@@ -13,7 +13,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ transformers = pytest.importorskip("transformers")
 from ktconvert.native_quant import Experts, KTConvertConfig, KTMoEWrapper  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = torch.arange(3, 30)[None]
 SENTENCE = (
     r"no gradient goes through them \(layer \d of .*\): to train, load the original model without KTConvertConfig"
@@ -37,14 +39,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
     out = tmp_path_factory.mktemp("features") / "int8"
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
     return out
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def loaded(example: Path, weights: Path, **options: Any) -> Any:

@@ -4,32 +4,23 @@ writes nothing."""
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import mmap
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rig.safetensors import data_start
+from rig.scripts import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, SHARDS = 67, 256, 7168, 2048, 160
 MOE = LAYERS - 3  # the first three are dense
 READAHEAD = 1 << 20  # bytes after a header that the kernel may fetch by itself
-
-
-def benchmark(name: str) -> ModuleType:
-    """One file of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"ktconvert_benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # A process counts the memory of the one that started it as its own peak, so a small one has to stand in between.

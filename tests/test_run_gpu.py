@@ -44,6 +44,8 @@ from ktconvert.native_quant.runtime import hot_experts, hot_mask  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 from ktconvert.native_quant.runtime.hot_weights import HotWeights  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = [("qwen3_moe", "W4A16"), ("mixtral", "W8A16"), ("deepseek_v3", "W4A16")]
 # A layer against the same weights in float32: its output is rounded to BF16 (2^-9), and so are gate, up, what goes into
 # down, and what comes out of it, each an error of 0.002 to 0.004 that is independent of the others; the cold experts'
@@ -74,15 +76,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cli("gpu", "-i", root / "model", "-o", root / "packed", "--quant-method", "RTN", "--quant-type", kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(root / "packed")
     return Case(root / "model", root / "packed", root / "int8", theirs, kind)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """torch's threads cost more than they give on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 each_family = pytest.mark.parametrize("case", CASES, indirect=True, ids=[family for family, _ in CASES])

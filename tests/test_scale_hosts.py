@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rig.scripts import benchmark
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def benchmark(name: str) -> ModuleType:
-    """One file of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"ktconvert_benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 scale_hosts, models = benchmark("scale_hosts"), benchmark("models")

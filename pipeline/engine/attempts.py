@@ -54,7 +54,7 @@ class Attempt:
 
     name       of its file in partial/; no other attempt has it
     process    whose it is, as locks name it (lockfile.Holder)
-    run        the coordinator's run (WorkDir.token), or which part of a conversion it is
+    run        the coordinator's run (WorkDir.new_token), or a part's: deaths are counted within one
     began      seconds since the epoch; ended: None while it lasts, and where its process died
     result     what a Result says, once the file is whole and durable
     failure    the sentence with which it failed

@@ -94,10 +94,11 @@ def _crew(
 
 def _adopt_attempts(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
     """Publish and record what workers finished after the last coordinator had died."""
-    wanted = {unit.fingerprint: unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None}
+    units = {unit.fingerprint: unit for unit in plan.units}
     for attempt in attempts.read(work.places):
-        if attempt.is_whole(work.places) and attempt.fingerprint in wanted:
-            publish_unit(plan, work, reporter, wanted.pop(attempt.fingerprint), made_of(work.places, attempt))
+        unit = units.get(attempt.fingerprint)
+        if unit and attempt.is_whole(work.places) and done_reason(work.places, work.finished, unit) is None:
+            publish_unit(plan, work, reporter, unit, made_of(work.places, attempt))
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:

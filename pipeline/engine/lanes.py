@@ -57,10 +57,20 @@ class Lanes:
 @contextlib.contextmanager
 def lanes(work: WorkDir, reporter: Reporter, threads: int, units: int) -> Iterator[Lanes]:
     """A crew of so many packing threads, for so many units. Raises RuntimeError where the system gives no threads."""
+    with pools(threads, units) as (pool, window, crew, most):
+        yield Lanes(work, crew, Context(pool, window, reporter), most)
+
+
+@contextlib.contextmanager
+def pools(threads: int, units: int) -> Iterator[tuple[ThreadPoolExecutor, int, ThreadPoolExecutor, int]]:
+    """Threads for so many units: those that pack and the window of a unit (Context), and the lanes and their number.
+
+    Raises RuntimeError where the system gives no threads.
+    """
     count = max(1, min(LANES, threads, units))
     with packing_pool(threads) as pool, ThreadPoolExecutor(count, "lane", use_own_cpus) as crew:
         start_threads(crew, count)
-        yield Lanes(work, crew, Context(pool, window_of(threads, count), reporter), count)
+        yield pool, window_of(threads, count), crew, count
 
 
 def packing_pool(threads: int) -> ThreadPoolExecutor:

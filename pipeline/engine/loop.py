@@ -196,6 +196,11 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     work.record(unit, made.result, made.seconds, **made.who)
     if link is not None and link.before is not None:
         link.before.unlink(missing_ok=True)
+    tell_done(reporter, unit, made)
+
+
+def tell_done(reporter: Reporter, unit: Unit[Any], made: Made) -> None:
+    """Report a unit that was made."""
     seconds, nbytes = round(made.seconds, 3), sum(w.nbytes for w in made.result.files)
     reporter.event("done", unit=unit.name, seconds=seconds, bytes=nbytes, stats=made.result.stats, **made.who)
     where = f" on {made.who['host']}" if made.who else ""

@@ -7,20 +7,20 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
-from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.crew import Made
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
-from ktconvert.pipeline.engine.lanes import LANES, packing_pool, start_threads, window_of
+from ktconvert.pipeline.engine.lanes import pools
 from ktconvert.pipeline.engine.lock import Part
-from ktconvert.pipeline.engine.loop import StopFlag, run_units
+from ktconvert.pipeline.engine.loop import StopFlag, run_units, tell_done
 from ktconvert.pipeline.engine.places import Places, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.room import fit_threads, require_disk
@@ -82,7 +82,7 @@ def make_part(plan: Plan, part: Part, reporter: Reporter, *, overwrite: bool = F
         require_disk(plan, places, [unit for _, (unit,) in mine])
         stop = StopFlag()
         with stop.installed(), _crew(plan, places, reporter, len(mine)) as crew:
-            run_units(plan, mine, crew, _told(reporter), reporter, stop)
+            run_units(plan, mine, crew, partial(tell_done, reporter), reporter, stop)
         _summary(plan, places, part, len(mine), reporter)
     finally:
         held.release()
@@ -171,21 +171,8 @@ class _Crew:
 
 @contextlib.contextmanager
 def _crew(plan: Plan, places: Places, reporter: Reporter, units: int) -> Iterator[_Crew]:
-    threads = fit_threads(plan, reporter)
-    lanes = max(1, min(LANES, threads, units))
-    with packing_pool(threads) as pool, ThreadPoolExecutor(lanes, "lane", use_own_cpus) as crew:
-        start_threads(crew, lanes)
-        yield _Crew(Opened(plan, places, pool, window_of(threads, lanes)), crew, lanes, reporter)
-
-
-def _told(reporter: Reporter) -> Callable[[Unit[Any], Made], None]:
-    def tell(unit: Unit[Any], made: Made) -> None:
-        nbytes = sum(written.nbytes for written in made.result.files)
-        seconds, stats = round(made.seconds, 3), made.result.stats
-        reporter.event("done", unit=unit.name, seconds=seconds, bytes=nbytes, stats=stats, **made.who)
-        reporter.say(f"{unit.name}: {made.seconds:.2f} s", level=1)
-
-    return tell
+    with pools(fit_threads(plan, reporter), units) as (pool, window, crew, most):
+        yield _Crew(Opened(plan, places, pool, window), crew, most, reporter)
 
 
 def _summary(plan: Plan, places: Places, part: Part, made: int, reporter: Reporter) -> None:

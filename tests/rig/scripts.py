@@ -1,0 +1,19 @@
+"""The files of benchmarks/, which is no package, as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def benchmark(name: str) -> ModuleType:
+    """benchmarks/NAME.py."""
+    spec = importlib.util.spec_from_file_location(f"ktconvert_benchmarks_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
