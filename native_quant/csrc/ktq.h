@@ -256,6 +256,10 @@ int ktq_place_memory(void *address, size_t length, int count, const int *nodes);
 int ktq_gather_memory(void *address, size_t length, int node);
 int ktq_memory_policy(int *mode, uint64_t *nodes);
 
+/* Reads each line of `bytes` bytes once, in 1, 2 or 4 streams: parts of equal length that are read side by side.
+   *sum: the exclusive or of the first 8 bytes of each 64 (fewer where they end, in the order of the machine). */
+int ktq_read(int streams, int64_t bytes, const void *from, uint64_t *sum);
+
 /* Instruction sets, worst first: 0 "scalar" .. ktq_isa_count() - 1 "amx". */
 int ktq_isa_count(void);
 const char *ktq_isa_name(int isa);

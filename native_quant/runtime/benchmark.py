@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.memory_read import STREAMS, read_memory
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime.experts import Experts
 
 LEAST_RUNS, MOST_RUNS = 3, 1000
 SECONDS = 1.0  # spent on each figure
-SLICE = 64 << 20  # bytes that each thread reads, at least
+SLICE = 64 << 20  # bytes that each thread reads in a round: milliseconds, so that other load spares some rounds
 CACHES = 4  # the memory that is read is this many times the last-level cache
 
 
@@ -68,29 +69,31 @@ def last_level_cache(root: Path = Path("/")) -> int:
     return sum(levels[max(levels)].values()) if levels else 0
 
 
-def read_bandwidth(threads: int) -> float:
-    """Bytes per second that this many threads read together, in the best round.
+def read_bandwidth(threads: int) -> dict[int, float]:
+    """Bytes per second that this many threads read together, by the streams of each (STREAMS), in the best round.
 
-    Each thread reads one stream; together they read more memory than the last-level cache holds.
-
-    Each thread reads memory that it wrote itself, so that the pages are on its NUMA node, and is pinned to a core of
-    its own if there are enough. It reads by taking NumPy's maximum of integers, which is 94 to 97 % as fast as a loop
-    of AVX-512 loads with prefetch.
+    Rounds take the numbers of streams in turn, and one slice of memory after the other, together more than the
+    last-level cache holds. Each thread reads memory that it wrote itself, so that the pages are on its NUMA node, and
+    is pinned to a core of its own if there are enough.
     """
-    each = max(SLICE, CACHES * last_level_cache() // threads)
-    words = max(1 << 20, min(each, machine.memory_available() // 4 // threads)) // 8
+    available = machine.memory_available() // 4 // threads
+    piece = min(SLICE, max(1 << 20, available))
+    slices = max(1, min(CACHES * last_level_cache() // threads, available) // piece)
     cpus = [cpu for node in machine.core_cpus().values() for cpu in node]
     spans = np.zeros((threads, 2))  # when each thread began and ended its part of the round
-    rounds: list[float] = []
+    best = dict.fromkeys(STREAMS, float("inf"))  # seconds
+    rounds = 0
     end = time.perf_counter() + SECONDS
     going = True
 
     def between() -> None:
         """Called in one thread between rounds, while the others wait."""
-        nonlocal going
+        nonlocal going, rounds
         if spans.any():
-            rounds.append(spans[:, 1].max() - spans[:, 0].min())
-        going = len(rounds) < LEAST_RUNS or time.perf_counter() < end
+            streams = STREAMS[rounds % len(STREAMS)]
+            best[streams] = min(best[streams], float(spans[:, 1].max() - spans[:, 0].min()))
+            rounds += 1
+        going = rounds < LEAST_RUNS * len(STREAMS) or time.perf_counter() < end
 
     barrier = threading.Barrier(threads, action=between)
 
@@ -98,11 +101,11 @@ def read_bandwidth(threads: int) -> float:
         if threads <= len(cpus):
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, {cpus[number]})  # only of this thread
-        block = np.ones(words, np.int64)
+        block = np.ones((slices, piece), np.uint8)
         barrier.wait()
         while going:
             begin = time.perf_counter()
-            block.max()
+            read_memory(block[rounds % slices], STREAMS[rounds % len(STREAMS)])
             spans[number] = begin, time.perf_counter()
             barrier.wait()
 
@@ -114,7 +117,7 @@ def read_bandwidth(threads: int) -> float:
             raise
         for done in readers:
             done.result()
-    return threads * words * 8 / min(rounds)
+    return {streams: threads * piece / seconds for streams, seconds in best.items()}
 
 
 def random_bf16(rng: np.random.Generator, *shape: int) -> npt.NDArray[np.uint16]:

@@ -113,7 +113,8 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     pool, swiglu = shared_pool(threads), kind.swiglu_of(path, layer)
     with Experts.load(path, layer, pool=pool, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
         topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
-        memory = benchmark.read_bandwidth(pool.threads)
+        by_streams = benchmark.read_bandwidth(pool.threads)
+        memory = max(by_streams.values())
         benchmark.warm_up(experts, topk)
         timings = [benchmark.time_forward(experts, count, topk) for count in tokens]
         cache = benchmark.last_level_cache()
@@ -143,6 +144,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
             "threads": pool.threads,
             "cache_bytes": cache,
             "memory_bytes_per_second": round(memory),
+            "memory_by_streams": {str(streams): round(rate) for streams, rate in by_streams.items()},
             "timings": [
                 {
                     "tokens": t.tokens,
@@ -176,8 +178,15 @@ def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("per token", f"{document['experts_per_token']} ({document['experts_per_token_from']})"),
         ("computing", f"{document['isa']}, {threads}"),
-        ("memory", f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}, one stream each"),
+        ("memory", f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}, {streams(document)} each"),
     ]
+
+
+def streams(document: dict[str, Any]) -> str:
+    """How many streams a thread reads where that is fastest."""
+    rates: dict[str, int] = document["memory_by_streams"]
+    best = max(rates, key=lambda number: rates[number])
+    return f"{best} stream{'s' if best != '1' else ''}"
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
