@@ -258,10 +258,18 @@ def error_sums(
     return sums[0], sums[1], sums[2], sums[3]
 
 
-def gemm(bits: int, activations: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8], n: int) -> npt.NDArray[np.int32]:
+def gemm(
+    bits: int,
+    activations: npt.NDArray[np.int8],
+    weight: npt.NDArray[np.uint8],
+    n: int,
+    *,
+    tiled_for: int | None = None,
+) -> npt.NDArray[np.int32]:
     """Dot products of int8 [m, k] (-127..127) with the codes of a packed weight [n, k]: int32 [m, n].
 
-    A single kernel of the runtime, for tests and benchmarks.
+    A single kernel of the runtime, for tests and benchmarks. The activations are laid out as the instruction set wants
+    them for `tiled_for` tokens (m by default): in a forward the rows of remainders come on top of those.
     """
     if activations.ndim != 2 or activations.dtype != np.int8 or 0 in activations.shape:
         raise ValueError(f"activations must be int8 [m, k], not {activations.dtype} of shape {activations.shape}")
@@ -269,8 +277,11 @@ def gemm(bits: int, activations: npt.NDArray[np.int8], weight: npt.NDArray[np.ui
     _check_bits(bits, n, k)
     if weight.dtype != _UINT8 or weight.shape != (n * k * bits // 8,) or not weight.flags.c_contiguous:
         raise ValueError(f"weight must be contiguous uint8 of shape ({n * k * bits // 8},)")
+    if tiled_for is not None and tiled_for < 1:
+        raise ValueError(f"tiled_for must be at least 1, not {tiled_for}")
     read_environment()
     out = np.empty((m, n), np.int32)
     rows = ffi.from_buffer("int8_t[]", np.ascontiguousarray(activations))
-    raise_error(lib.ktq_gemm(bits, m, n, k, rows, ffi.from_buffer(_BYTES, weight), ffi.from_buffer("int32_t[]", out)))
+    codes, sums = ffi.from_buffer(_BYTES, weight), ffi.from_buffer("int32_t[]", out)
+    raise_error(lib.ktq_gemm(bits, m, tiled_for or m, n, k, rows, codes, sums))
     return out

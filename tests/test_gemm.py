@@ -13,11 +13,11 @@ from ktconvert.native_quant import kernels
 pytestmark = pytest.mark.usefixtures("isa")
 
 # Numbers of tokens around every block size of a kernel.
-TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 31, 32, 33, 64, 70, 200)
-# (rows, columns): one strip, two row blocks, a rest of a chunk of 512, and more than one column block of 3584.
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 31, 32, 33, 47, 49, 64, 70, 200)
+# (rows, columns): one strip, two row blocks, panels of unequal size, and more than one column block of 3584.
 SHAPES = {
-    8: ((64, 64), (128, 320), (64, 768), (192, 1024), (64, 3648), (64, 3712), (64, 7168)),
-    4: ((128, 128), (256, 384), (128, 768), (128, 1024), (128, 3712), (128, 7168)),
+    8: ((64, 64), (128, 320), (64, 768), (192, 1024), (64, 1088), (64, 3648), (64, 3712), (64, 7168)),
+    4: ((128, 128), (256, 384), (128, 768), (128, 1024), (128, 1408), (128, 3712), (128, 7168)),
 }
 CASES = [(bits, n, k) for bits, shapes in SHAPES.items() for n, k in shapes]
 
@@ -62,6 +62,20 @@ def test_sums_are_exact(isa: str, bits: int, n: int, k: int) -> None:
     expected = activations.astype(np.float64) @ codes_of(bits, weight, n, k).T
     for m in TOKENS if isa != "scalar" else (1, 13):
         np.testing.assert_array_equal(kernels.gemm(bits, activations[:m], weight, n), expected[:m])
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 9, 12, 13, 17, 33, 40])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_more_tokens_than_the_tiles_were_made_for(bits: int, m: int) -> None:
+    """Rows of remainders come on top of an expert's tokens: up to twice as many."""
+    n, k = 128, 1408
+    rng = np.random.default_rng(m)
+    weight = rng.integers(0, 256, n * k * bits // 8, np.uint8)
+    activations = rng.integers(-127, 128, (2 * m, k), np.int8)
+    expected = activations.astype(np.float64) @ codes_of(bits, weight, n, k).T
+    for rows in {m + 1, m + m // 3, 2 * m}:
+        sums = kernels.gemm(bits, activations[:rows], weight, n, tiled_for=m)
+        np.testing.assert_array_equal(sums, expected[:rows])
 
 
 @pytest.mark.parametrize("m", [216, 217, 256, 300])

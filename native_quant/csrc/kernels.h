@@ -165,35 +165,67 @@ typedef void kt_decode_blocks_fn(int kind, const uint8_t *blocks, int64_t count,
 typedef void kt_transpose_fn(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows, int64_t columns,
                              uint8_t *out, int64_t row_pitch);
 
-/* Integer dot products of m rows of activations with the 32 rows of each strip, over all k columns, exact:
-   c[s * c_pitch + t * 32 + r] = sum over j of a[t * a_pitch + j] * code[strip s][r][j].
-   a: -127..127; a_pitch bytes a row; rows up to a multiple of 32 may be read, and those of c written.
-   sums[t * sums_pitch + b]: the sum of row t's activations in column block b, for kernels that multiply unsigned codes.
-   c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of 64. */
+/* int8 activations lie in tiles of `rows` tokens, at most KT_MOST_TILE_ROWS: 64 columns of each token, one token after
+   the other, then the next 64 columns. With one row a tile a token's columns follow one another. */
+typedef struct {
+    int64_t rows;
+    int64_t tokens; /* that a call of the kernel should get at most; at least rows, at most KT_MOST_TOKENS */
+} kt_tiling;
+enum { KT_MOST_TILE_ROWS = 16, KT_MOST_TOKENS = 512 };
+
+/* How an instruction set wants the activations of m tokens that are multiplied by the same weights. */
+typedef kt_tiling kt_tiling_fn(int bits, int64_t m);
+
+/* Where the columns of token t, counted from the first tile, begin in tiles of `rows` tokens; each 64 columns of it are
+   rows * 64 bytes apart. */
+static inline int64_t kt_in_tiles(int64_t rows, int64_t k, int64_t t) {
+    return t / rows * rows * k + t % rows * 64;
+}
+
+/* Integer dot products of the activations of m tokens with the 32 rows of each strip, over all k columns, exact:
+   unit * c[s * c_pitch + t * 32 + r] = weight_unit * the sum over j of a[t][j] * code[strip s][r][j], with the unit
+   that is returned and that of the weight's kt_geometry.
+   a: -127..127, in tiles of tile_rows tokens. The last tile is read whole; c has rows for whole tiles.
+   sums[t * sums_pitch + b]: the sum of token t's activations in column block b, for kernels that multiply unsigned
+   codes. c: on a boundary of 64 bytes. next: where the first strip of the call that follows on this thread probably
+   begins, next_bytes up to the end of its first column block; NULL: unknown. scratch: KT_GEMM_SCRATCH bytes on a
+   boundary of 64. */
 typedef struct {
     int64_t m, k;
     const int8_t *a;
-    int64_t a_pitch;
+    int64_t tile_rows;
     const int32_t *sums;
     int64_t sums_pitch;
     int64_t strips;
     const kt_strip *strip;
     int32_t *c;
     int64_t c_pitch;
+    const uint8_t *next;
+    int64_t next_bytes;
     uint8_t *scratch;
 } kt_gemm;
 enum { KT_GEMM_SCRATCH = KT_STRIP_ROWS * KT_K_BLOCK };
-typedef void kt_gemm_fn(const kt_gemm *job);
+typedef int kt_gemm_fn(const kt_gemm *job);
+
+/* A token's codes in a tile: each 64 columns `pitch` bytes after the 64 before. */
+typedef struct {
+    int8_t *q;
+    int64_t pitch;
+} kt_code_row;
 
 /* One row of activations as int8 (NUMERICS.md, section 5). x: k values, BF16 if is_bf16, else float32; k: a multiple
-   of 64. Writes q[k] and sums[column block]; returns the scale, NaN (and codes 0) if a value is not finite. */
-typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int8_t *q, int32_t *sums);
+   of 64. Writes the codes to each of `copies` places, their sums[column block], and to *energy the sum of their
+   squares; returns the scale, NaN (and codes 0) if a value is not finite. */
+typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int64_t copies, const kt_code_row *place,
+                                 int32_t *sums, int64_t *energy);
 
-/* What the codes q of a float32 row leave of it, if they are coarse: if their mean square is below KT_COARSE_ENERGY,
-   writes codes q2 and sums of x - q * scale in steps of scale * KT_REMAINDER_UNIT and returns that step; else 0. */
+/* What the codes q of a float32 row leave of it: codes q2, in the same kind of tile, and sums of x - q * scale in steps
+   of `step`, a normal number: KT_REMAINDER_UNIT * scale. Made of coarse rows: those whose codes have a mean square
+   below KT_COARSE_ENERGY. */
 #define KT_REMAINDER_UNIT (1.0f / 254.0f)
 enum { KT_COARSE_ENERGY = 144 };
-typedef float kt_remainder_fn(const float *x, int64_t k, float scale, const int8_t *q, int8_t *q2, int32_t *sums);
+typedef void kt_remainder_fn(const float *x, int64_t k, float scale, float step, kt_code_row q, int8_t *q2,
+                             int32_t *sums);
 
 /* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit:
    that of the weight's kt_geometry. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]:

@@ -241,8 +241,9 @@ int ktq_job_result(const ktq_job *job);
 void ktq_job_free(ktq_job *job);
 
 /* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]: one kernel alone, for
- * tests. */
-int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c);
+ * tests. The activations are laid out as the instruction set wants them for `tiled_for` tokens. */
+int ktq_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight,
+             int32_t *c);
 /* The same for the other formats: a is BF16, c float32. scales: NULL for BF16. */
 int ktq_gemm_bf16(int format, int64_t m, int64_t n, int64_t k, const uint16_t *a, const void *codes,
                   const void *scales, float *c);

@@ -169,7 +169,8 @@ static const uint8_t *carry_out(const uint8_t *at, const greg_t *values) {
     if (opcode == 0x49 && prefix == NONE && is_memory) configure((const tile_config *)address);
     else if (opcode == 0x49 && prefix == NONE && modrm == 0xc0) memset(&config, 0, sizeof config);
     else if (opcode == 0x49 && prefix == PF2 && !is_memory) memset(in_use(number), 0, sizeof(tile));
-    else if (opcode == 0x4b && prefix == PF2 && is_memory) load(number, (const char *)address, stride);
+    else if (opcode == 0x4b && (prefix == PF2 || prefix == P66) && is_memory) /* tileloaddt1, too */
+        load(number, (const char *)address, stride);
     else if (opcode == 0x4b && prefix == PF3 && is_memory) store(number, (char *)address, stride);
     else if (opcode == 0x5e && prefix == PF2 && !is_memory) add_products(0, number, modrm & 7, v);
     else if (opcode == 0x5c && prefix == PF3 && !is_memory) add_products(1, number, modrm & 7, v);

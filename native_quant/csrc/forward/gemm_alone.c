@@ -4,29 +4,49 @@
 
 #include "moe.h"
 
-int ktq_gemm(int bits, int64_t m, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight, int32_t *c) {
+int ktq_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight,
+             int32_t *c) {
     int error = kt_check_shape(bits, n, k);
-    if (!error && (m < 1 || !a || !weight || !c)) error = KTQ_EINVAL;
+    if (!error && (m < 1 || tiled_for < 1 || !a || !weight || !c)) error = KTQ_EINVAL;
     if (error) return error;
-    int64_t padded = kt_blocks(m, 32) * 32, blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
-    int8_t *rows = aligned_alloc(64, (size_t)(padded * k));
+    const kt_kernels *kernels = kt_current();
+    int64_t tile_rows = kernels->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
+    int64_t blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
+    int8_t *tiles = aligned_alloc(64, (size_t)(rows * k));
     int32_t *sums = calloc((size_t)(m * blocks), sizeof *sums);
     kt_strip *strip = calloc((size_t)strips, sizeof *strip);
-    int32_t *out = aligned_alloc(64, (size_t)(strips * padded * KT_STRIP_ROWS) * sizeof *out);
+    int32_t *out = aligned_alloc(64, (size_t)(strips * rows * KT_STRIP_ROWS) * sizeof *out);
     uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
-    if (rows && sums && strip && out && scratch) {
-        memcpy(rows, a, (size_t)(m * k));
-        memset(rows + m * k, 0, (size_t)((padded - m) * k));
+    if (tiles && sums && strip && out && scratch) {
+        memset(tiles, 85, (size_t)(rows * k)); /* what lies behind the last token changes nothing */
+        for (int64_t t = 0; t < m; t++)
+            for (int64_t j = 0; j < k; j += 64)
+                memcpy(tiles + kt_in_tiles(tile_rows, k, t) + j * tile_rows, a + t * k + j, 64);
         for (int64_t i = 0; i < m * k; i++) sums[i / k * blocks + i % k / KT_K_BLOCK] += a[i];
         for (int64_t s = 0; s < strips; s++) strip[s] = kt_strip_of(bits, weight, k, s);
-        kt_gemm job = {m, k, rows, k, sums, blocks, strips, strip, out, padded * KT_STRIP_ROWS, scratch};
-        (bits == 8 ? kt_current()->gemm_int8 : kt_current()->gemm_int4)(&job);
+        kt_gemm job = {.m = m,
+                       .k = k,
+                       .a = tiles,
+                       .tile_rows = tile_rows,
+                       .sums = sums,
+                       .sums_pitch = blocks,
+                       .strips = strips,
+                       .strip = strip,
+                       .c = out,
+                       .c_pitch = rows * KT_STRIP_ROWS,
+                       .next = weight,
+                       .next_bytes = (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * bits / 8,
+                       .scratch = scratch};
+        int unit = (bits == 8 ? kernels->gemm_int8 : kernels->gemm_int4)(&job);
         for (int64_t t = 0; t < m; t++)
-            for (int64_t r = 0; r < n; r++) c[t * n + r] = out[r / 32 * job.c_pitch + t * 32 + r % 32];
+            for (int64_t r = 0; r < n; r++) {
+                int64_t sum = (int64_t)out[r / 32 * job.c_pitch + t * 32 + r % 32] * unit;
+                c[t * n + r] = (int32_t)(sum / kt_geometry_of(bits)->unit);
+            }
     } else {
         error = KTQ_ENOMEM;
     }
-    free(rows);
+    free(tiles);
     free(sums);
     free(strip);
     free(out);

@@ -1,29 +1,26 @@
 /* Dot products with AMX tiles: the code shared by both weight formats.
  *
- * A tile of activations is 16 tokens x 64 columns where they lie; a tile of weights is half a packed tile (16 rows x 64
- * columns as quads), read in place (int8) or unpacked to scratch, once for all tokens (int4); a tile of sums is 16 x 16
- * int32. By tokens:
+ * A tile of activations is up to 16 tokens x 64 columns, 64 bytes after 64 bytes (kt_tiling); a tile of weights is half
+ * a packed tile (16 rows x 64 columns as quads), read in place (int8) or unpacked to scratch, once for all tokens
+ * (int4); a tile of sums is 16 x 16 int32. A block is two tiles of activations times the two halves of a strip: 4
+ * products for 4 loads. With 8 tiles no shape loads less: 1 x 4 loads 5 for 4, 2 x 3 loads 7 for 6. The last block may
+ * have one tile: 2 products for 3 loads. Few tokens are left to the AVX-512 VNNI kernel: there memory is the limit.
  *
- * - up to KT_LEFT_TO_VNNI: the AVX-512 VNNI kernel, which reads at 85 to 100 % of the memory's speed there (measured on
- * Cascade Lake). Memory is the limit, and 16-row tiles would be half empty.
- * - up to 16: one tile of activations with as many rows as there are tokens, times both halves of the strip. 2 products
- * for 3 loads, and only two chains of sums; about 30 cycles a KiB of weights, where memory gives one in 200.
- * - more: 2 x 2 tiles, 4 products for 4 loads: 64 cycles of products hide 32 of loads if those hit L1. With 8 tiles no
- * shape loads less: 1 x 4 loads 5 for 4, 2 x 3 loads 7 for 6. A last block of up to 16 tokens is done as above, with 16
- * rows.
+ * Order. The columns are cut into panels of at most 1024 (a strip's: 32 KiB of int8, in L1 48 KiB). With more than one
+ * block: for each panel, for each strip, for each block. So a strip's panel comes from L2 once and from L1 for every
+ * other block; activations (512 tokens x 1024: 512 KiB) and sums (KT_MAX_STRIPS: 1 MiB) stay in L2. Activations bypass
+ * L1 (tileloaddt1), where they would push the panel out: 7.5 ns a product instead of 10.1 (Sapphire Rapids, 7.6 at
+ * best). Sums that leave their tiles every 1024 columns cost 2.3 ns a product, every 512 3.8. With one block a panel is
+ * used once, so it is strip by strip, and the sums stay in their tiles until the strip is done; int4 then has panels of
+ * 512 columns, for the panel at hand and the one that is being unpacked stay in L1 together.
  *
- * Order. The columns are cut into panels of 512 (a strip's: 16 KiB of int8, in L1 48 KiB). With more than 32 tokens:
- * for each 512 columns, for each strip, for each 32 tokens. So the panel comes from L2 once and from L1 for every other
- * block; activations (256 tokens x 512: 128 KiB) and sums (KT_MAX_STRIPS: 512 KiB) stay in L2. Per block of 8 steps,
- * 512 cycles of products, L2 gives 16 KiB of activations and 4 KiB of sums, and takes those back; it would be 32 KiB if
- * panels were longer than L1 holds, and that was measured (Sapphire Rapids, registers 6.7 TOP/s): both operands from
- * L2 3.4 to 3.8, one of them from L1 4.9 to 5.4. With at most 32 tokens a panel is used once, so it is strip by strip
- * and the sums stay in their tiles until the strip is done.
+ * Errands, spread over the steps, in the shade of the products: memory to L2 for the panel to come, in several streams
+ * (kt_streams), for one alone does not use all of the memory's speed; and for int4 the unpacking of the next panel into
+ * the half of scratch that is not in use, while the one after it is fetched. After the last panel of a call comes the
+ * first one of the next call (kt_gemm.next).
  *
- * Errands, spread over the steps, in the shade of the products: memory to L2 for the panel to come; for int4 also its
- * unpacking, into the half of scratch that is not in use: with one block of tokens 80 operations and 32 stores a step,
- * against 64 cycles of products. It makes sign-extended codes, 5 operations for 128; 16 * code takes 3, and a pass over
- * all sums in the end. */
+ * An int4 code is unpacked to 16 * code, in 3 operations for 128 codes, where the code itself takes 5; so the sums'
+ * unit is 1 where other kernels leave 16. int32 holds them: 65536 columns of 128 * 127. */
 #ifndef KT_GEMM_AMX_H
 #define KT_GEMM_AMX_H
 
@@ -35,31 +32,54 @@ typedef struct {
 } kt_panel;
 
 enum {
-    KT_LEFT_TO_VNNI = 8, /* tokens */
-    /* what is left of a column block is not cut in two if it is this short: 768 columns */
-    KT_LAST_CHUNK = KT_CHUNK * 3 / 2,
-    KT_PANEL_BYTES = KT_STRIP_ROWS * KT_LAST_CHUNK,
-    KT_LINES = 4, /* of an errand that are done at a time; a panel and a tile have multiples of it */
-    KT_SUMS_PITCH = KT_STRIP_ROWS * 4, /* bytes from token to token */
+    KT_PANEL_MOST = 1024, /* columns */
+    KT_PANEL_MOST_INT4_FEW = 512,
+    KT_PANEL_BYTES = KT_STRIP_ROWS * KT_PANEL_MOST, /* of an unpacked one */
+    KT_SUMS_PITCH = KT_STRIP_ROWS * 4,              /* bytes from token to token */
+    KT_UNPACKED_AT_ONCE = 4,                        /* lines of 64 packed bytes; a packed tile has a multiple of it */
 };
 
-/* What is done besides multiplying: lines at .. lines - 1 (64 packed bytes each), `pace` of them a step. */
+/* By bits, measured on Sapphire Rapids: so many tokens the VNNI kernel multiplies at least as fast. */
+static inline int64_t kt_left_to_vnni(int bits) {
+    return bits == 4 ? 8 : 3;
+}
+
+/* By bits: streams from memory in which a panel is fetched. One gives 9 GB/s, two 10.9; int8, which needs more, gets up
+ * to 15.7 with four; eight are no better (Sapphire Rapids). Each reads pages of its own. */
+static inline int64_t kt_streams(int bits) {
+    return bits == 4 ? 2 : 4;
+}
+
+/* What is done besides multiplying, some of it with each step. */
 typedef struct {
-    int64_t at, lines, pace;
-    const uint8_t *ahead;  /* to L2 */
+    const uint8_t *ahead; /* to L2: lines of 64 bytes in kt_streams() streams of `length` bytes */
+    int64_t fetched, length, fetch_pace;
     const uint8_t *packed; /* int4 only: unpacked .. */
     uint8_t *codes;        /* .. to here */
+    int64_t unpacked, bytes, unpack_pace;
 } kt_errand;
 
-static inline int64_t kt_panel_columns(const kt_gemm *job, int64_t first) {
-    int64_t left = KT_K_BLOCK - first % KT_K_BLOCK;
+/* One block: the sums of a strip stay in their tiles. */
+static inline int kt_is_by_strip(const kt_gemm *job) {
+    return job->m <= 2 * job->tile_rows;
+}
+
+/* The panel that begins at column `first`: what is left of the column block in equal pieces, whole packed tiles. */
+static inline int64_t kt_panel_columns(const kt_gemm *job, int bits, int64_t first) {
+    int64_t most = bits == 4 && kt_is_by_strip(job) ? KT_PANEL_MOST_INT4_FEW : KT_PANEL_MOST;
+    int64_t tile = kt_geometry_of(bits)->tile_columns, left = KT_K_BLOCK - first % KT_K_BLOCK;
     if (left > job->k - first) left = job->k - first;
-    return left <= KT_LAST_CHUNK ? left : KT_CHUNK;
+    int64_t pieces = (left + most - 1) / most;
+    return (left + pieces * tile - 1) / (pieces * tile) * tile;
+}
+
+static inline int64_t kt_packed_bytes(int bits, int64_t columns) {
+    return columns * KT_STRIP_ROWS * bits / 8;
 }
 
 /* The next panel in the order described above. Returns 0 after the last one. */
-static inline int kt_next_panel(const kt_gemm *job, int by_strip, kt_panel *panel) {
-    if (by_strip) {
+static inline int kt_next_panel(const kt_gemm *job, int bits, kt_panel *panel) {
+    if (kt_is_by_strip(job)) {
         panel->first += panel->columns;
         if (panel->first == job->k) {
             panel->first = 0;
@@ -70,7 +90,7 @@ static inline int kt_next_panel(const kt_gemm *job, int by_strip, kt_panel *pane
         panel->first += panel->columns;
     }
     if (panel->strip == job->strips || panel->first == job->k) return 0;
-    panel->columns = kt_panel_columns(job, panel->first);
+    panel->columns = kt_panel_columns(job, bits, panel->first);
     return 1;
 }
 
@@ -78,113 +98,152 @@ static inline const uint8_t *kt_panel_tiles(const kt_gemm *job, int bits, const 
     return kt_chunk_tiles(job, bits, panel->strip, panel->first);
 }
 
-/* 128 codes, -8..7: 64 columns of the low nibbles, and the next 64 of the high ones. */
+/* 16 * 128 codes: 64 columns of the low nibbles, and the next 64 of the high ones. */
 KT_INLINE KT_TARGET_AMX void kt_unpack_line(const uint8_t *packed, uint8_t *codes) {
-    const __m512i nibble = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
-    __m512i low = _mm512_loadu_si512(packed), high = _mm512_srli_epi16(low, 4);
-    low = _mm512_ternarylogic_epi32(low, nibble, eight, 0x6a); /* (x & 15) ^ 8 = code + 8 */
-    high = _mm512_ternarylogic_epi32(high, nibble, eight, 0x6a);
-    _mm512_store_si512(codes, _mm512_sub_epi8(low, eight));
-    _mm512_store_si512(codes + KT_TILE_BYTES, _mm512_sub_epi8(high, eight));
+    const __m512i upper = _mm512_set1_epi8((char)0xf0);
+    __m512i pairs = _mm512_loadu_si512(packed);
+    _mm512_store_si512(codes, _mm512_and_si512(_mm512_slli_epi16(pairs, 4), upper));
+    _mm512_store_si512(codes + KT_TILE_BYTES, _mm512_and_si512(pairs, upper));
 }
 
-KT_INLINE KT_TARGET_AMX void kt_run_errand(int bits, kt_errand *errand, int64_t lines) {
-    int64_t end = errand->at + lines < errand->lines ? errand->at + lines : errand->lines;
-    for (; errand->at < end; errand->at += KT_LINES) {
-        int64_t offset = errand->at * 64, in_tile = offset % KT_TILE_BYTES;
+/* Packed bytes from errand->unpacked to `end`. */
+KT_INLINE KT_TARGET_AMX void kt_unpack(kt_errand *errand, int64_t end) {
+    for (; errand->unpacked < end; errand->unpacked += KT_UNPACKED_AT_ONCE * 64) {
+        const uint8_t *from = errand->packed + errand->unpacked;
+        uint8_t *to = errand->codes + 2 * errand->unpacked - errand->unpacked % KT_TILE_BYTES;
 #pragma GCC unroll 4
-        for (int i = 0; i < KT_LINES; i++) {
-            _mm_prefetch((const char *)errand->ahead + offset + i * 64, _MM_HINT_T1);
-            if (bits == 4)
-                kt_unpack_line(errand->packed + offset + i * 64, errand->codes + 2 * offset - in_tile + i * 64);
-        }
+        for (int i = 0; i < KT_UNPACKED_AT_ONCE; i++) kt_unpack_line(from + i * 64, to + i * 64);
     }
 }
 
-/* The errand for `panel`, which is multiplied next: int8: to L2; int4: unpacked, and the one after it to L2. */
-static inline kt_errand kt_errand_for(const kt_gemm *job, int bits, int by_strip, const kt_panel *panel,
-                                      uint8_t *codes) {
-    const uint8_t *tiles = kt_panel_tiles(job, bits, panel), *ahead = tiles;
-    kt_panel after = *panel;
-    if (bits == 4 && kt_next_panel(job, by_strip, &after)) ahead = kt_panel_tiles(job, bits, &after);
-    return (kt_errand){
-        .lines = KT_STRIP_ROWS * panel->columns * bits / 8 / 64, .ahead = ahead, .packed = tiles, .codes = codes};
+KT_INLINE int64_t kt_least(int64_t x, int64_t y) {
+    return x < y ? x : y;
 }
 
-/* Adds the products of up to 16 (two = 0) or 32 tokens with a panel's codes to the sums in tiles 4, 5 (and 6, 7). */
-KT_INLINE KT_TARGET_AMX void kt_multiply_panel(int bits, int two, const int8_t *a, int64_t a_pitch,
+KT_INLINE KT_TARGET_AMX void kt_run_errand(int bits, kt_errand *errand) {
+    int64_t end = kt_least(errand->fetched + errand->fetch_pace, errand->length);
+    for (; errand->fetched < end; errand->fetched += 64)
+#pragma GCC unroll 4
+        for (int64_t q = 0; q < kt_streams(bits); q++)
+            _mm_prefetch((const char *)errand->ahead + q * errand->length + errand->fetched, _MM_HINT_T1);
+    if (bits == 4) kt_unpack(errand, kt_least(errand->unpacked + errand->unpack_pace, errand->bytes));
+}
+
+/* Fetches `bytes` from `ahead` on, packed tiles. */
+static inline void kt_fetch_meanwhile(int bits, kt_errand *errand, const uint8_t *ahead, int64_t bytes) {
+    errand->ahead = ahead;
+    errand->length = bytes / kt_streams(bits);
+}
+
+/* Fetches what follows the last panel: the first one of the next call, or, by strip, the second one. */
+static inline void kt_fetch_next_call(const kt_gemm *job, int bits, kt_errand *errand, int64_t panel) {
+    int64_t bytes = kt_packed_bytes(bits, kt_panel_columns(job, bits, 0)), at = panel * bytes;
+    if (!job->next || at >= job->next_bytes || (panel && !kt_is_by_strip(job))) return;
+    kt_fetch_meanwhile(bits, errand, job->next + at, kt_least(bytes, job->next_bytes - at) / 256 * 256);
+}
+
+/* The errand while the panel before `panel` is multiplied (is_last: there is no `panel`). int8: `panel` to L2; int4: it
+ * is unpacked, and the one after it goes to L2. */
+static inline kt_errand kt_errand_for(const kt_gemm *job, int bits, int is_last, const kt_panel *panel,
+                                      uint8_t *codes) {
+    kt_errand errand = {.codes = codes};
+    if (is_last) {
+        kt_fetch_next_call(job, bits, &errand, bits == 4);
+        return errand;
+    }
+    kt_panel fetched = *panel;
+    if (bits == 4) {
+        errand.packed = kt_panel_tiles(job, bits, panel);
+        errand.bytes = kt_packed_bytes(bits, panel->columns);
+        if (!kt_next_panel(job, bits, &fetched)) {
+            kt_fetch_next_call(job, bits, &errand, 0);
+            return errand;
+        }
+    }
+    kt_fetch_meanwhile(bits, &errand, kt_panel_tiles(job, bits, &fetched), kt_packed_bytes(bits, fetched.columns));
+    return errand;
+}
+
+/* Adds the products of one or two tiles of activations with a panel's codes to the sums in tiles 4, 5 (and 6, 7).
+ * second: where the second tile begins, in bytes after the first. */
+KT_INLINE KT_TARGET_AMX void kt_multiply_panel(int bits, int two, const int8_t *a, int64_t tile_rows, int64_t second,
                                                const uint8_t *codes, int64_t columns, kt_errand *errand) {
-    const int8_t *a1 = a + 16 * a_pitch;
-    for (int64_t j = 0; j < columns; j += 64, codes += KT_TILE_BYTES) {
-        KT_TILE_LOAD(0, a + j, a_pitch);
+    for (int64_t j = 0; j < columns; j += 64, codes += KT_TILE_BYTES, a += tile_rows * 64) {
         KT_TILE_LOAD(2, codes, 64);
-        KT_TILE_MULTIPLY(4, 0, 2);
         KT_TILE_LOAD(3, codes + KT_HALF_BYTES, 64);
+        KT_TILE_LOAD_PAST_L1(0, a, 64);
+        KT_TILE_MULTIPLY(4, 0, 2);
         KT_TILE_MULTIPLY(5, 0, 3);
         if (two) {
-            KT_TILE_LOAD(1, a1 + j, a_pitch);
+            KT_TILE_LOAD_PAST_L1(1, a + second, 64);
             KT_TILE_MULTIPLY(6, 1, 2);
             KT_TILE_MULTIPLY(7, 1, 3);
         }
-        kt_run_errand(bits, errand, errand->pace);
+        kt_run_errand(bits, errand);
     }
 }
 
-KT_INLINE KT_TARGET_AMX void kt_begin_block(int two, int from_zero, const int32_t *c) {
+KT_INLINE KT_TARGET_AMX void kt_begin_block(int two, int from_zero, int64_t tile_rows, const int32_t *c) {
     if (from_zero) {
         kt_zero_sums(two);
         return;
     }
     KT_TILE_LOAD(4, c, KT_SUMS_PITCH);
-    KT_TILE_LOAD(5, c + 16, KT_SUMS_PITCH);
+    KT_TILE_LOAD(5, c + KT_HALF_ROWS, KT_SUMS_PITCH);
     if (two) {
-        KT_TILE_LOAD(6, c + 16 * KT_STRIP_ROWS, KT_SUMS_PITCH);
-        KT_TILE_LOAD(7, c + 16 * KT_STRIP_ROWS + 16, KT_SUMS_PITCH);
+        KT_TILE_LOAD(6, c + tile_rows * KT_STRIP_ROWS, KT_SUMS_PITCH);
+        KT_TILE_LOAD(7, c + tile_rows * KT_STRIP_ROWS + KT_HALF_ROWS, KT_SUMS_PITCH);
     }
 }
 
-/* One panel with all tokens. stay: the sums are left in their tiles from panel to panel of a strip (there is one
- * block). */
-KT_INLINE KT_TARGET_AMX void kt_work_panel(int bits, const kt_gemm *job, int stay, const kt_panel *panel,
-                                           const uint8_t *codes, kt_errand *errand) {
-    int64_t steps = (job->m + 31) / 32 * (panel->columns / 64);
-    errand->pace = (errand->lines + steps - 1) / steps;
-    for (int64_t t = 0; t < job->m; t += 32) {
-        const int8_t *a = job->a + t * job->a_pitch + panel->first;
-        int32_t *c = job->c + panel->strip * job->c_pitch + t * KT_STRIP_ROWS;
-        int begin = !stay || panel->first == 0, end = !stay || panel->first + panel->columns == job->k;
-        if (job->m - t > 16) {
-            if (begin) kt_begin_block(1, panel->first == 0, c);
-            kt_multiply_panel(bits, 1, a, job->a_pitch, codes, panel->columns, errand);
-            if (end) kt_store_sums(1, c, KT_TILE_TOKENS);
-        } else {
-            if (begin) kt_begin_block(0, panel->first == 0, c);
-            kt_multiply_panel(bits, 0, a, job->a_pitch, codes, panel->columns, errand);
-            if (end) kt_store_sums(0, c, 0);
-        }
+/* One panel with one block of tokens. stay: the sums are left in their tiles from panel to panel of a strip. */
+KT_INLINE KT_TARGET_AMX void kt_work_block(int bits, int two, const kt_gemm *job, int stay, const kt_panel *panel,
+                                           int64_t token, const uint8_t *codes, kt_errand *errand) {
+    const int64_t rows = job->tile_rows;
+    const int8_t *a = job->a + token * job->k + panel->first * rows;
+    int32_t *c = job->c + panel->strip * job->c_pitch + token * KT_STRIP_ROWS;
+    if (!stay || panel->first == 0) kt_begin_block(two, panel->first == 0, rows, c);
+    kt_multiply_panel(bits, two, a, rows, rows * job->k, codes, panel->columns, errand);
+    if (!stay || panel->first + panel->columns == job->k) kt_store_sums(two, c, rows);
+}
+
+/* So much of an errand with each of the steps that it is done with the last one. */
+static inline int64_t kt_pace(int64_t bytes, int64_t unit, int64_t steps) {
+    return (bytes / unit + steps - 1) / steps * unit;
+}
+
+KT_INLINE KT_TARGET_AMX void kt_work_panel(int bits, const kt_gemm *job, const kt_panel *panel, const uint8_t *codes,
+                                           kt_errand *errand) {
+    const int stay = kt_is_by_strip(job);
+    const int64_t block = 2 * job->tile_rows, steps = (job->m + block - 1) / block * (panel->columns / 64);
+    errand->fetch_pace = kt_pace(errand->length, 64, steps);
+    errand->unpack_pace = kt_pace(errand->bytes, KT_UNPACKED_AT_ONCE * 64, steps);
+    for (int64_t t = 0; t < job->m; t += block) {
+        if (job->m - t > job->tile_rows) kt_work_block(bits, 1, job, stay, panel, t, codes, errand);
+        else kt_work_block(bits, 0, job, stay, panel, t, codes, errand);
     }
 }
 
-/* job->m > 0, job->strips > 0. */
-KT_INLINE KT_TARGET_AMX void kt_gemm_tiles(int bits, const kt_gemm *job) {
-    int by_strip = job->m <= 32, half = 0, more = 1;
-    kt_panel panel = {0, 0, kt_panel_columns(job, 0)};
-    kt_configure_tiles(job->m);
+/* job->m > 0, job->strips > 0. Returns the unit of the sums. */
+KT_INLINE KT_TARGET_AMX int kt_gemm_tiles(int bits, const kt_gemm *job) {
+    int half = 0, more = 1;
+    kt_panel panel = {0, 0, kt_panel_columns(job, bits, 0)};
+    kt_configure_tiles(job->tile_rows);
     if (bits == 4) {
-        kt_errand first = kt_errand_for(job, bits, by_strip, &panel, job->scratch);
-        kt_run_errand(bits, &first, first.lines);
+        kt_errand first = kt_errand_for(job, bits, 0, &panel, job->scratch);
+        kt_unpack(&first, first.bytes);
     }
     while (more) {
         kt_panel next = panel;
-        kt_errand errand = {0};
         const uint8_t *codes = bits == 4 ? job->scratch + half * KT_PANEL_BYTES : kt_panel_tiles(job, bits, &panel);
         half ^= 1;
-        more = kt_next_panel(job, by_strip, &next);
-        if (more) errand = kt_errand_for(job, bits, by_strip, &next, job->scratch + half * KT_PANEL_BYTES);
-        kt_work_panel(bits, job, by_strip, &panel, codes, &errand);
+        more = kt_next_panel(job, bits, &next);
+        kt_errand errand = kt_errand_for(job, bits, !more, &next, job->scratch + half * KT_PANEL_BYTES);
+        kt_work_panel(bits, job, &panel, codes, &errand);
         panel = next;
     }
     KT_TILES_RELEASE();
+    return 1;
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* Shared by the dot products of AVX-512 and AMX: chunks, the columns of a strip that are multiplied at a time. */
+/* Shared by the dot products of AVX-512 and AMX. */
 #ifndef KT_GEMM_AVX512_H
 #define KT_GEMM_AVX512_H
 
@@ -7,8 +7,6 @@
 #include "kernels.h"
 
 #define KT_INLINE static inline __attribute__((always_inline))
-
-enum { KT_CHUNK = 512 }; /* columns: of AMX */
 
 /* The tiles of a strip's columns from `first` on, a multiple of 128. */
 static inline const uint8_t *kt_chunk_tiles(const kt_gemm *job, int bits, int64_t strip, int64_t first) {

@@ -137,9 +137,9 @@ TARGET static void begin_sums(const kt_gemm *job) {
 TARGET static void copy_activations(const kt_gemm *job, int64_t first, int64_t columns, int64_t token, int64_t tokens,
                                     int8_t *a) {
     for (int64_t t = 0; t < tokens; t++) {
-        const int8_t *from = job->a + (token + t) * job->a_pitch + first;
+        const int8_t *from = job->a + kt_in_tiles(job->tile_rows, job->k, token + t) + first * job->tile_rows;
         for (int64_t j = 0; j < columns; j += 64)
-            _mm512_store_si512(a + j / CHUNK * BLOCK_BYTES + t * CHUNK + j % CHUNK, _mm512_loadu_si512(from + j));
+            _mm512_store_si512(a + j / CHUNK * BLOCK_BYTES + t * CHUNK + j % CHUNK, _mm512_loadu_si512(from + j * job->tile_rows));
     }
 }
 
@@ -196,9 +196,10 @@ static void multiply_many(const kt_gemm *job, int8_t *a) {
     }
 }
 
-static void gemm(const kt_gemm *job) {
+static int gemm(const kt_gemm *job) {
     begin_sums(job);
     (job->m <= BLOCK ? multiply_few : multiply_many)(job, (int8_t *)job->scratch);
+    return kt_geometry_of(BITS)->unit;
 }
 
 #endif

@@ -1,11 +1,11 @@
 /* Dot products with AMXINT4 weights in AMX tiles. */
 #include "gemm_amx.h"
 
-KT_TARGET_AMX static void multiply(const kt_gemm *job) {
-    kt_gemm_tiles(4, job);
+KT_TARGET_AMX static int multiply(const kt_gemm *job) {
+    return kt_gemm_tiles(4, job);
 }
 
-void kt_gemm_int4_amx(const kt_gemm *job) {
-    if (job->m <= KT_LEFT_TO_VNNI) kt_gemm_int4_avx512vnni(job);
-    else multiply(job);
+/* Tiles of fewer rows than an own one were made for the VNNI kernel (tiling_amx.c). */
+int kt_gemm_int4_amx(const kt_gemm *job) {
+    return job->tile_rows > kt_left_to_vnni(4) ? multiply(job) : kt_gemm_int4_avx512vnni(job);
 }

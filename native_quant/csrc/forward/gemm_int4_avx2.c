@@ -65,6 +65,6 @@ KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t co
 KT_DEFINE_ALL(KT_TARGET_AVX2, 128)
 static const kt_gemm_steps steps = {4, 8, 512, KT_ALL(few), kt_unpack_int4, kt_copy_bytes, KT_ALL(block)};
 
-void kt_gemm_int4_avx2(const kt_gemm *job) {
-    kt_gemm_in_steps(job, &steps);
+int kt_gemm_int4_avx2(const kt_gemm *job) {
+    return kt_gemm_in_steps(job, &steps);
 }

@@ -34,6 +34,6 @@ TARGET static inline void store(int32_t *c, __m512i sum) {
 
 #include "gemm_avx512_kernel.h"
 
-void kt_gemm_int4_avx512(const kt_gemm *job) {
-    gemm(job);
+int kt_gemm_int4_avx512(const kt_gemm *job) {
+    return gemm(job);
 }

@@ -13,6 +13,6 @@ TARGET static inline __m512i high_codes(__m512i bytes) {
 
 #include "gemm_avx512_kernel.h"
 
-void kt_gemm_int4_avx512vnni(const kt_gemm *job) {
-    gemm(job);
+int kt_gemm_int4_avx512vnni(const kt_gemm *job) {
+    return gemm(job);
 }

@@ -1,11 +1,11 @@
 /* Dot products with AMXINT8 weights in AMX tiles. */
 #include "gemm_amx.h"
 
-KT_TARGET_AMX static void multiply(const kt_gemm *job) {
-    kt_gemm_tiles(8, job);
+KT_TARGET_AMX static int multiply(const kt_gemm *job) {
+    return kt_gemm_tiles(8, job);
 }
 
-void kt_gemm_int8_amx(const kt_gemm *job) {
-    if (job->m <= KT_LEFT_TO_VNNI) kt_gemm_int8_avx512vnni(job);
-    else multiply(job);
+/* Tiles of fewer rows than an own one were made for the VNNI kernel (tiling_amx.c). */
+int kt_gemm_int8_amx(const kt_gemm *job) {
+    return job->tile_rows > kt_left_to_vnni(8) ? multiply(job) : kt_gemm_int8_avx512vnni(job);
 }

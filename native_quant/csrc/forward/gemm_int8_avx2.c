@@ -93,6 +93,6 @@ KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t co
 KT_DEFINE_ALL(KT_TARGET_AVX2, 64)
 static const kt_gemm_steps steps = {8, 0, 256, KT_ALL(few), unpack, copy, KT_ALL(block)};
 
-void kt_gemm_int8_avx2(const kt_gemm *job) {
-    kt_gemm_in_steps(job, &steps);
+int kt_gemm_int8_avx2(const kt_gemm *job) {
+    return kt_gemm_in_steps(job, &steps);
 }

@@ -40,6 +40,6 @@ KT_TARGET_AVXVNNI static void unpack(const uint8_t *tiles, int64_t columns, uint
 KT_DEFINE_ALL(KT_TARGET_AVXVNNI, 64)
 static const kt_gemm_steps steps = {8, 128, 512, KT_ALL(few), unpack, kt_copy_bytes, KT_ALL(block)};
 
-void kt_gemm_int8_avxvnni(const kt_gemm *job) {
-    kt_gemm_in_steps(job, &steps);
+int kt_gemm_int8_avxvnni(const kt_gemm *job) {
+    return kt_gemm_in_steps(job, &steps);
 }

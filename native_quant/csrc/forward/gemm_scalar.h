@@ -13,7 +13,7 @@ static inline int kt_code(int bits, const uint8_t *tiles, int64_t r, int64_t j) 
     return (int8_t)(in_tile < 64 ? byte << 4 : byte & 0xf0) >> 4;
 }
 
-static inline void kt_gemm_plain(int bits, const kt_gemm *job) {
+static inline int kt_gemm_plain(int bits, const kt_gemm *job) {
     for (int64_t s = 0; s < job->strips; s++)
         for (int64_t t = 0; t < job->m; t++)
             for (int64_t r = 0; r < KT_STRIP_ROWS; r++) {
@@ -21,11 +21,13 @@ static inline void kt_gemm_plain(int bits, const kt_gemm *job) {
                 for (int64_t first = 0; first < job->k; first += KT_K_BLOCK) {
                     const uint8_t *tiles = kt_strip_tiles(bits, &job->strip[s], job->k, first);
                     int64_t columns = job->k - first < KT_K_BLOCK ? job->k - first : KT_K_BLOCK;
-                    const int8_t *a = job->a + t * job->a_pitch + first;
-                    for (int64_t j = 0; j < columns; j++) sum += a[j] * kt_code(bits, tiles, r, j);
+                    const int8_t *a = job->a + kt_in_tiles(job->tile_rows, job->k, t);
+                    for (int64_t j = 0; j < columns; j++)
+                        sum += a[(first + j) / 64 * job->tile_rows * 64 + j % 64] * kt_code(bits, tiles, r, j);
                 }
                 job->c[s * job->c_pitch + t * KT_STRIP_ROWS + r] = sum;
             }
+    return kt_geometry_of(bits)->unit;
 }
 
 #endif

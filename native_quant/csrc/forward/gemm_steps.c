@@ -21,7 +21,7 @@ static void multiply_few(const kt_gemm *job, const kt_gemm_steps *steps) {
     for (int64_t first = 0; first < job->k; first += KT_K_BLOCK) {
         int64_t columns = job->k - first < KT_K_BLOCK ? job->k - first : KT_K_BLOCK;
         for (int64_t t = 0; t < job->m; t++)
-            memcpy(a + t * KT_K_BLOCK, job->a + t * job->a_pitch + first, (size_t)columns);
+            memcpy(a + t * KT_K_BLOCK, job->a + t * job->k + first, (size_t)columns);
         for (int64_t s = 0; s < job->strips; s += 2) {
             int64_t strips = job->strips - s < 2 ? 1 : 2;
             const uint8_t *tiles[2];
@@ -46,7 +46,7 @@ static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64
     uint8_t *codes = job->scratch;
     int8_t *a = (int8_t *)job->scratch + KT_CODES_BYTES;
     for (int64_t t = 0; t < tokens; t++)
-        steps->copy(job->a + (token + t) * job->a_pitch + first, columns, a + t * KT_CHUNK_PITCH);
+        steps->copy(job->a + (token + t) * job->k + first, columns, a + t * KT_CHUNK_PITCH);
     int64_t blocks = (tokens + KT_FEW - 1) / KT_FEW, bytes = columns * KT_STRIP_ROWS * steps->bits / 8;
     for (int64_t s = 0; s < job->strips; s++) {
         const uint8_t *ahead = s + 1 < job->strips     ? chunk_tiles(job, steps->bits, s + 1, first)
@@ -75,8 +75,9 @@ static void multiply_many(const kt_gemm *job, const kt_gemm_steps *steps) {
     }
 }
 
-void kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps) {
+int kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps) {
     begin_sums(job, steps->offset);
     if (job->m <= KT_FEW) multiply_few(job, steps);
     else multiply_many(job, steps);
+    return kt_geometry_of(steps->bits)->unit;
 }

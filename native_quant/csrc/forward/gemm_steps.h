@@ -42,7 +42,8 @@ typedef struct {
     kt_block_fn *block[KT_FEW]; /* [tokens - 1] */
 } kt_gemm_steps;
 
-void kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps);
+/* Tiles of activations have one row here. Returns the weight's unit. */
+int kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps);
 
 #define KT_INLINE static inline __attribute__((always_inline))
 

@@ -45,13 +45,12 @@ static int by_tokens(const void *left, const void *right) {
     return a->expert < b->expert ? -1 : a->expert > b->expert;
 }
 
-/* Fills bucket, the most wanted expert first, and row_of, which holds experts before it holds rows. place: [experts].
- */
+/* Fills bucket, the most wanted expert first, and pair, whose buckets are experts at first. place: [experts]. */
 static void sort_tokens(kt_pass *pass, int64_t *place) {
     int64_t pairs = pass->tokens * pass->call->topk;
     memset(place, 0, (size_t)pass->moe->experts * sizeof *place);
     for (int64_t i = 0; i < pairs; i++) {
-        int64_t id = pass->row_of[i] = expert_at(pass, i);
+        int64_t id = pass->pair[i].bucket = expert_at(pass, i);
         if (id >= 0) place[id]++;
     }
     pass->buckets = 0;
@@ -60,11 +59,22 @@ static void sort_tokens(kt_pass *pass, int64_t *place) {
     qsort(pass->bucket, (size_t)pass->buckets, sizeof *pass->bucket, by_tokens);
     pass->rows = 0;
     for (int64_t b = 0; b < pass->buckets; b++) {
-        place[pass->bucket[b].expert] = pass->bucket[b].first = pass->rows;
-        pass->rows += pass->bucket[b].m;
+        kt_bucket *bucket = &pass->bucket[b];
+        place[bucket->expert] = b;
+        bucket->first = pass->rows;
+        pass->rows += bucket->m;
+        bucket->m = 0; /* counted again below */
     }
-    for (int64_t i = 0; i < pairs; i++)
-        if (pass->row_of[i] >= 0) pass->row_of[i] = place[pass->row_of[i]]++;
+    for (int64_t i = 0; i < pairs; i++) {
+        kt_pair *pair = &pass->pair[i];
+        if (pair->bucket < 0) {
+            pair->row = -1;
+            continue;
+        }
+        pair->bucket = place[pair->bucket];
+        kt_bucket *bucket = &pass->bucket[pair->bucket];
+        pair->row = bucket->first + bucket->m++;
+    }
 }
 
 /* --- in which pieces -----------------------------------------------------------------------------------------------
@@ -102,6 +112,7 @@ static void add_combine(const kt_pass *pass, kt_group *group, int64_t panel, int
 
 static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
     int64_t strips = pass->moe->width / KT_STRIP_ROWS;
+    group->threads = threads;
     group->tasks = 0;
     group->next = 0;
     group->to_quantize = 0;
@@ -146,7 +157,7 @@ static int64_t *lay_out_sorting(kt_pass *pass, kt_arena *arena) {
     int64_t *place;
     KT_TAKE(place, pass->moe->experts);
     KT_TAKE(pass->bucket, pass->moe->experts);
-    KT_TAKE(pass->row_of, pass->tokens * pass->call->topk);
+    KT_TAKE(pass->pair, pass->tokens * pass->call->topk);
     KT_TAKE(pass->group, pass->groups);
     return place;
 }
@@ -166,11 +177,13 @@ static void lay_out_workers(kt_pass *pass, int workers, kt_arena *arena) {
     KT_TAKE(pass->scratch, workers);
     for (int i = 0; i < workers; i++) {
         kt_worker_scratch none, *scratch = arena->base ? &pass->scratch[i] : &none;
-        scratch->c = kt_take(arena, KT_MAX_STRIPS * KT_TOKEN_BLOCK * KT_STRIP_ROWS, sizeof(float));
+        scratch->c =
+            kt_take(arena, KT_MAX_STRIPS * (KT_MOST_TOKENS + KT_MOST_TILE_ROWS) * KT_STRIP_ROWS, sizeof(float));
         KT_TAKE(scratch->gemm, KT_GEMM_SCRATCH);
         KT_TAKE(scratch->sums, pass->moe->parts * pass->panel_columns);
         KT_TAKE(scratch->rows, pass->call->topk);
         KT_TAKE(scratch->weights, pass->call->topk);
+        KT_TAKE(scratch->place, pass->call->topk);
     }
 }
 

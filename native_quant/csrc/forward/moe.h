@@ -9,7 +9,7 @@
 #include "system/pool.h"
 
 enum {
-    KT_TOKEN_BLOCK = 256, /* tokens of an expert that go through a kernel at a time: their activations stay in L2 */
+    KT_TOKEN_BLOCK = 256, /* BF16 tokens of an expert that go through a kernel at a time: they stay in L2 */
     KT_MAX_STRIPS = 16,   /* strips that a task multiplies at a time */
     KT_ROW_BLOCK = 16,    /* rows that are quantized, or tokens that are combined, by one task */
 };
@@ -30,17 +30,23 @@ typedef struct {
     int64_t expert, first, m;
 } kt_bucket;
 
-/* The activations of int8 arithmetic. */
+/* Where a token and one of its experts meet. */
 typedef struct {
-    int8_t *a; /* [rows][hidden]: of each row's token */
-    float *a_scale;
+    int64_t row; /* of everything that has a row for each of them; -1: none */
+    int64_t bucket;
+} kt_pair;
+
+/* The activations of int8 arithmetic. The codes of a bucket's rows are in tiles (kt_tiling), for which it has room. */
+typedef struct {
+    int8_t *a; /* hidden codes of each row's token */
+    float *a_scale; /* [rows] */
     int32_t *a_sums;
     float *h; /* [parts][rows][width]: silu(gate) * up */
-    /* [parts][2 * rows]: a bucket has room for 2 m rows: its m, then the remainders of the coarse ones. */
+    /* By part, room for 2 m rows of a bucket and for whole tiles: its m, then the remainders of the coarse ones. */
     int8_t *hq;
     float *h_scale;
     int32_t *h_sums;
-    int64_t *remainder_of;  /* [parts][2 * rows]: whose remainder it is, counted in the bucket */
+    int64_t *remainder_of;  /* whose remainder it is, counted in the bucket */
     atomic_int *remainders; /* [parts][buckets] */
 } kt_int8_activations;
 
@@ -54,7 +60,7 @@ typedef struct {
 typedef struct {
     int64_t parts, *part;
     kt_task *task;
-    int64_t tasks;
+    int64_t tasks, threads;
     _Alignas(64) atomic_llong next;
     _Alignas(64) atomic_int to_quantize;
     atomic_int *gate_up_left, *requantize_left; /* [parts][buckets]; requantize_left: NULL where nothing is */
@@ -66,11 +72,12 @@ typedef struct {
 } kt_group;
 
 typedef struct {
-    void *c; /* int32 or float32 [KT_MAX_STRIPS][KT_TOKEN_BLOCK][32] */
+    void *c; /* int32 or float32 [KT_MAX_STRIPS][KT_MOST_TOKENS + KT_MOST_TILE_ROWS][32] */
     uint8_t *gemm;
     float *sums; /* [parts][panel columns] */
     const float **rows;
     float *weights;
+    kt_code_row *place;
 } kt_worker_scratch;
 
 typedef struct {
@@ -82,7 +89,7 @@ typedef struct {
     int64_t rows, buckets, panels, panel_columns;
     kt_bucket *bucket;
     int64_t *token_of; /* [rows] */
-    int64_t *row_of;   /* [tokens][topk]; -1: none */
+    kt_pair *pair;     /* [tokens][topk] */
     int groups;
     kt_group *group;
     kt_worker_scratch *scratch;
@@ -118,7 +125,7 @@ struct kt_arithmetic {
     /* Memory for a group's rows. */
     void (*lay_out)(const kt_pass *pass, kt_group *group, kt_arena *arena);
     /* A token of the pass, to the row of every expert that wants it. */
-    void (*quantize)(const kt_pass *pass, kt_group *group, int64_t token);
+    void (*quantize)(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch);
     void (*gate_up)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
     /* NULL: h is ready as gate_up leaves it. */
     void (*requantize)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
@@ -127,6 +134,11 @@ struct kt_arithmetic {
 
 static inline const ktq_expert *kt_expert_of(const kt_pass *pass, const kt_group *group, const kt_task *task) {
     return &pass->moe->expert[group->part[task->part] * pass->moe->experts + pass->bucket[task->bucket].expert];
+}
+
+/* The first strip of a DOWN task, counted in the weight. */
+static inline int64_t kt_first_strip(const kt_pass *pass, const kt_task *task) {
+    return task->panel * (pass->panel_columns / KT_STRIP_ROWS) + task->first;
 }
 
 /* The order of a DOWN task's strips: one from its first half, one from its second: two streams from memory. */

@@ -8,11 +8,12 @@ static void lay_out(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(group->bf16.h, group->parts * pass->rows * pass->moe->width);
 }
 
-static void copy(const kt_pass *pass, kt_group *group, int64_t token) {
+static void copy(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch) {
+    (void)scratch;
     int64_t k = pass->moe->hidden, topk = pass->call->topk;
     const uint16_t *x = pass->call->hidden + (pass->first_token + token) * k;
     for (int64_t j = 0; j < topk; j++) {
-        int64_t row = pass->row_of[token * topk + j];
+        int64_t row = pass->pair[token * topk + j].row;
         if (row >= 0) memcpy(group->bf16.a + row * k, x, (size_t)k * sizeof *x);
     }
 }

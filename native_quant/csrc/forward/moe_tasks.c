@@ -15,9 +15,9 @@ static void done(atomic_int *left) {
     atomic_fetch_sub_explicit(left, 1, memory_order_release);
 }
 
-static void quantize(const kt_pass *pass, kt_group *group, const kt_task *task) {
+static void quantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     for (int64_t t = task->first; t < task->first + task->count; t++)
-        pass->format->arithmetic->quantize(pass, group, t);
+        pass->format->arithmetic->quantize(pass, group, t, scratch);
     done(&group->to_quantize);
 }
 
@@ -65,7 +65,7 @@ static void combine(const kt_pass *pass, kt_group *group, const kt_task *task, c
             const float *y = group->y + ((task->panel % 2 * group->parts + part) * pass->rows) * pass->panel_columns;
             int64_t terms = 0;
             for (int64_t j = 0; j < topk; j++) {
-                int64_t row = pass->row_of[t * topk + j];
+                int64_t row = pass->pair[t * topk + j].row;
                 if (row < 0) continue;
                 scratch->rows[terms] = y + row * pass->panel_columns;
                 scratch->weights[terms++] = pass->call->weights[(pass->first_token + t) * topk + j];
@@ -99,7 +99,7 @@ void kt_moe_work(void *argument, int group_number, int worker) {
         while ((next = atomic_fetch_add_explicit(&group->next, 1, memory_order_relaxed)) < group->tasks) {
             const kt_task *task = &group->task[next];
             switch (task->kind) {
-            case KT_QUANTIZE: quantize(pass, group, task); break;
+            case KT_QUANTIZE: quantize(pass, group, task, &pass->scratch[worker]); break;
             case KT_GATE_UP: gate_up(pass, group, task, &pass->scratch[worker]); break;
             case KT_REQUANTIZE: requantize(pass, group, task, &pass->scratch[worker]); break;
             case KT_DOWN: down(pass, group, task, &pass->scratch[worker]); break;

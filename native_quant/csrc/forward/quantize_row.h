@@ -11,8 +11,9 @@ static inline float kt_scale_of(uint32_t amax) {
 }
 
 /* A row that is 0, or of which one value is not finite: codes and sums are 0. */
-static inline void kt_quantize_to_zero(int64_t k, int8_t *q, int32_t *sums) {
-    memset(q, 0, (size_t)k);
+static inline void kt_quantize_to_zero(int64_t k, int64_t copies, const kt_code_row *place, int32_t *sums) {
+    for (int64_t i = 0; i < copies; i++)
+        for (int64_t j = 0; j < k; j += 64) memset(place[i].q + j / 64 * place[i].pitch, 0, 64);
     memset(sums, 0, (size_t)((k + KT_K_BLOCK - 1) / KT_K_BLOCK) * sizeof *sums);
 }
 

@@ -39,30 +39,41 @@ KT_TARGET_AVX2 static inline __m256i codes_of_floats(const void *x, __m256 recip
     return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-KT_TARGET_AVX2 static inline int32_t total(__m256i int16) {
-    __m256i pairs = _mm256_madd_epi16(int16, _mm256_set1_epi16(1));
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+KT_TARGET_AVX2 static inline int32_t total(__m256i int32) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(int32), _mm256_extracti128_si256(int32, 1));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
-KT_TARGET_AVX2 float kt_quantize_row_avx2(int is_bf16, const void *x, int64_t k, int8_t *q, int32_t *sums) {
+/* Squares of codes in int32: their sum over 65536 columns fits. */
+KT_TARGET_AVX2 static inline __m256i squares(__m256i codes) {
+    __m256i magnitude = _mm256_abs_epi8(codes);
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, magnitude), _mm256_set1_epi16(1));
+}
+
+KT_TARGET_AVX2 float kt_quantize_row_avx2(int is_bf16, const void *x, int64_t k, int64_t copies,
+                                              const kt_code_row *place, int32_t *sums, int64_t *energy) {
     float scale = kt_scale_of(is_bf16 ? (uint32_t)kt_amax_avx2(x, k) << 16 : amax_of_floats(x, k));
     if (!(scale > 0)) {
-        kt_quantize_to_zero(k, q, sums);
+        kt_quantize_to_zero(k, copies, place, sums);
+        *energy = 0;
         return scale;
     }
     const __m256 reciprocal = _mm256_set1_ps(1.0f / scale);
     const __m256i ones = _mm256_set1_epi8(1);
+    __m256i all = _mm256_setzero_si256();
     for (int64_t first = 0; first < k; first += KT_K_BLOCK) {
         __m256i sum = _mm256_setzero_si256(); /* of pairs, in int16: at most 112 * 254 */
         for (int64_t j = first; j < k && j < first + KT_K_BLOCK; j += 32) {
             __m256i codes = is_bf16 ? codes_of_bf16((const uint16_t *)x + j, reciprocal)
                                     : codes_of_floats((const float *)x + j, reciprocal);
-            _mm256_storeu_si256((__m256i *)(q + j), codes);
+            for (int64_t i = 0; i < copies; i++)
+                _mm256_storeu_si256((__m256i *)(place[i].q + j / 64 * place[i].pitch + j % 64), codes);
+            all = _mm256_add_epi32(all, squares(codes));
             sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones, codes));
         }
-        sums[first / KT_K_BLOCK] = total(sum);
+        sums[first / KT_K_BLOCK] = total(_mm256_madd_epi16(sum, _mm256_set1_epi16(1)));
     }
+    *energy = total(all);
     return scale;
 }

@@ -40,23 +40,34 @@ KT_TARGET_AVX512 static inline __m512i codes_of_floats(const void *x, __m512 rec
     return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
 }
 
-KT_TARGET_AVX512 float kt_quantize_row_avx512(int is_bf16, const void *x, int64_t k, int8_t *q, int32_t *sums) {
+/* Squares of codes in int32: their sum over 65536 columns fits. */
+KT_TARGET_AVX512 static inline __m512i squares(__m512i codes) {
+    __m512i magnitude = _mm512_abs_epi8(codes);
+    return _mm512_madd_epi16(_mm512_maddubs_epi16(magnitude, magnitude), _mm512_set1_epi16(1));
+}
+
+KT_TARGET_AVX512 float kt_quantize_row_avx512(int is_bf16, const void *x, int64_t k, int64_t copies,
+                                                const kt_code_row *place, int32_t *sums, int64_t *energy) {
     float scale = kt_scale_of(is_bf16 ? (uint32_t)kt_amax_avx512(x, k) << 16 : amax_of_floats(x, k));
     if (!(scale > 0)) {
-        kt_quantize_to_zero(k, q, sums);
+        kt_quantize_to_zero(k, copies, place, sums);
+        *energy = 0;
         return scale;
     }
     const __m512 reciprocal = _mm512_set1_ps(1.0f / scale);
     const __m512i ones8 = _mm512_set1_epi8(1), ones16 = _mm512_set1_epi16(1);
+    __m512i all = _mm512_setzero_si512();
     for (int64_t first = 0; first < k; first += KT_K_BLOCK) {
         __m512i sum = _mm512_setzero_si512(); /* of pairs, in int16: at most 56 * 254 */
         for (int64_t j = first; j < k && j < first + KT_K_BLOCK; j += 64) {
             __m512i codes = is_bf16 ? codes_of_bf16((const uint16_t *)x + j, reciprocal)
                                     : codes_of_floats((const float *)x + j, reciprocal);
-            _mm512_storeu_si512(q + j, codes);
+            for (int64_t i = 0; i < copies; i++) _mm512_storeu_si512(place[i].q + j / 64 * place[i].pitch, codes);
+            all = _mm512_add_epi32(all, squares(codes));
             sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(ones8, codes));
         }
         sums[first / KT_K_BLOCK] = _mm512_reduce_add_epi32(_mm512_madd_epi16(sum, ones16));
     }
+    *energy = _mm512_reduce_add_epi32(all);
     return scale;
 }

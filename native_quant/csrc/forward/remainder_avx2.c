@@ -1,4 +1,4 @@
-/* The remainder of coarse int8 codes, AVX2. Mostly only its energy is needed: 32 columns at a time. */
+/* The remainder of coarse int8 codes, AVX2: 8 columns at a time. */
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -9,32 +9,20 @@ KT_TARGET_AVX2 static int32_t total(__m256i v) {
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
-KT_TARGET_AVX2 static int64_t energy(const int8_t *q, int64_t k) {
-    __m256i sum = _mm256_setzero_si256();
-    const __m256i ones = _mm256_set1_epi16(1);
-    for (int64_t j = 0; j < k; j += 32) {
-        __m256i magnitude = _mm256_abs_epi8(_mm256_loadu_si256((const __m256i *)(q + j)));
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, magnitude), ones));
-    }
-    return total(sum);
-}
-
-KT_TARGET_AVX2 float kt_remainder_avx2(const float *x, int64_t k, float scale, const int8_t *q, int8_t *q2,
-                                       int32_t *sums) {
-    float fine = scale * KT_REMAINDER_UNIT;
-    if (!(fine > 0) || energy(q, k) >= KT_COARSE_ENERGY * k) return 0;
-    const __m256 step = _mm256_set1_ps(scale), reciprocal = _mm256_set1_ps(1.0f / fine);
+KT_TARGET_AVX2 void kt_remainder_avx2(const float *x, int64_t k, float scale, float step, kt_code_row q, int8_t *q2,
+                                      int32_t *sums) {
+    const __m256 coarse = _mm256_set1_ps(scale), reciprocal = _mm256_set1_ps(1.0f / step);
     for (int64_t first = 0; first < k; first += KT_K_BLOCK) {
         __m256i sum = _mm256_setzero_si256();
         for (int64_t j = first; j < k && j < first + KT_K_BLOCK; j += 8) {
-            __m256 codes = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(q + j))));
-            __m256 left = _mm256_fnmadd_ps(codes, step, _mm256_loadu_ps(x + j));
+            int64_t at = j / 64 * q.pitch + j % 64;
+            __m256 codes = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(q.q + at))));
+            __m256 left = _mm256_fnmadd_ps(codes, coarse, _mm256_loadu_ps(x + j));
             __m256i codes2 = _mm256_cvtps_epi32(_mm256_mul_ps(left, reciprocal));
             __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(codes2), _mm256_extracti128_si256(codes2, 1));
-            _mm_storel_epi64((__m128i *)(q2 + j), _mm_packs_epi16(narrow, narrow));
+            _mm_storel_epi64((__m128i *)(q2 + at), _mm_packs_epi16(narrow, narrow));
             sum = _mm256_add_epi32(sum, codes2);
         }
         sums[first / KT_K_BLOCK] = total(sum);
     }
-    return fine;
 }

@@ -1,4 +1,4 @@
-/* AMX tiles as seven statements. A tile is 16 rows of 64 bytes; its number, 0 to 7, is written as a literal.
+/* AMX tiles as eight statements. A tile is 16 rows of 64 bytes; its number, 0 to 7, is written as a literal.
  *
  * Own asm rather than <immintrin.h>: gcc 12 tells the compiler that _tile_loadconfig reads 8 bytes (so that it drops
  * stores to the other 56, and ldtilecfg faults) and that _tile_loadd reads none (so that it may move a store past it).
@@ -31,6 +31,9 @@ _Static_assert(sizeof(kt_tile_config) == 64, "ldtilecfg reads 64 bytes");
 /* stride: bytes from row to row. */
 #define KT_TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
+/* For what is not read again soon: it is not to take another line's place in L1. */
+#define KT_TILE_LOAD_PAST_L1(tile, from, stride) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
 #define KT_TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)) : "memory")
 /* c[m][n] += the sum over j < 64 of a[m][j] * b[j / 4][4 * n + j % 4]: int8 times int8, added to int32. */

@@ -1,0 +1,9 @@
+/* Activations for AMX. As few tiles as there can be, all with as many rows, so that none of the last tokens' is half
+ * empty: 17 tokens are two tiles of 9, 33 three of 11. A product, and a load of a tile, takes as long as it has rows. */
+#include "gemm_amx.h"
+
+kt_tiling kt_tiling_amx(int bits, int64_t m) {
+    if (m <= kt_left_to_vnni(bits)) return kt_tiling_scalar(bits, m);
+    int64_t tiles = (m + KT_TILE_TOKENS - 1) / KT_TILE_TOKENS;
+    return (kt_tiling){.rows = (m + tiles - 1) / tiles, .tokens = 512};
+}
