@@ -1,22 +1,8 @@
-/* What this machine can do at most: bytes read in a second, and integer operations in a second. Built by ceilings.py
- * with the compiler that is there; every function works for one thread and returns something that depends on all of its
- * work. */
+/* What this machine can do at most: integer operations in a second. Built by ceilings.py with the compiler that is there;
+ * every function works for one thread and returns something that depends on all of its work. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-typedef uint64_t line __attribute__((vector_size(64)));
-
-/* One stream of 64-byte lines. */
-uint64_t read_bytes(const void *from, size_t bytes)
-{
-    const line *at = from, *end = at + bytes / 64 / 4 * 4;
-    line a = {0}, b = {0}, c = {0}, d = {0};
-    for (; at < end; at += 4)
-        a ^= at[0], b ^= at[1], c ^= at[2], d ^= at[3];
-    a = (a ^ b) ^ (c ^ d);
-    return a[0] ^ a[1] ^ a[2] ^ a[3] ^ a[4] ^ a[5] ^ a[6] ^ a[7];
-}
 
 #if defined(__AVX512VNNI__)
 #define STEP(n) "vpdpbusd %%zmm16, %%zmm16, %%zmm" #n "\n\t"

@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,8 +31,10 @@ import mixtures
 import numpy as np
 import timing
 from ceilings import l3_bytes
-from forward_report import Cell, Figures, Load
+from forward_cells import Cell, Figures, Run, document
+from forward_report import Load
 from mixtures import Batch, Shape
+from state import build
 from turns import LONG, Worker
 
 from ktconvert.native_quant import kernels
@@ -42,6 +43,7 @@ from ktconvert.native_quant.runtime.install import VARIANTS
 HERE = Path(__file__).resolve().parent
 PEER = "kt"
 MOST_CALLS = 400
+PROBES = 1000
 ENDLESS = 4.0  # seconds; a call that lasts longer is timed once, when its output is compared
 
 
@@ -56,8 +58,9 @@ class Side:
 
     def start(self, scratch: Path, threads: int) -> Worker:
         """Start its process."""
-        script = [str(HERE / "our_forward.py"), str(scratch)] if self.memory else [str(HERE / "peer_forward.py")]
-        return Worker(self.name, [self.python, *script, str(threads)], scratch / f"{self.name}.log", self.env)
+        script = HERE / ("our_forward.py" if self.memory else "peer_forward.py")
+        command = [self.python, str(script), str(scratch), str(threads)]
+        return Worker(self.name, command, scratch / f"{self.name}.log", self.env)
 
 
 def main() -> None:
@@ -67,17 +70,21 @@ def main() -> None:
     machine = timing.machine() | {"l3_bytes": str(l3_bytes())}
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     with tempfile.TemporaryDirectory(prefix="ktconvert-forward-", dir=options.dir) as scratch:
+        build(HERE / "state.c", Path(scratch))
         sides = _sides(options, Path(scratch))
-        cells, loads = [], []
+        run, cells, loads = Run(), [], []
         for name in options.shapes:
-            for result in measure_shape(Path(scratch), mixtures.SHAPES[name], sides, options):
+            for result in measure_shape(Path(scratch), mixtures.SHAPES[name], sides, options, run):
                 (cells if isinstance(result, Cell) else loads).append(result)
     print()
+    cells = [run.settled(cell) for cell in cells]
     forward_report.show_targets(cells, loads)
     if options.json:
         figures = {
             "machine": machine,
-            "cells": [asdict(cell) for cell in cells],
+            "probes": {"limit": run.limit, "count": len(run.probes)},
+            "reads": run.reads,
+            "cells": [document(cell) for cell in cells],
             "loads": [asdict(load) for load in loads],
         }
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -150,7 +157,7 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
 
 
 def measure_shape(
-    scratch: Path, shape: Shape, all_sides: Sequence[Side], options: argparse.Namespace
+    scratch: Path, shape: Shape, all_sides: Sequence[Side], options: argparse.Namespace, run: Run
 ) -> Iterator[Cell | Load]:
     """All cells of one shape, printed as they are measured."""
     folder = scratch / shape.name.replace(" ", "-")
@@ -176,13 +183,20 @@ def measure_shape(
                     more = {"memory": side.memory} if side.memory else {}
                     sizes = {"experts": shape.experts, "hidden": shape.hidden, "intermediate": shape.intermediate}
                     worker.ask("open", folder=str(weights[side.name]), layers=layers, method=made.name, **sizes, **more)
-                operations = [workers[0].ask("operations") for _ in range(options.rounds)]
-                ceilings = {what: statistics.median(one[what] for one in operations) for what in operations[0]}
-                forward_report.show_heading(shape, method, threads, layers, ceilings, [side.name for side in sides])
+                run.probes += workers[0].ask("probe", count=PROBES)
+                for _ in range(options.rounds):
+                    run.saw(run.operations, threads, workers[0].ask("operations"))
+                    run.saw(run.reads, threads, workers[0].ask("read"))
+                names = [side.name for side in sides]
+                forward_report.show_heading(
+                    shape, method, threads, layers, run.reads[threads], run.operations[threads], names
+                )
+                cells = []
                 for batch in batches:
-                    cell = measure_cell(shape, method, threads, batch, workers, ceilings, options)
-                    forward_report.show_cell(cell)
-                    yield cell
+                    cells.append(measure_cell(shape, method, threads, batch, workers, options, run))
+                    forward_report.show_cell(cells[-1])
+                forward_report.show_marks(cells)
+                yield from cells
         for path in set(weights.values()):
             shutil.rmtree(path)
     shutil.rmtree(folder)
@@ -222,8 +236,8 @@ def measure_cell(
     threads: int,
     batch: Batch,
     workers: Sequence[Worker],
-    ceilings: dict[str, float],
     options: argparse.Namespace,
+    run: Run,
 ) -> Cell:
     """Compare the outputs, then time all sides in turns; the read bandwidth is measured in each round."""
     for worker in workers:
@@ -238,14 +252,14 @@ def measure_cell(
             first[worker.name] = worker.ask("time", first=0, count=1, warm=True)["walls"][0]
         if first[worker.name] < ENDLESS:
             turns[worker.name].clear()
-    reads = []
     for number in range(options.rounds if max(first.values()) < LONG else min(options.rounds, 3)):
-        reads.append(workers[0].ask("read"))
+        run.saw(run.reads, threads, workers[0].ask("read"))
         for worker in workers:
             if first[worker.name] < ENDLESS:
                 count = max(1, min(MOST_CALLS, int(options.slice / first[worker.name])))
                 warm = first[worker.name] < LONG
                 turns[worker.name].append(worker.ask("time", first=2 + number * count, count=count, warm=warm))
+    run.probes += [probe for these in turns.values() for turn in these for probe in turn["probes"]]
     return Cell(
         shape=shape.name,
         method=method,
@@ -256,9 +270,10 @@ def measure_cell(
         busiest=batch.busiest,
         bytes=batch.distinct * shape.expert_bytes(method),
         operations=batch.tokens * shape.token_operations,
-        read=statistics.median(one["wall"] for one in reads),
-        read_cpu=statistics.median(one["cpu"] for one in reads),
-        ceilings=ceilings,
+        read=run.read(threads),
+        read_cpu=run.reads[threads]["cpu"],
+        ceilings=dict(run.operations[threads]),
+        limit=run.limit,
         differing=differing,
         elements=batch.tokens * shape.hidden,
         distance=distance,

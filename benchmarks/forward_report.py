@@ -5,92 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from forward_cells import Cell
 from mixtures import METHODS, Shape
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One side's seconds per call in one cell.
-
-    wall: the median; walls: of every call; cpu: CPU seconds of the process; workers: of kt-kernel's workers alone.
-    """
-
-    wall: float
-    walls: list[float]
-    cpu: float
-    workers: float | None
-
-    @classmethod
-    def of(cls, turns: Sequence[Mapping[str, Any]]) -> Figures:
-        """Medians over the turns that a worker reported."""
-        walls = [wall for turn in turns for wall in turn["walls"]]
-        workers = [turn["workers"] for turn in turns if turn["workers"] is not None]
-        return cls(
-            statistics.median(walls),
-            walls,
-            statistics.median(turn["cpu"] for turn in turns),
-            statistics.median(workers) if workers else None,
-        )
-
-    @property
-    def work(self) -> float:
-        """CPU seconds without kt-kernel's thread that only waits."""
-        return self.cpu if self.workers is None else self.workers
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One shape, method, number of threads, tokens and routing.
-
-    bytes       of weights and scales of the experts touched
-    read        bytes per second that as many threads read, measured in between; read_cpu: per CPU second
-    ceilings    INT8 operations per second of as many threads: "amx" with operands in L2, "vnni" on registers
-    differing   BF16 values of `elements` that differ in exact mode; distance: relative, of the default mode
-    figures     by side; the first is ours
-    """
-
-    shape: str
-    method: str
-    threads: int
-    tokens: int
-    routing: str
-    distinct: float
-    busiest: float
-    bytes: float
-    operations: float
-    read: float
-    read_cpu: float
-    ceilings: dict[str, float]
-    differing: int | None
-    elements: int
-    distance: float | None
-    figures: dict[str, Figures]
-
-    @property
-    def ours(self) -> Figures:
-        """The first side."""
-        return next(iter(self.figures.values()))
-
-    @property
-    def of_read(self) -> float:
-        """The share of the read bandwidth, by wall time."""
-        return self.bytes / self.ours.wall / self.read
-
-    @property
-    def of_read_cpu(self) -> float:
-        """The same by CPU time, which other load on the machine affects less."""
-        return self.bytes / self.ours.cpu / self.read_cpu
-
-    @property
-    def rate(self) -> float:
-        """INT8 operations per second."""
-        return self.operations / self.ours.wall
-
-    def ratio(self, name: str) -> float:
-        """That side's time as a multiple of ours."""
-        return self.figures[name].wall / self.ours.wall
 
 
 @dataclass(frozen=True)
@@ -126,32 +43,63 @@ def show_load(load: Load) -> None:
 
 
 def show_heading(
-    shape: Shape, method: str, threads: int, layers: int, rates: Mapping[str, float], sides: Sequence[str]
+    shape: Shape,
+    method: str,
+    threads: int,
+    layers: int,
+    reads: Mapping[str, float],
+    rates: Mapping[str, float],
+    sides: Sequence[str],
 ) -> None:
-    """Print the heading of a table."""
-    ceilings = ", ".join(f"{what} {rate / 1e12:.2f} TOPS" for what, rate in rates.items())
+    """Print the heading of a table: `reads` by streams, `rates` of operations by instruction (Run)."""
+    ceilings = [f"{what} {rate / 1e12:.2f} TOPS" for what, rate in rates.items()]
     if "amx" not in rates:
-        ceilings += ("; " if ceilings else "") + "no AMX here"
-    print(f"\n{shape.name} {method}, {threads} thread{'s' * (threads > 1)}, {layers} layers in turn; {ceilings}")
-    line = f"{'tokens':>6} {'routing':12} {'experts':>7} {'busiest':>7} {sides[0] + ' ms':>13} "
+        ceilings.append("no AMX here")
+    by_streams = {streams: f"{rate / 1e9:.1f}" for streams, rate in reads.items() if streams != "cpu"}
+    ceilings.append(f"reads {', '.join(by_streams.values())} GB/s in {', '.join(by_streams)} streams")
+    plural = "s" * (threads > 1)
+    print(f"\n{shape.name} {method}, {threads} thread{plural}, {layers} layers in turn; {', '.join(ceilings)}")
+    line = f"{'tokens':>6} {'routing':12} {'experts':>7} {'busiest':>7} {_columns(sides[0])} "
     line += f"{'GB/s':>6} {'% read':>6} {'by CPU':>6} {'TOPS':>6}"
     for name in sides[1:]:
-        line += f" | {name + ' ms':>13} {'x wall':>6} {'x CPU':>6}"
+        line += f" | {_columns(name)} {'x wall':>7} {'x CPU':>6}"
     print(line + (f" | {'differ':>7} {'off by':>8}" if len(sides) > 1 else ""))
 
 
 def show_cell(cell: Cell) -> None:
     """Print one line of the table."""
+    first, *others = cell.figures
     line = (
-        f"{cell.tokens:6} {cell.routing:12} {cell.distinct:7.1f} {cell.busiest:7.1f} {cell.ours.wall * 1e3:13.3f} "
-        f"{cell.bytes / cell.ours.wall / 1e9:6.2f} {cell.of_read:6.0%} {cell.of_read_cpu:6.0%} {cell.rate / 1e12:6.3f}"
+        f"{cell.tokens:6} {cell.routing:12} {cell.distinct:7.1f} {cell.busiest:7.1f} {_calls(cell, first)} "
+        f"{cell.bytes / cell.seconds() / 1e9:6.2f} {cell.of_read:6.0%} {cell.of_read_cpu:6.0%} {cell.rate / 1e12:6.3f}"
     )
-    for name, other in list(cell.figures.items())[1:]:
-        line += f" | {other.wall * 1e3:13.3f} {cell.ratio(name):6.2f} {other.work / cell.ours.cpu:6.2f}"
+    for name in others:
+        wall = f"{cell.ratio(name):.2f}{cell.mark(name)}"
+        line += f" | {_calls(cell, name)} {wall:>7} {cell.figures[name].work / cell.ours.cpu:6.2f}"
     if cell.distance is not None:
         differing = "" if cell.differing is None else cell.differing
         line += f" | {differing:7} {cell.distance:8.1e}"
     print(line, flush=True)
+
+
+def show_marks(cells: Sequence[Cell]) -> None:
+    """Explain the marks of a table, if it has any."""
+    marks = {cell.mark(*others) for cell in cells for _, *others in [list(cell.figures)]}
+    if "*" in marks:
+        print("* a side has no quiet call: busy ones are compared")
+    if "?" in marks:
+        print("? quiet calls of one side against busy ones of the other: no comparison")
+
+
+def _columns(side: str) -> str:
+    return f"{side + ' ms':>10} {'busy':>8} {'calls q/b':>9}"
+
+
+def _calls(cell: Cell, side: str) -> str:
+    """The medians of a side's quiet and busy calls in ms, and how many there were of each."""
+    parts = cell.figures[side].parted(cell.limit)
+    quiet, busy = (f"{statistics.median(walls) * 1e3:.3f}" if walls else "-" for walls in parts)
+    return f"{quiet:>10} {busy:>8} {f'{len(parts[0])}/{len(parts[1])}':>9}"
 
 
 # --- targets --------------------------------------------------------------------------------------
@@ -195,6 +143,7 @@ def _least(target: str, least: float, values: Iterable[tuple[float, Cell]]) -> l
         return []
     value, cell = worst
     where = f"{cell.shape} {cell.method}, {cell.tokens} tokens {cell.routing}, {cell.threads} threads"
+    where += ", not all of it quiet" if cell.mark(*list(cell.figures)[1:]) else ""
     return [Result(target, value, least, where)]
 
 
@@ -220,11 +169,9 @@ def _varied(cells: Sequence[Cell]) -> list[Result]:
     """AVX2 against the best of AVX-512, where both were measured."""
     ratios = []
     for cell in cells:
-        wide = [
-            figures.wall for name, figures in cell.figures.items() if name in ("avx512", "avx512vnni", "avx512bf16")
-        ]
+        wide = [cell.seconds(name) for name in cell.figures if name in ("avx512", "avx512vnni", "avx512bf16")]
         if wide and "avx2" in cell.figures:
-            ratios.append((min(wide) / cell.figures["avx2"].wall, cell))
+            ratios.append((min(wide) / cell.seconds("avx2"), cell))
     return _least("AVX2, x our AVX-512, its worst cell", 0.5, ratios)
 
 
@@ -257,7 +204,7 @@ def _with_amx(cells: Sequence[Cell]) -> list[Result]:
         rows += _least(f"{method}, 1 token, 1 thread: share of read bandwidth", share, [(c.of_read, c) for c in decode])
         rows += _least(f"{method}, 1 token, 1 thread: x kt-kernel", times, _ratios(decode))
     pairs = [(c, one.get((c.shape, c.method, c.tokens))) for c in balanced if c.threads == 2]
-    rows += _least("2 threads, x our 1 thread", 1.7, [(s.ours.wall / c.ours.wall, c) for c, s in pairs if s])
+    rows += _least("2 threads, x our 1 thread", 1.7, [(s.seconds() / c.seconds(), c) for c, s in pairs if s])
     few = [c for c in cells if 4 <= c.tokens <= 16 and c.busiest <= 8]
     rows += _least("4 to 16 tokens, at most 8 for an expert: share of read", 0.75, [(c.of_read, c) for c in few])
     for shape, method, tokens, threads, times in (

@@ -27,6 +27,7 @@ from blocks import random_blocks
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels_search import search_scales
 from ktconvert.native_quant.matrix import GGML, INTEGERS
+from ktconvert.native_quant.memory_read import STREAMS, read_memory
 
 MIB = 1 << 20
 SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one
@@ -198,11 +199,10 @@ def search_case(isa: str, bits: int, n: int, k: int, source: Any, weighted: bool
 
 
 def ceilings(source: Any, target: Any) -> list[Case]:
-    words = source[: source.size // 64 * 64].view(np.uint64)
     block = 4 * MIB
 
     def read() -> None:
-        words.max()
+        read_memory(source, STREAMS[-1])
 
     def copy(reused: bool) -> Callable[[], None]:
         def run() -> None:

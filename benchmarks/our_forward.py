@@ -1,6 +1,6 @@
 """A worker of forward.py: our runtime, and the machine's ceilings. KTCONVERT_ISA chooses the instruction set.
 
-python our_forward.py SCRATCH THREADS
+python our_forward.py SCRATCH THREADS         SCRATCH holds state.so
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from ceilings import Ceilings
 from mixtures import PROJECTIONS
-from turns import serve, timed
+from state import LIBRARY, Detector
+from turns import serve, tasks, timed
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
@@ -25,7 +26,10 @@ class Ours:
 
     def __init__(self, scratch: Path, threads: int) -> None:
         self.scratch = scratch
+        others = tasks()
         self.pool = Pool(threads)
+        self.helpers = [task for task in tasks() if task not in others]
+        self.detector: Detector | None = None
         self.layers: list[Experts] = []
         self.inputs: tuple[Any, Any, Any] = (None, None, None)
         self.out: Any = None
@@ -51,6 +55,7 @@ class Ours:
 
     def open(self, folder: str, layers: int, method: str, memory: str, **shape: int) -> None:
         """Load the layers that calls rotate over."""
+        self.detector = Detector(self.scratch / LIBRARY, self.helpers, own=True)
         options: dict[str, Any] = {"method": method, "memory": memory, "pool": self.pool}
         self.layers = [
             Experts.load(
@@ -74,20 +79,26 @@ class Ours:
         """One forward; calls rotate over the layers, and after each rotation take the next variant."""
         self._forward(self.layers[number % len(self.layers)], number // len(self.layers))
 
+    def probe(self, count: int) -> list[float]:
+        """So many states of the cores."""
+        assert self.detector is not None
+        return [self.detector.probe() for _ in range(count)]
+
     def time(self, first: int, count: int, warm: bool) -> dict[str, Any]:
-        """Seconds of each call."""
-        return timed(self.call, first, count, warm)
+        """Seconds of each call, and the states between them."""
+        assert self.detector is not None
+        return timed(self.call, first, count, warm, self.detector)
 
     def answer(self, path: str, exact: bool) -> dict[str, Any]:
         """Write layer 0's output for variant 0; returns the seconds of this call."""
         self.layers[0].exact = exact
-        seconds = timed(self.call, 0, 1, False)
+        seconds = self.time(0, 1, False)
         self.layers[0].exact = False
         np.save(path, self.out)
         return seconds
 
     def read(self) -> dict[str, float]:
-        """Bytes that this machine reads per second and per CPU second."""
+        """Bytes that this machine reads per second, by streams, and per CPU second."""
         return self._ceilings().read()
 
     def operations(self) -> dict[str, float]:
@@ -111,5 +122,5 @@ def _source(folder: str) -> list[Any]:
 
 if __name__ == "__main__":
     ours = Ours(Path(sys.argv[1]), int(sys.argv[2]))
-    verbs = ("about", "quantize", "load_source", "open", "batch", "time", "answer", "read", "operations")
+    verbs = ("about", "quantize", "load_source", "open", "batch", "probe", "time", "answer", "read", "operations")
     serve({name: getattr(ours, name) for name in verbs})

@@ -1,6 +1,6 @@
 """A worker of forward.py, for a Python that has kt-kernel: the same calls as our_forward.py, through its own API.
 
-python peer_forward.py THREADS
+python peer_forward.py SCRATCH THREADS        SCRATCH holds state.so
 
 Calls its C++ object directly (forward_task, submit, sync), without the copies that its wrapper makes, in its favour.
 KT_KERNEL_CPU_VARIANT chooses its instruction set.
@@ -15,7 +15,8 @@ os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"  # there may be no CUDA stream
 
 import numpy as np
 import torch
-from turns import serve, timed
+from state import LIBRARY, Detector
+from turns import WORKERS, serve, tasks, timed
 
 for _name in ("zeros", "empty", "full"):  # a CPU-only torch cannot pin memory, and kt-kernel 0.7.2 asks for it
 
@@ -41,8 +42,10 @@ class Unsaved(amx.MOEConfig):
 class Peer:
     """The loaded layers, and the inputs of the current cell."""
 
-    def __init__(self, threads: int):
+    def __init__(self, scratch: Path, threads: int):
+        self.scratch = scratch
         self.threads = threads
+        self.detector = None
         self.layers = []
         self.variants = []
         self.inputs = ()
@@ -76,6 +79,8 @@ class Peer:
         self.layers = [self._wrapper(folder, layer, method, experts, hidden, intermediate) for layer in range(layers)]
         for layer in self.layers:
             layer.load_weights(torch.arange(experts, dtype=torch.int64))
+        workers = [number for number, name in tasks().items() if name.startswith(WORKERS)]
+        self.detector = Detector(self.scratch / LIBRARY, workers, own=False)
 
     def batch(self, folder):
         hidden, ids, weights = (np.load(Path(folder) / f"{name}.npy") for name in ("hidden", "ids", "weights"))
@@ -88,10 +93,10 @@ class Peer:
         self._forward(self.layers[number % len(self.layers)], number // len(self.layers))
 
     def time(self, first, count, warm):
-        return timed(self.call, first, count, warm)
+        return timed(self.call, first, count, warm, self.detector)
 
     def answer(self, path):
-        seconds = timed(self.call, 0, 1, False)
+        seconds = self.time(0, 1, False)
         np.save(path, self.out)
         return seconds
 
@@ -118,5 +123,5 @@ class Peer:
         )
 
 
-peer = Peer(int(sys.argv[1]))
+peer = Peer(Path(sys.argv[1]), int(sys.argv[2]))
 serve({name: getattr(peer, name) for name in ("about", "load_source", "open", "batch", "time", "answer")})

@@ -18,7 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from state import Detector
+
 PR_SET_PDEATHSIG = 1
+WORKERS = "numa_"  # what the names of kt-kernel's workers begin with
 LONG = 0.25  # seconds; a call that lasts longer needs no untimed call before it
 
 
@@ -80,38 +83,46 @@ def serve(verbs: Mapping[str, Callable[..., Any]]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def timed(call: Callable[[int], None], first: int, count: int, warm: bool) -> dict[str, Any]:
+def timed(call: Callable[[int], None], first: int, count: int, warm: bool, detector: Detector) -> dict[str, Any]:
     """Calls `first`, `first` + 1, ..., each timed; an untimed one before them if `warm`.
 
     walls    seconds of each call
-    cpu      CPU seconds of the whole process, by call
+    probes   the state of the cores before the first call, between every two and after the last: one more (state.py)
+    cpu      CPU seconds of the whole process, by call, without the probes
     workers  CPU seconds of kt-kernel's worker threads alone, by call; None where there are none
     """
     if warm:
         call(first + count)
-    walls = []
-    workers, cpu = _worker_seconds(), time.process_time()
+    walls, probes = [], [detector.probe()]
+    workers, cpu = _worker_seconds(), time.process_time() - detector.cpu()
     for i in range(first, first + count):
         begun = time.perf_counter()
         call(i)
         walls.append(time.perf_counter() - begun)
-    cpu = time.process_time() - cpu
+        probes.append(detector.probe())
+    cpu = time.process_time() - detector.cpu() - cpu
     after = _worker_seconds()
     return {
         "walls": walls,
+        "probes": probes,
         "cpu": cpu / count,
         "workers": None if workers is None or after is None else (after - workers) / count,
     }
 
 
-def _worker_seconds() -> float | None:
-    """CPU seconds of kt-kernel's numa_* threads: its workers, without the thread that spins for the caller."""
-    total, has_workers = 0, False
+def tasks() -> dict[int, str]:
+    """The threads of this process: their ids and names."""
+    names = {}
     for task in Path("/proc/self/task").iterdir():
         try:
-            if (task / "comm").read_text().startswith("numa_"):
-                total += int((task / "schedstat").read_text().split()[0])
-                has_workers = True
+            names[int(task.name)] = (task / "comm").read_text().strip()
         except OSError:
             continue
-    return total / 1e9 if has_workers else None
+    return names
+
+
+def _worker_seconds() -> float | None:
+    """CPU seconds of kt-kernel's numa_* threads: its workers, without the thread that spins for the caller."""
+    ids = [number for number, name in tasks().items() if name.startswith(WORKERS)]
+    times = [int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in ids]
+    return sum(times) / 1e9 if times else None

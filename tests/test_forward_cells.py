@@ -1,0 +1,166 @@
+"""benchmarks/forward.py: quiet and busy calls are told apart as the probes say; its tables show what was measured."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rig.scripts import FOLDER, benchmark
+
+Modules = dict[str, ModuleType]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
+    """The files of the benchmark, which import one another from their own folder."""
+    loaded: Modules = {}
+    for name in ("state", "turns", "mixtures", "forward_cells", "forward_report"):
+        loaded[name] = benchmark(name)
+        monkeypatch.setitem(sys.modules, name, loaded[name])
+    return loaded
+
+
+def turn(walls: list[float], probes: list[float], cpu: float = 1.0, workers: float | None = None) -> dict[str, Any]:
+    """What turns.timed reports."""
+    assert len(probes) == len(walls) + 1
+    return {"walls": walls, "probes": probes, "cpu": cpu, "workers": workers}
+
+
+def cell(modules: Modules, **sides: list[dict[str, Any]]) -> Any:
+    """One token, of which 20 MB of weights are read where 16 GB/s can be."""
+    cells = modules["forward_cells"]
+    figures = {name: cells.Figures.of(turns) for name, turns in sides.items()}
+    known = {"shape": "Qwen3-30B-A3B", "method": "int4", "threads": 1, "tokens": 1, "routing": "balanced"}
+    sizes = {"distinct": 8.0, "busiest": 1.0, "bytes": 20e6, "operations": 75e6, "read": 16e9, "read_cpu": 16e9}
+    rest = {"ceilings": {}, "limit": 1.15, "differing": 0, "elements": 2048, "distance": 0.01, "figures": figures}
+    return cells.Cell(**known, **sizes, **rest)
+
+
+def test_a_call_is_quiet_between_two_quiet_probes(modules: Modules) -> None:
+    one = modules["forward_cells"].Figures.of([turn([1, 2, 3, 4], [1.0, 1.1, 2.0, 1.0, 1.15]), turn([5], [1.16, 1.0])])
+    assert one.states == [1.1, 2.0, 2.0, 1.15, 1.16]
+    assert one.parted(1.15) == ([1, 4], [2, 3, 5])
+    assert one.wall == 3
+
+
+def test_the_best_probe(modules: Modules) -> None:
+    best = modules["forward_cells"].best_probe
+    assert best([2.0]) == 2.0
+    assert best([1.5, 1.0, 2.0]) == 1.0
+    assert best([0.5] + [1.0] * 50 + [2.0] * 100) == 1.0, "one of a hundred may be wrong"
+
+
+def test_quiet_calls_are_compared_with_quiet_ones(modules: Modules) -> None:
+    """Ours were mostly busy, theirs mostly quiet: the ratio is of 3 to 2, whatever the medians of all say."""
+    ours = [turn([0.002, 0.004, 0.004, 0.004], [1.0, 1.0, 2.0, 2.0, 2.0])]
+    theirs = [turn([0.003, 0.003, 0.006], [1.0, 1.0, 1.0, 2.0], workers=0.5)]
+    one = cell(modules, ours=ours, kt=theirs)
+    assert one.seconds() == 0.002 and one.seconds("kt") == 0.003
+    assert one.ratio("kt") == 1.5 and one.mark("kt") == ""
+    assert one.of_read == 20e6 / 0.002 / 16e9
+    assert one.figures["kt"].work == 0.5 and one.ours.work == 1.0
+    assert modules["forward_cells"].document(one)["sides"] == {
+        "ours": {"quiet": {"calls": 1, "wall": 0.002}, "busy": {"calls": 3, "wall": 0.004}},
+        "kt": {"quiet": {"calls": 2, "wall": 0.003}, "busy": {"calls": 1, "wall": 0.006}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ratio", "mark"),
+    [
+        ([1.0, 1.0, 2.0], [2.0, 2.0, 2.0], 0.006 / 0.003, "*"),  # each has a busy call: 3 and 6 ms
+        ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 0.006 / 0.002, "*"),  # ours: 1 and 3 ms, both busy
+        ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], 0.006 / 0.002, "?"),  # nothing alike
+    ],
+)
+def test_without_a_quiet_call_busy_ones_are_compared(
+    modules: Modules, ours: list[float], theirs: list[float], ratio: float, mark: str
+) -> None:
+    one = cell(modules, ours=[turn([0.001, 0.003], ours)], kt=[turn([0.006, 0.006], theirs)])
+    assert one.ratio("kt") == pytest.approx(ratio)
+    assert one.mark("kt") == mark
+
+
+def test_what_is_known_at_the_end_holds_for_every_cell(modules: Modules) -> None:
+    """The best probe and the fastest read may come after a cell was printed."""
+    run = modules["forward_cells"].Run(probes=[1.3] * 100)
+    run.saw(run.reads, 1, {"1": 14e9, "2": 15e9, "cpu": 17e9})
+    run.saw(run.operations, 1, {"vnni": 6e11})
+    one = cell(modules, ours=[turn([0.002, 0.004], [1.3, 1.3, 2.0])])
+    first = run.settled(one)
+    assert (first.read, first.read_cpu, first.ceilings) == (15e9, 17e9, {"vnni": 6e11})
+    assert first.seconds() == 0.002
+    run.probes += [1.0] * 10
+    run.saw(run.reads, 1, {"1": 16e9, "2": 13e9, "cpu": 16e9})
+    run.saw(run.operations, 1, {"vnni": 5e11})
+    last = run.settled(one)
+    assert (last.read, last.read_cpu, last.ceilings) == (16e9, 17e9, {"vnni": 6e11})
+    assert last.limit == 1.15 and last.mark() == "*" and last.seconds() == pytest.approx(0.003)
+
+
+def test_the_table(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None:
+    report, shape = modules["forward_report"], modules["mixtures"].SHAPES["qwen3"]
+    reads = {"cpu": 17e9, "1": 14e9, "2": 15e9, "4": 16e9}
+    report.show_heading(shape, "int4", 1, 3, reads, {"vnni": 7.6e11}, ["ours", "kt"])
+    quiet = cell(modules, ours=[turn([0.002, 0.004], [1.0, 1.0, 2.0])], kt=[turn([0.003], [1.0, 1.0], workers=2.0)])
+    busy = cell(modules, ours=[turn([0.002], [1.0, 2.0])], kt=[turn([0.005], [2.0, 1.0])])
+    for one in (quiet, busy):
+        report.show_cell(one)
+    report.show_marks([quiet, busy])
+    _, heading, names, first, second, note = capsys.readouterr().out.splitlines()
+    assert "vnni 0.76 TOPS" in heading and "reads 14.0, 15.0, 16.0 GB/s in 1, 2, 4 streams" in heading
+    assert names.split()[4:9] == ["ours", "ms", "busy", "calls", "q/b"]
+    ours, kt, rest = (part.split() for part in first.split(" | "))
+    assert ours[4:9] == ["2.000", "4.000", "1/1", "10.00", "62%"]
+    assert kt == ["3.000", "-", "1/0", "1.50", "2.00"]
+    assert rest == ["0", "1.0e-02"]
+    ours, kt, _ = (part.split() for part in second.split(" | "))
+    assert ours[4:7] == ["-", "2.000", "0/1"]
+    assert kt == ["-", "5.000", "0/1", "2.50*", "1.00"]
+    assert note.startswith("* ")
+
+
+def test_different_cores(modules: Modules) -> None:
+    """A core for each thread; a thread that slept where another one runs will wake elsewhere."""
+    different = modules["state"].different
+    assert different(None, [3], range(8)) == [3]
+    assert different(5, [], range(8)) == [-1]
+    assert different(5, [0, 1], range(8)) == [-1, 0, 1]
+    assert different(0, [0], range(2)) == [-1, 1]
+    assert different(None, [1, 1, 0], range(4)) == [1, 0, 2]
+    assert different(None, [1, 1, 0], range(2)) == [1, 0], "more threads than CPUs"
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
+@pytest.mark.parametrize("own", [True, False])
+def test_real_probes(modules: Modules, tmp_path: Path, own: bool) -> None:
+    """In a thread that computes itself, and for a thread beside it; calls are timed in between."""
+    library = modules["state"].build(FOLDER / "state.c", tmp_path)
+    calls: list[int] = []
+    stop = threading.Event()
+    beside = threading.Thread(target=stop.wait)
+    beside.start()
+    try:
+        detector = modules["state"].Detector(library, [beside.native_id], own=own)
+        result = modules["turns"].timed(calls.append, 7, 5, True, detector)
+    finally:
+        stop.set()
+        beside.join()
+    assert calls == [12, 7, 8, 9, 10, 11]
+    assert len(result["walls"]) == 5 and len(result["probes"]) == 6
+    assert all(math.isfinite(probe) and probe > 0 for probe in result["probes"])
+    assert detector.cpu() > 0 and result["workers"] is None
+
+
+def test_without_a_compiler(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"no C compiler no-such-compiler for state\.c"):
+        modules["state"].build(FOLDER / "state.c", tmp_path)
