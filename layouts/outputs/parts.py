@@ -88,6 +88,8 @@ def why_illegal(multiple: int, hidden: int, intermediate: int, parts: int) -> st
 
 def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:
     """Part number `part` of a whole linear; a view."""
+    if parts == 1:
+        return linear
     if projection == "down":
         width = linear.shape[1] // parts
         return linear.columns(part * width, (part + 1) * width)

@@ -34,10 +34,11 @@ from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.contents import Status, contents
 from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
+from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stated import require_as_in_manifest, require_as_in_metadata
 from ktconvert.native_quant.runtime.wanted import Wanted
-from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, in_parallel, opened_output
+from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, opened_output
 from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]

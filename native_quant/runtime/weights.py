@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,11 +24,11 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.strip_form import StripForm
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import kt_methods, scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.contents import Status, contents
 from ktconvert.native_quant.runtime.kt_methods import Swiglu
+from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stated import require_as_in_manifest, require_as_in_metadata
 from ktconvert.native_quant.runtime.wanted import Wanted
@@ -310,10 +309,3 @@ def arrays_of(form: Packing, views: dict[tuple[Part, str], Bytes]) -> dict[Part,
     """The tensors of each part."""
     parts = dict.fromkeys(part for part, _ in views)
     return {part: tuple(views[part, tensor.suffix] for tensor in form.tensors(part.n, part.k)) for part in parts}
-
-
-def in_parallel(work: Callable[[Any], None], items: Iterable[Any], threads: int) -> None:
-    """Runs work(item) for all items in threads; raises the first exception once all have ended."""
-    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
-        for done in [executor.submit(work, item) for item in items]:
-            done.result()
