@@ -16,7 +16,7 @@ os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"  # there may be no CUDA stream
 import numpy as np
 import torch
 from state import LIBRARY, Detector
-from turns import WORKERS, serve, tasks, timed
+from turns import WORKERS, serve, tasks, timed, touch_memory
 
 for _name in ("zeros", "empty", "full"):  # a CPU-only torch cannot pin memory, and kt-kernel 0.7.2 asks for it
 
@@ -69,6 +69,7 @@ class Peer:
         for name, config in (("unsaved", Unsaved), ("saved", original)):
             moe = self._wrapper(scratch, 0, method, experts, hidden, intermediate)
             amx.MOEConfig = config
+            touch_memory(2 * sum(tensor.nbytes for tensor in tensors))
             begun, cpu = time.perf_counter(), time.process_time()
             moe.load_weights_from_tensors(*tensors, order)
             seconds |= {name: time.perf_counter() - begun, f"{name}_cpu": time.process_time() - cpu}
