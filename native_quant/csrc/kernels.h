@@ -239,10 +239,11 @@ typedef struct {
     const float *row_scale[2];
     float *out;
     int64_t out_pitch;
+    const int32_t *rest; /* scale_rows: of each token, which row of acc and token_scale is its remainder; 0: it has none */
 } kt_outputs;
 /* out = silu(gate) * up. */
 typedef void kt_swiglu_fn(const kt_outputs *job);
-/* out = y of acc[0]. */
+/* out = y of acc[0], plus that of its remainder. */
 typedef void kt_scale_rows_fn(const kt_outputs *job);
 
 /* out[c] = the sum over i, in that order, of fma(rows[i][c], weights[i], ...), from 0. columns: a multiple of 32. */

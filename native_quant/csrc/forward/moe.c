@@ -177,8 +177,7 @@ static void lay_out_workers(kt_pass *pass, int workers, kt_arena *arena) {
     KT_TAKE(pass->scratch, workers);
     for (int i = 0; i < workers; i++) {
         kt_worker_scratch none, *scratch = arena->base ? &pass->scratch[i] : &none;
-        scratch->c =
-            kt_take(arena, KT_MAX_STRIPS * (KT_MOST_TOKENS + KT_MOST_TILE_ROWS) * KT_STRIP_ROWS, sizeof(float));
+        scratch->c = kt_take(arena, KT_MAX_STRIPS * KT_MOST_SUMS * KT_STRIP_ROWS, sizeof(float));
         KT_TAKE(scratch->gemm, KT_GEMM_SCRATCH);
         KT_TAKE(scratch->sums, pass->moe->parts * pass->panel_columns);
         KT_TAKE(scratch->rows, pass->call->topk);

@@ -11,6 +11,7 @@
 enum {
     KT_TOKEN_BLOCK = 256, /* BF16 tokens of an expert that go through a kernel at a time: they stay in L2 */
     KT_MAX_STRIPS = 16,   /* strips that a task multiplies at a time */
+    KT_MOST_SUMS = 2 * KT_MOST_TOKENS + KT_MOST_TILE_ROWS, /* rows of sums: each may have a remainder; whole tiles */
     KT_ROW_BLOCK = 16,    /* rows that are quantized, or tokens that are combined, by one task */
 };
 
@@ -42,12 +43,13 @@ typedef struct {
     float *a_scale; /* [rows] */
     int32_t *a_sums;
     float *h; /* [parts][rows][width]: silu(gate) * up */
-    /* By part, room for 2 m rows of a bucket and for whole tiles: its m, then the remainders of the coarse ones. */
+    /* By part, room for 2 m rows of a bucket and for whole tiles: block by block of tokens that a call of the kernel
+       gets, the rows and then the remainders of the coarse ones. */
     int8_t *hq;
     float *h_scale;
     int32_t *h_sums;
-    int64_t *remainder_of;  /* whose remainder it is, counted in the bucket */
-    atomic_int *remainders; /* [parts][buckets] */
+    int32_t *rest_of; /* the row of a row's remainder, counted in the block; 0: it has none */
+    atomic_int *remainders; /* [parts][blocks] */
 } kt_int8_activations;
 
 /* Those of BF16 arithmetic. */
@@ -72,7 +74,7 @@ typedef struct {
 } kt_group;
 
 typedef struct {
-    void *c; /* int32 or float32 [KT_MAX_STRIPS][KT_MOST_TOKENS + KT_MOST_TILE_ROWS][32] */
+    void *c; /* int32 or float32 [KT_MAX_STRIPS][KT_MOST_SUMS][32] */
     uint8_t *gemm;
     float *sums; /* [parts][panel columns] */
     const float **rows;

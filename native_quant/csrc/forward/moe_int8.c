@@ -7,9 +7,11 @@ static int64_t column_blocks(int64_t k) {
     return kt_blocks(k, KT_K_BLOCK);
 }
 
-/* How the kernel wants the codes of a bucket. */
+/* How the kernel wants the codes of a bucket: a call gets whole tiles. */
 static kt_tiling tiling_of(const kt_pass *pass, int64_t bucket) {
-    return pass->kernels->tiling(pass->format->bits, pass->bucket[bucket].m);
+    kt_tiling tiling = pass->kernels->tiling(pass->format->bits, pass->bucket[bucket].m);
+    tiling.tokens -= tiling.tokens % tiling.rows;
+    return tiling;
 }
 
 /* The first row of a bucket's room in a and what goes with it, and in hq: the last tile may be longer than its rows. */
@@ -24,13 +26,22 @@ static int64_t h_row_of(const kt_pass *pass, const kt_task *task) {
            task->bucket * (KT_MOST_TILE_ROWS - 1);
 }
 
+/* A number of its own for each block of a bucket's tokens, of which `t` is one; below that of the last row, and 1. */
+enum { LEAST_BLOCK = 128 };
+static int64_t block_of(const kt_pass *pass, int64_t bucket, kt_tiling tiling, int64_t t) {
+    return bucket + (pass->bucket[bucket].first + t / tiling.tokens * tiling.tokens) / LEAST_BLOCK;
+}
+static int64_t blocks_of(const kt_pass *pass) {
+    return pass->buckets + pass->rows / LEAST_BLOCK;
+}
+
 static kt_code_row place_in(int8_t *tiles, int64_t rows, int64_t k, int64_t t) {
     return (kt_code_row){tiles + kt_in_tiles(rows, k, t), rows * 64};
 }
 
 static void lay_out(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     kt_int8_activations *rows = &group->int8;
-    int64_t k = pass->moe->hidden, w = pass->moe->width, cells = group->parts * pass->buckets;
+    int64_t k = pass->moe->hidden, w = pass->moe->width, blocks = group->parts * blocks_of(pass);
     int64_t a = pass->rows + pass->buckets * (KT_MOST_TILE_ROWS - 1), h = group->parts * h_rows(pass);
     KT_TAKE(rows->a, a * k);
     KT_TAKE(rows->a_scale, a);
@@ -39,9 +50,9 @@ static void lay_out(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(rows->hq, h * w);
     KT_TAKE(rows->h_scale, h);
     KT_TAKE(rows->h_sums, h * column_blocks(w));
-    KT_TAKE(rows->remainder_of, h);
-    KT_TAKE(rows->remainders, cells);
-    for (int64_t cell = 0; arena->base && cell < cells; cell++) rows->remainders[cell] = 0;
+    KT_TAKE(rows->rest_of, h);
+    KT_TAKE(rows->remainders, blocks);
+    for (int64_t block = 0; arena->base && block < blocks; block++) rows->remainders[block] = 0;
 }
 
 /* Quantized once, for the row of every expert. */
@@ -68,6 +79,11 @@ static void quantize(const kt_pass *pass, kt_group *group, int64_t token, const 
     }
 }
 
+static void set_next(const kt_pass *pass, kt_gemm *job, const kt_strip *strip, int64_t k) {
+    job->next = kt_strip_tiles(pass->format->bits, strip, k, 0);
+    job->next_bytes = (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * pass->format->bits / 8;
+}
+
 /* Sets job->next to the weights of the task that this thread takes next if all threads take them in turns. */
 static void look_ahead(const kt_pass *pass, const kt_group *group, const kt_task *task, kt_gemm *job) {
     const kt_task *next = task + group->threads;
@@ -79,28 +95,20 @@ static void look_ahead(const kt_pass *pass, const kt_group *group, const kt_task
     if (next->kind == KT_GATE_UP) strip = kt_strip_of(bits, expert->gate, k, next->first);
     else if (next->kind == KT_DOWN) strip = kt_strip_of(bits, expert->down, k, kt_first_strip(pass, next));
     else return;
-    job->next = kt_strip_tiles(bits, &strip, k, 0);
-    job->next_bytes = (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * bits / 8;
+    set_next(pass, job, &strip, k);
 }
 
-/* Tokens `first` .. of a bucket times the strips, as many as go through the kernel at a time: to job->c. `all`: the
- * bucket's. Returns the unit of the sums; job->m becomes the number of tokens. */
+/* Activations times strips, to job->c. is_last: another call with the same strips does not follow. Returns the unit of
+ * the sums. */
 static int multiply(const kt_pass *pass, const kt_group *group, const kt_task *task, const kt_worker_scratch *scratch,
-                    int64_t first, int64_t all, kt_gemm *job) {
-    kt_tiling tiling = tiling_of(pass, task->bucket);
-    int64_t most = tiling.tokens / tiling.rows * tiling.rows;
-    job->m = all - first < most ? all - first : most;
-    job->tile_rows = tiling.rows;
+                    int is_last, kt_gemm *job) {
+    job->tile_rows = tiling_of(pass, task->bucket).rows;
     job->c = scratch->c;
     job->c_pitch = (job->m + KT_MOST_TILE_ROWS) * KT_STRIP_ROWS;
     job->sums_pitch = column_blocks(job->k);
     job->scratch = scratch->gemm;
-    if (first + job->m < all) {
-        job->next = kt_strip_tiles(pass->format->bits, &job->strip[0], job->k, 0);
-        job->next_bytes = (job->k < KT_K_BLOCK ? job->k : KT_K_BLOCK) * KT_STRIP_ROWS * pass->format->bits / 8;
-    } else {
-        look_ahead(pass, group, task, job);
-    }
+    if (is_last) look_ahead(pass, group, task, job);
+    else set_next(pass, job, &job->strip[0], job->k);
     return pass->format->gemm(pass->kernels)(job);
 }
 
@@ -112,20 +120,21 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     const float *gate_scale = expert->gate_scale, *up_scale = expert->up_scale;
     int bits = pass->format->bits;
-    int64_t a_row = a_row_of(pass, task->bucket);
+    int64_t a_row = a_row_of(pass, task->bucket), block = tiling_of(pass, task->bucket).tokens;
     kt_strip strip[KT_MAX_STRIPS];
     for (int64_t i = 0; i < task->count; i++) {
         strip[2 * i] = kt_strip_of(bits, expert->gate, moe->hidden, task->first + i);
         strip[2 * i + 1] = kt_strip_of(bits, expert->up, moe->hidden, task->first + i);
     }
-    for (int64_t t = 0, m; t < bucket->m; t += m) {
-        kt_gemm job = {.k = moe->hidden,
+    for (int64_t t = 0; t < bucket->m; t += block) {
+        int64_t m = bucket->m - t < block ? bucket->m - t : block;
+        kt_gemm job = {.m = m,
+                       .k = moe->hidden,
                        .a = rows->a + (a_row + t) * moe->hidden,
                        .sums = rows->a_sums + (a_row + t) * column_blocks(moe->hidden),
                        .strips = 2 * task->count,
                        .strip = strip};
-        int unit = multiply(pass, group, task, scratch, t, bucket->m, &job);
-        m = job.m;
+        int unit = multiply(pass, group, task, scratch, t + m == bucket->m, &job);
         for (int64_t i = 0; i < task->count; i++) {
             int64_t column = (task->first + i) * KT_STRIP_ROWS;
             pass->kernels->swiglu(
@@ -141,42 +150,36 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     }
 }
 
+/* The first row of the block that holds token t of a bucket, counted in hq. */
+static int64_t h_block_of(const kt_pass *pass, const kt_task *task, kt_tiling tiling, int64_t t) {
+    return h_row_of(pass, task) + 2 * (t / tiling.tokens * tiling.tokens);
+}
+
 /* Rows of h as int8; in the default mode coarse ones get a second row for the remainder. */
 static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     (void)scratch;
     kt_int8_activations *rows = &group->int8;
-    int64_t k = pass->moe->width, sums = column_blocks(k), cell = task->part * pass->buckets + task->bucket;
+    int64_t k = pass->moe->width, sums = column_blocks(k);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
-    const float *h = rows->h + (task->part * pass->rows + bucket->first) * k;
-    int64_t first = h_row_of(pass, task), tile_rows = tiling_of(pass, task->bucket).rows;
-    int8_t *tiles = rows->hq + first * k;
+    const kt_tiling tiling = tiling_of(pass, task->bucket);
     for (int64_t t = task->first; t < task->first + task->count; t++) {
-        kt_code_row place = place_in(tiles, tile_rows, k, t);
-        int64_t row = first + t, energy;
-        float scale =
-            pass->kernels->quantize_row(0, h + t * k, k, 1, &place, rows->h_sums + row * sums, &energy);
+        const float *h = rows->h + (task->part * pass->rows + bucket->first + t) * k;
+        int64_t first = h_block_of(pass, task, tiling, t), row = first + t % tiling.tokens, energy;
+        int8_t *tiles = rows->hq + first * k;
+        kt_code_row place = place_in(tiles, tiling.rows, k, t % tiling.tokens);
+        float scale = pass->kernels->quantize_row(0, h, k, 1, &place, rows->h_sums + row * sums, &energy);
         float step = scale * KT_REMAINDER_UNIT;
         rows->h_scale[row] = scale;
+        rows->rest_of[row] = 0;
         if (pass->call->exact || !(step > 0) || energy >= KT_COARSE_ENERGY * k) continue;
-        int64_t at = bucket->m + atomic_fetch_add_explicit(&rows->remainders[cell], 1, memory_order_relaxed);
-        int8_t *rest = place_in(tiles, tile_rows, k, at).q;
-        pass->kernels->remainder(h + t * k, k, scale, step, place, rest, rows->h_sums + (first + at) * sums);
-        rows->h_scale[first + at] = step;
-        rows->remainder_of[first + at] = t;
-    }
-}
-
-/* Adds the products of the rows' remainders to 32 columns of y, whose rows are `pitch` apart. */
-static void add_remainders(const kt_pass *pass, kt_outputs job, const int64_t *remainder_of, float *y, int64_t pitch) {
-    float sum[KT_STRIP_ROWS];
-    job.out = sum;
-    for (int64_t rows = job.m, i = 0; i < rows; i++) {
-        job.m = 1;
-        pass->kernels->scale_rows(&job);
-        float *out = y + remainder_of[i] * pitch;
-        for (int64_t r = 0; r < KT_STRIP_ROWS; r++) out[r] += sum[r];
-        job.token_scale++;
-        job.acc[0] += KT_STRIP_ROWS;
+        int64_t block = task->part * blocks_of(pass) + block_of(pass, task->bucket, tiling, t);
+        int64_t left = bucket->m - t / tiling.tokens * tiling.tokens;
+        int32_t rest = (int32_t)(left < tiling.tokens ? left : tiling.tokens) +
+                       atomic_fetch_add_explicit(&rows->remainders[block], 1, memory_order_relaxed);
+        int8_t *codes = place_in(tiles, tiling.rows, k, rest).q;
+        pass->kernels->remainder(h, k, scale, step, place, codes, rows->h_sums + (first + rest) * sums);
+        rows->h_scale[first + rest] = step;
+        rows->rest_of[row] = rest;
     }
 }
 
@@ -184,41 +187,38 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     const ktq_moe *moe = pass->moe;
     const kt_int8_activations *rows = &group->int8;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
+    const kt_tiling tiling = tiling_of(pass, task->bucket);
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     const float *row_scale = expert->down_scale;
-    int64_t h_row = h_row_of(pass, task), first = kt_first_strip(pass, task);
+    int64_t first = kt_first_strip(pass, task), sums = column_blocks(moe->width);
     kt_strip strip[KT_MAX_STRIPS];
     for (int64_t i = 0; i < task->count; i++)
         strip[i] = kt_strip_of(pass->format->bits, expert->down, moe->width, first + kt_down_strip(task, i));
-    int64_t cell = task->part * pass->buckets + task->bucket;
-    int64_t all = bucket->m + atomic_load_explicit(&rows->remainders[cell], memory_order_relaxed);
     float *y = kt_down_rows(pass, group, task);
-    for (int64_t t = 0, m; t < all; t += m) {
-        kt_gemm job = {.k = moe->width,
-                       .a = rows->hq + (h_row + t) * moe->width,
-                       .sums = rows->h_sums + (h_row + t) * column_blocks(moe->width),
+    for (int64_t t = 0; t < bucket->m; t += tiling.tokens) {
+        int64_t m = bucket->m - t < tiling.tokens ? bucket->m - t : tiling.tokens;
+        int64_t row = h_block_of(pass, task, tiling, t);
+        int64_t block = task->part * blocks_of(pass) + block_of(pass, task->bucket, tiling, t);
+        int remainders = atomic_load_explicit(&rows->remainders[block], memory_order_relaxed);
+        kt_gemm job = {.m = m + remainders,
+                       .k = moe->width,
+                       .a = rows->hq + row * moe->width,
+                       .sums = rows->h_sums + row * sums,
                        .strips = task->count,
                        .strip = strip};
-        int unit = multiply(pass, group, task, scratch, t, all, &job);
-        m = job.m;
-        int64_t whole = bucket->m < t ? 0 : bucket->m - t < m ? bucket->m - t : m; /* then come remainders */
+        int unit = multiply(pass, group, task, scratch, t + m == bucket->m, &job);
         for (int64_t i = 0; i < task->count; i++) {
             int64_t place = kt_down_strip(task, i);
-            float *columns = y + (task->first + place) * KT_STRIP_ROWS;
-            kt_outputs outputs = {.exact = pass->call->exact,
-                                  .m = whole,
-                                  .unit = (float)unit,
-                                  .token_scale = rows->h_scale + h_row + t,
-                                  .acc = {job.c + i * job.c_pitch},
-                                  .row_scale = {row_scale + (first + place) * KT_STRIP_ROWS},
-                                  .out = columns + t * pass->panel_columns,
-                                  .out_pitch = pass->panel_columns};
-            if (whole) pass->kernels->scale_rows(&outputs);
-            outputs.m = m - whole;
-            outputs.token_scale += whole;
-            outputs.acc[0] += whole * KT_STRIP_ROWS;
-            if (outputs.m)
-                add_remainders(pass, outputs, rows->remainder_of + h_row + t + whole, columns, pass->panel_columns);
+            pass->kernels->scale_rows(
+                &(kt_outputs){.exact = pass->call->exact,
+                              .m = m,
+                              .unit = (float)unit,
+                              .token_scale = rows->h_scale + row,
+                              .acc = {job.c + i * job.c_pitch},
+                              .row_scale = {row_scale + (first + place) * KT_STRIP_ROWS},
+                              .out = y + t * pass->panel_columns + (task->first + place) * KT_STRIP_ROWS,
+                              .out_pitch = pass->panel_columns,
+                              .rest = rows->rest_of + row});
         }
     }
 }
