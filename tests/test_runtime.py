@@ -173,6 +173,27 @@ def test_a_token_does_not_see_its_batch(method: str, parts: int, make: Make) -> 
     np.testing.assert_array_equal(experts.forward(x[order], ids[order], weights[order]), together[order])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_of_tokens_with_remainders(method: str, isa: str, random_experts: Any) -> None:
+    """So many tokens for one expert that a kernel gets them in several calls, and an outlier in each row of h."""
+    layer = random_experts(2, 128, 128)
+    for name in ("gate", "up"):
+        layer[name][0, 77] += 4 << 7  # times 16: h gets one column that is 256 times as large
+    rng = np.random.default_rng(3)
+    tokens = 700
+    x = (rng.standard_normal((tokens, 128)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    ids = np.where(np.arange(tokens) % 9, 0, 1)[:, None]  # 622 for the first
+    weights = np.ones((tokens, 1), np.float32)
+    with Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method) as experts:
+        together = experts.forward(x, ids, weights)
+        for t in range(0, tokens, 50):
+            few = slice(t, t + 50)
+            np.testing.assert_array_equal(experts.forward(x[few], ids[few], weights[few]), together[few])
+        rounded = Experts(experts.packed, exact=True).forward(x, ids, weights)
+        truth = reference(experts.packed, x[:100], ids[:100], weights[:100])
+    assert distance(together[:100], truth) < 0.8 * distance(rounded[:100], truth)  # remainders were added
+
+
 def test_permuting_experts_permutes_the_output(make: Make) -> None:
     experts, x, ids, weights = make(tokens=20)
     order = np.random.default_rng(2).permutation(8)
