@@ -9,7 +9,8 @@
  *
  * A kernel multiplies up to 12 tokens by a panel of a strip (24 registers of sums), or up to 5 by those of two strips.
  * Up to 12 tokens, memory is the limit: each strip is read once, panel by panel. With more tokens arithmetic is: a
- * panel is multiplied by one block of tokens after the other and stays in L1 meanwhile.
+ * panel is multiplied by one block of tokens after the other. The first one leaves the codes, unpacked, in the scratch
+ * memory for the others, where they stay in L1: a tenth of an int4 kernel's arithmetic is to unpack them.
  *
  * Memory gives most where it is read in several pages at once. So while a panel is multiplied the next one is fetched
  * in up to four places: the next of the strip, or the first of the strip, the columns or the call that come next. */
@@ -22,12 +23,16 @@ enum {
     BLOCK = 12,    /* tokens */
     BLOCK_TWO = 5, /* tokens that are multiplied by two strips at once */
     TILE_COLUMNS = 512 / BITS,
-    PANEL = 8,                       /* packed tiles at most: 16 KiB */
-    PANEL_TWO = 4,                   /* of each of two strips */
-    CHUNK = PANEL * TILE_COLUMNS,    /* columns of a panel that several blocks of tokens are multiplied by */
-    GROUP = KT_GEMM_SCRATCH / CHUNK, /* tokens whose activations of a chunk fit into the scratch memory */
+    PANEL = 8,                           /* packed tiles at most: 16 KiB */
+    PANEL_TWO = 4,                       /* of each of two strips */
+    CHUNK = BITS == 4 ? 768 : 512,       /* columns of a panel for several blocks of tokens: 12 or 16 KiB */
+    CODES_BYTES = CHUNK * KT_STRIP_ROWS, /* of such a panel, a byte each */
+    GROUP = (KT_GEMM_SCRATCH - CODES_BYTES) / CHUNK, /* tokens whose activations fit into the scratch memory, too */
     PAGE = 4096,
 };
+
+/* What a kernel reads: a panel of one strip, or of each of two; or of one, and keeps its codes; or such codes. */
+enum { ONE, TWO, FIRST, AGAIN };
 
 /* A panel. Meanwhile four lines are fetched for four that are multiplied, at ahead, + one, + two and + one + two; then
  * `ahead` moves by step. */
@@ -35,14 +40,15 @@ typedef struct {
     const uint8_t *tiles, *ahead;
     int64_t one, two, step;
     int32_t *c;
+    uint8_t *codes; /* that are kept */
 } stream;
 
 /* Fetches `bytes` from `ahead` on, into L1 (into L2 is up to 4 % slower, without L2 takes twice as long), in 4 or 2
  * places: from 7 tokens on this is 12 to 20 % faster than in one (Emerald Rapids). */
 KT_INLINE stream stream_of(const uint8_t *tiles, const uint8_t *ahead, int64_t bytes, int32_t *c) {
-    if (bytes >= 4 * PAGE) return (stream){tiles, ahead, bytes / 4, bytes / 2, 64, c};
-    if (bytes > PAGE) return (stream){tiles, ahead, bytes / 2, 64, 128, c};
-    return (stream){tiles, ahead, 64, 128, 256, c};
+    if (bytes >= 4 * PAGE) return (stream){tiles, ahead, bytes / 4, bytes / 2, 64, c, NULL};
+    if (bytes > PAGE) return (stream){tiles, ahead, bytes / 2, 64, 128, c, NULL};
+    return (stream){tiles, ahead, 64, 128, 256, c, NULL};
 }
 
 /* Adds to c[token * 32 + row] of each stream the products of so many packed tiles. a: [columns / 64][tokens][64]. */
@@ -54,12 +60,24 @@ KT_INLINE TARGET __m512i in_turn(__m512i sum) {
     return sum;
 }
 
-KT_INLINE TARGET void kernel(int strips, int tokens, const stream *streams, int64_t count, const int8_t *a) {
+/* The codes of quad q and half h of a tile; INT4: of its columns from 64 on if `high`. kept: where those of a tile are.
+ */
+KT_INLINE TARGET __m512i codes_of(int kind, int high, __m512i bytes, uint8_t *kept, int q, int h) {
+    uint8_t *place = kept + (q * 8 / BITS + high) * 128 + h * 64;
+    if (kind == AGAIN) return _mm512_load_si512(place);
+    __m512i codes = high ? high_codes(bytes) : low_codes(bytes);
+    if (kind == FIRST) _mm512_store_si512(place, codes);
+    return codes;
+}
+
+KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_t count, const int8_t *a) {
+    int strips = kind == TWO ? 2 : 1;
     __m512i sum[2][BLOCK][2];
     const uint8_t *tiles[2] = {streams[0].tiles, streams[strips - 1].tiles};
     const uint8_t *ahead[2] = {streams[0].ahead, streams[strips - 1].ahead};
     int64_t one = streams[0].one, two = streams[0].two, step = streams[0].step;
     int32_t *c[2] = {streams[0].c, streams[strips - 1].c};
+    uint8_t *kept = streams[0].codes;
 #pragma GCC unroll 2
     for (int s = 0; s < strips; s++)
 #pragma GCC unroll 12
@@ -78,7 +96,7 @@ KT_INLINE TARGET void kernel(int strips, int tokens, const stream *streams, int6
                     for (int h = 0; h < 2; h++) {
                         bytes[h] = _mm512_loadu_si512(tiles[s] + h * KT_HALF_BYTES + q * 64);
                         _mm_prefetch((const char *)ahead[s] + q % 2 * two + h * one, _MM_HINT_T0);
-                        codes[h] = low_codes(bytes[h]);
+                        codes[h] = codes_of(kind, 0, bytes[h], kept, q, h);
                     }
                     ahead[s] += q % 2 * step;
                     __asm__("" ::
@@ -91,7 +109,7 @@ KT_INLINE TARGET void kernel(int strips, int tokens, const stream *streams, int6
                             sum[s][t][h] = in_turn(multiply(sum[s][t][h], codes[h], four + t * 64));
                     if (BITS == 8) continue;
 #pragma GCC unroll 2
-                    for (int h = 0; h < 2; h++) codes[h] = high_codes(bytes[h]);
+                    for (int h = 0; h < 2; h++) codes[h] = codes_of(kind, 1, bytes[h], kept, q, h);
 #pragma GCC unroll 12
                     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
@@ -105,6 +123,7 @@ KT_INLINE TARGET void kernel(int strips, int tokens, const stream *streams, int6
 #pragma GCC unroll 2
                     for (int h = 0; h < 2; h++) sum[s][t][h] = rest(sum[s][t][h], c[s] + t * KT_STRIP_ROWS + h * 16);
         }
+        kept += 8 / BITS * KT_TILE_BYTES;
         tiles[0] += KT_TILE_BYTES;
         tiles[1] += KT_TILE_BYTES;
     }
@@ -116,20 +135,16 @@ KT_INLINE TARGET void kernel(int strips, int tokens, const stream *streams, int6
             for (int h = 0; h < 2; h++) store(c[s] + t * KT_STRIP_ROWS + h * 16, sum[s][t][h]);
 }
 
-#define KERNELS(X)                                                                                                     \
-    X(1, 1)                                                                                                            \
-    X(1, 2) X(1, 3) X(1, 4) X(1, 5) X(1, 6) X(1, 7) X(1, 8) X(1, 9) X(1, 10) X(1, 11) X(1, 12) X(2, 1) X(2, 2) X(2, 3) \
-        X(2, 4) X(2, 5)
-#define DEFINE(S, T)                                                                                                   \
-    TARGET static void kernel_##S##_##T(const stream *streams, int64_t count, const int8_t *a) {                       \
-        kernel(S, T, streams, count, a);                                                                               \
+#define UP_TO_5(X, KIND) X(KIND, 1) X(KIND, 2) X(KIND, 3) X(KIND, 4) X(KIND, 5)
+#define FROM_6(X, KIND) X(KIND, 6) X(KIND, 7) X(KIND, 8) X(KIND, 9) X(KIND, 10) X(KIND, 11) X(KIND, 12)
+#define KERNELS(X) UP_TO_5(X, ONE) FROM_6(X, ONE) UP_TO_5(X, TWO) FROM_6(X, FIRST) FROM_6(X, AGAIN)
+#define DEFINE(KIND, T)                                                                                                \
+    TARGET static void kernel_##KIND##_##T(const stream *streams, int64_t count, const int8_t *a) {                    \
+        kernel(KIND, T, streams, count, a);                                                                            \
     }
 KERNELS(DEFINE)
-#undef DEFINE
-#define NAME(S, T) [S][T] = kernel_##S##_##T,
-static kernel_fn *const kernels[3][BLOCK + 1] = {KERNELS(NAME)};
-#undef NAME
-#undef KERNELS
+#define NAME(KIND, T) [KIND][T] = kernel_##KIND##_##T,
+static kernel_fn *const kernels[][BLOCK + 1] = {KERNELS(NAME)};
 
 TARGET static void begin_sums(const kt_gemm *job) {
     int64_t blocks = (job->k + KT_K_BLOCK - 1) / KT_K_BLOCK;
@@ -180,7 +195,8 @@ static const uint8_t *next_tiles(const kt_gemm *job, int64_t s, int64_t first, i
     return kt_strip_tiles(BITS, &job->strip[s], job->k, first) + columns / TILE_COLUMNS * KT_TILE_BYTES;
 }
 
-static void multiply_few(const kt_gemm *job, int8_t *a) {
+static void multiply_few(const kt_gemm *job) {
+    int8_t *a = (int8_t *)job->scratch;
     int64_t at_once = job->m <= BLOCK_TWO ? 2 : 1;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         columns = columns_from(job, first);
@@ -200,7 +216,7 @@ static void multiply_few(const kt_gemm *job, int8_t *a) {
                     streams[i] =
                         stream_of(tiles, ahead, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
                 }
-                kernels[strips][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
+                kernels[strips == 2 ? TWO : ONE][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
             }
         }
     }
@@ -208,7 +224,8 @@ static void multiply_few(const kt_gemm *job, int8_t *a) {
 
 /* Tokens token .. of a chunk. ahead: what comes after its last strip. */
 static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, int64_t token, int64_t tokens,
-                           const uint8_t *ahead, int8_t *a) {
+                           const uint8_t *ahead) {
+    int8_t *a = (int8_t *)job->scratch + CODES_BYTES;
     int64_t blocks = (tokens + BLOCK - 1) / BLOCK, count = columns / TILE_COLUMNS;
     for (int64_t b = 0; b < blocks; b++) {
         int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
@@ -218,6 +235,7 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
         stream panel = stream_of(kt_chunk_tiles(job, BITS, s, first),
                                  s + 1 < job->strips ? kt_chunk_tiles(job, BITS, s + 1, first) : ahead,
                                  count * KT_TILE_BYTES, NULL);
+        panel.codes = job->scratch;
         const uint8_t *next = panel.ahead;
         int64_t bytes = count * 8 * panel.step; /* in each place; a block fetches its share of them */
         panel.step = (panel.step + blocks - 1) / blocks;
@@ -225,30 +243,30 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             panel.ahead = next + bytes * b / blocks;
             panel.c = job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS;
-            kernels[1][to - from](&panel, count, a + from * columns);
+            kernels[b ? AGAIN : FIRST][to - from](&panel, count, a + from * columns);
         }
     }
 }
 
-static void multiply_many(const kt_gemm *job, int8_t *a) {
+static void multiply_many(const kt_gemm *job) {
     int64_t groups = (job->m + GROUP - 1) / GROUP;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         int64_t in_block = first % KT_K_BLOCK, all = columns_from(job, first - in_block) - in_block;
-        columns = panel_of(all / TILE_COLUMNS, PANEL) * TILE_COLUMNS;
+        columns = panel_of(all / TILE_COLUMNS, CHUNK / TILE_COLUMNS) * TILE_COLUMNS;
         for (int64_t g = 0; g < groups; g++) {
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
             const uint8_t *ahead = g + 1 < groups             ? kt_chunk_tiles(job, BITS, 0, first)
                                    : first + columns < job->k ? kt_chunk_tiles(job, BITS, 0, first + columns)
                                    : job->next                ? job->next
                                                               : kt_chunk_tiles(job, BITS, 0, first);
-            multiply_chunk(job, first, columns, from, to - from, ahead, a);
+            multiply_chunk(job, first, columns, from, to - from, ahead);
         }
     }
 }
 
 static int gemm(const kt_gemm *job) {
     begin_sums(job);
-    (job->m <= BLOCK ? multiply_few : multiply_many)(job, (int8_t *)job->scratch);
+    (job->m <= BLOCK ? multiply_few : multiply_many)(job);
     return kt_geometry_of(BITS)->unit;
 }
 
