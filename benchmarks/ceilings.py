@@ -40,11 +40,9 @@ class Ceilings:
         for streams in STREAMS:
             slices = [area[self._turn % len(area)] for area in self._areas]
             self._turn += 1
-            cpu = time.process_time()
-            wall = self._together(lambda part, streams=streams: read_memory(part, streams), slices)
-            size = self.threads * TURN
-            rates[str(streams)] = size / wall
-            rates["cpu"] = max(rates["cpu"], size / (time.process_time() - cpu))
+            wall, cpu = self._together(lambda part, streams=streams: read_memory(part, streams), slices)
+            rates[str(streams)] = self.threads * TURN / wall
+            rates["cpu"] = max(rates["cpu"], self.threads * TURN / cpu)
         return rates
 
     def operations(self) -> dict[str, float]:
@@ -63,19 +61,21 @@ class Ceilings:
 
     def _most(self, work: Callable[[Any, int], object], operations: int, per_round: int) -> float:
         rounds = operations // per_round
-        seconds = min(self._together(lambda area: work(area, rounds), self._areas) for _ in range(TURNS))
+        seconds = min(self._together(lambda area: work(area, rounds), self._areas)[0] for _ in range(TURNS))
         return self.threads * rounds * per_round / seconds
 
-    def _together(self, work: Callable[[Any], object], parts: list[Any]) -> float:
-        """Seconds from the first thread's start to the last one's end, of as many threads as parts."""
+    def _together(self, work: Callable[[Any], object], parts: list[Any]) -> tuple[float, float]:
+        """Seconds from the first thread's start to the last one's end, of as many threads as parts; and of CPU."""
         gate = threading.Barrier(len(parts))
-        begun, ended = [], []
+        begun, ended, used = [], [], []
 
         def one(part: Any) -> None:
             gate.wait()
+            cpu = time.thread_time()
             begun.append(time.perf_counter())
             work(part)
             ended.append(time.perf_counter())
+            used.append(time.thread_time() - cpu)
 
         threads = [threading.Thread(target=one, args=(part,)) for part in parts[1:]]
         for thread in threads:
@@ -83,7 +83,7 @@ class Ceilings:
         one(parts[0])
         for thread in threads:
             thread.join()
-        return max(ended) - min(begun)
+        return max(ended) - min(begun), sum(used)
 
 
 def l3_bytes() -> int:
