@@ -33,9 +33,8 @@ int amx_permit(void)
     return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */);
 }
 
-/* 2x2 tiles, four panels of A with four of B: 1 MiB of operands, read from L2 again for every pair. Returns the
- * operations done. */
-uint64_t amx_int8(const uint8_t *operands, uint64_t rounds)
+/* Eight tiles of 16 rows of 64 bytes. */
+static void configure_tiles(void)
 {
     struct {
         uint8_t palette, start, reserved[14];
@@ -47,6 +46,26 @@ uint64_t amx_int8(const uint8_t *operands, uint64_t rounds)
     for (int t = 0; t < 8; t++)
         config.columns[t] = 64, config.rows[t] = 16;
     __asm__ volatile("ldtilecfg %0" : : "m"(config)); /* gcc 12's intrinsic names only 8 of the 64 bytes */
+}
+
+/* tdpbssd on registers alone, four sums. Returns the operations done. */
+uint64_t amx_int8_registers(uint64_t rounds)
+{
+    configure_tiles();
+    __asm__ volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3\n\t"
+                     "tilezero %%tmm4\n\ttilezero %%tmm5\n\ttilezero %%tmm6\n\ttilezero %%tmm7" : : : "memory");
+    for (uint64_t r = 0; r < rounds; r++)
+        __asm__ volatile("tdpbssd %%tmm2, %%tmm0, %%tmm4\n\ttdpbssd %%tmm3, %%tmm0, %%tmm5\n\t"
+                         "tdpbssd %%tmm2, %%tmm1, %%tmm6\n\ttdpbssd %%tmm3, %%tmm1, %%tmm7" : : : "memory");
+    __asm__ volatile("tilerelease");
+    return rounds * 4 * (2 * 16 * 16 * 64);
+}
+
+/* 2x2 tiles, four panels of A with four of B: 1 MiB of operands, read from L2 again for every pair. Returns the
+ * operations done. */
+uint64_t amx_int8(const uint8_t *operands, uint64_t rounds)
+{
+    configure_tiles();
     for (uint64_t r = 0; r < rounds; r++)
         for (int i = 0; i < PANELS * PANELS; i++) {
             const uint8_t *a = operands + (size_t)(i % PANELS) * PANEL,

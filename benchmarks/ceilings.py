@@ -46,13 +46,19 @@ class Ceilings:
         return rates
 
     def operations(self) -> dict[str, float]:
-        """INT8 operations per second of all threads, in the best turn: "amx" from L2, "vnni" on registers."""
+        """INT8 operations per second of all threads, in the best turn: "amx" with operands from L2, "amx registers" and
+        "vnni" on registers.
+        """
         rates = {}
         if self._amx:
             self._c.amx_int8.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
             per_round = 4 * 4 * 64 * 4 * 32768
             rates["amx"] = self._most(
                 lambda area, rounds: self._c.amx_int8(area.ctypes.data, rounds), OPERATIONS * 4, per_round
+            )
+            self._c.amx_int8_registers.argtypes = (ctypes.c_uint64,)
+            rates["amx registers"] = self._most(
+                lambda area, rounds: self._c.amx_int8_registers(rounds), OPERATIONS * 4, 4 * 32768
             )
         if hasattr(self._c, "vnni_int8"):
             self._c.vnni_int8.argtypes = (ctypes.c_uint64,)

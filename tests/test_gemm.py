@@ -101,3 +101,17 @@ def test_nothing_saturates(bits: int, m: int) -> None:
             check(bits, activations, weight, n)
     weight = np.random.default_rng(m).choice(np.array([least, most], np.uint8), n * k * bits // 8)
     check(bits, np.random.default_rng(bits).choice(np.array([-127, 127], np.int8), (m, k)), weight, n)
+
+
+@pytest.mark.parametrize("m", [1, 17])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_timed_products(bits: int, m: int) -> None:
+    """Three weights one after the other; what is no whole number of weights is refused before C sees it."""
+    activations, weights = np.ones((m, 256), np.int8), np.zeros((3, 128 * 256 * bits // 8), np.uint8)
+    seconds = kernels.time_gemm(bits, activations, weights, 128)
+    assert 0 < seconds < 60
+    for wrong in (weights[:0], weights[:, 1:], weights[0], weights.view(np.int8)):
+        with pytest.raises(ValueError, match=r"weights must be contiguous uint8 of shape \(count, "):
+            kernels.time_gemm(bits, activations, wrong, 128)
+    with pytest.raises(ValueError, match="tiled_for must be at least 1, not 0"):
+        kernels.time_gemm(bits, activations, weights, 128, tiled_for=0)

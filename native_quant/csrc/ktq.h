@@ -244,7 +244,10 @@ void ktq_job_free(ktq_job *job);
  * tests. The activations are laid out as the instruction set wants them for `tiled_for` tokens. */
 int ktq_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight,
              int32_t *c);
-/* The same for the other formats: a is BF16, c float32. scales: NULL for BF16. */
+/* The same with `count` weights one after the other, for benchmarks: the seconds of the products alone. */
+int ktq_time_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, int64_t count,
+                  const uint8_t *weights, double *seconds);
+/* ktq_gemm for the other formats: a is BF16, c float32. scales: NULL for BF16. */
 int ktq_gemm_bf16(int format, int64_t m, int64_t n, int64_t k, const uint16_t *a, const void *codes,
                   const void *scales, float *c);
 

@@ -1,57 +1,101 @@
 /* One kernel for products alone, for tests: what is arranged around it in a forward, and nothing else. */
+#define _GNU_SOURCE /* clock_gettime */
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "moe.h"
 
+/* A job and the buffers that it points to. */
+typedef struct {
+    int bits;
+    kt_gemm job;
+    int8_t *tiles;
+    int32_t *sums, *out;
+    kt_strip *strip;
+    uint8_t *scratch;
+} alone;
+
+static void release(alone *one) {
+    free(one->tiles);
+    free(one->sums);
+    free(one->strip);
+    free(one->out);
+    free(one->scratch);
+}
+
+static int arrange(alone *one, int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a) {
+    int64_t tile_rows = kt_current()->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
+    int64_t blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
+    *one = (alone){.bits = bits,
+                   .tiles = aligned_alloc(64, (size_t)(rows * k)),
+                   .sums = calloc((size_t)(m * blocks), sizeof *one->sums),
+                   .strip = calloc((size_t)strips, sizeof *one->strip),
+                   .out = aligned_alloc(64, (size_t)(strips * rows * KT_STRIP_ROWS) * sizeof *one->out),
+                   .scratch = aligned_alloc(64, KT_GEMM_SCRATCH)};
+    if (!one->tiles || !one->sums || !one->strip || !one->out || !one->scratch) {
+        release(one);
+        return KTQ_ENOMEM;
+    }
+    memset(one->tiles, 85, (size_t)(rows * k)); /* what lies behind the last token changes nothing */
+    for (int64_t t = 0; t < m; t++)
+        for (int64_t j = 0; j < k; j += 64)
+            memcpy(one->tiles + kt_in_tiles(tile_rows, k, t) + j * tile_rows, a + t * k + j, 64);
+    for (int64_t i = 0; i < m * k; i++) one->sums[i / k * blocks + i % k / KT_K_BLOCK] += a[i];
+    one->job = (kt_gemm){.m = m,
+                         .k = k,
+                         .a = one->tiles,
+                         .tile_rows = tile_rows,
+                         .sums = one->sums,
+                         .sums_pitch = blocks,
+                         .strips = strips,
+                         .strip = one->strip,
+                         .c = one->out,
+                         .c_pitch = rows * KT_STRIP_ROWS,
+                         .next_bytes = (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * bits / 8,
+                         .scratch = one->scratch};
+    return KTQ_OK;
+}
+
+/* Returns the unit of the sums. */
+static int multiply(alone *one, const uint8_t *weight, const uint8_t *next) {
+    for (int64_t s = 0; s < one->job.strips; s++) one->strip[s] = kt_strip_of(one->bits, weight, one->job.k, s);
+    one->job.next = next;
+    return (one->bits == 8 ? kt_current()->gemm_int8 : kt_current()->gemm_int4)(&one->job);
+}
+
 int ktq_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight,
              int32_t *c) {
+    alone one;
     int error = kt_check_shape(bits, n, k);
     if (!error && (m < 1 || tiled_for < 1 || !a || !weight || !c)) error = KTQ_EINVAL;
+    if (!error) error = arrange(&one, bits, m, tiled_for, n, k, a);
     if (error) return error;
-    const kt_kernels *kernels = kt_current();
-    int64_t tile_rows = kernels->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
-    int64_t blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
-    int8_t *tiles = aligned_alloc(64, (size_t)(rows * k));
-    int32_t *sums = calloc((size_t)(m * blocks), sizeof *sums);
-    kt_strip *strip = calloc((size_t)strips, sizeof *strip);
-    int32_t *out = aligned_alloc(64, (size_t)(strips * rows * KT_STRIP_ROWS) * sizeof *out);
-    uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
-    if (tiles && sums && strip && out && scratch) {
-        memset(tiles, 85, (size_t)(rows * k)); /* what lies behind the last token changes nothing */
-        for (int64_t t = 0; t < m; t++)
-            for (int64_t j = 0; j < k; j += 64)
-                memcpy(tiles + kt_in_tiles(tile_rows, k, t) + j * tile_rows, a + t * k + j, 64);
-        for (int64_t i = 0; i < m * k; i++) sums[i / k * blocks + i % k / KT_K_BLOCK] += a[i];
-        for (int64_t s = 0; s < strips; s++) strip[s] = kt_strip_of(bits, weight, k, s);
-        kt_gemm job = {.m = m,
-                       .k = k,
-                       .a = tiles,
-                       .tile_rows = tile_rows,
-                       .sums = sums,
-                       .sums_pitch = blocks,
-                       .strips = strips,
-                       .strip = strip,
-                       .c = out,
-                       .c_pitch = rows * KT_STRIP_ROWS,
-                       .next = weight,
-                       .next_bytes = (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * bits / 8,
-                       .scratch = scratch};
-        int unit = (bits == 8 ? kernels->gemm_int8 : kernels->gemm_int4)(&job);
-        for (int64_t t = 0; t < m; t++)
-            for (int64_t r = 0; r < n; r++) {
-                int64_t sum = (int64_t)out[r / 32 * job.c_pitch + t * 32 + r % 32] * unit;
-                c[t * n + r] = (int32_t)(sum / kt_geometry_of(bits)->unit);
-            }
-    } else {
-        error = KTQ_ENOMEM;
-    }
-    free(tiles);
-    free(sums);
-    free(strip);
-    free(out);
-    free(scratch);
-    return error;
+    int unit = multiply(&one, weight, weight);
+    for (int64_t t = 0; t < m; t++)
+        for (int64_t r = 0; r < n; r++) {
+            int64_t sum = (int64_t)one.out[r / 32 * one.job.c_pitch + t * 32 + r % 32] * unit;
+            c[t * n + r] = (int32_t)(sum / kt_geometry_of(bits)->unit);
+        }
+    release(&one);
+    return KTQ_OK;
+}
+
+int ktq_time_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, int64_t count,
+                  const uint8_t *weights, double *seconds) {
+    alone one;
+    struct timespec begun, ended;
+    int error = kt_check_shape(bits, n, k);
+    if (!error && (m < 1 || tiled_for < 1 || count < 1 || !a || !weights || !seconds)) error = KTQ_EINVAL;
+    if (!error) error = arrange(&one, bits, m, tiled_for, n, k, a);
+    if (error) return error;
+    int64_t size = n * k * bits / 8;
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    for (int64_t i = 0; i < count; i++) multiply(&one, weights + i * size, weights + (i + 1) % count * size);
+    clock_gettime(CLOCK_MONOTONIC, &ended);
+    *seconds = (double)(ended.tv_sec - begun.tv_sec) + (double)(ended.tv_nsec - begun.tv_nsec) * 1e-9;
+    release(&one);
+    return KTQ_OK;
 }
 
 int ktq_gemm_bf16(int number, int64_t m, int64_t n, int64_t k, const uint16_t *a, const void *codes,
