@@ -131,8 +131,8 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
         for (int64_t b = 0; b < pass->buckets; b++) {
             atomic_int *left = &group->requantize_left[part * pass->buckets + b];
             int64_t m = pass->bucket[b].m;
-            *left = 0;
-            for (int64_t t = 0; t < m; t += KT_ROW_BLOCK, ++*left)
+            *left = m <= KT_REQUANTIZED_AT_ONCE;
+            for (int64_t t = 0; m > KT_REQUANTIZED_AT_ONCE && t < m; t += KT_ROW_BLOCK, ++*left)
                 add(group, (kt_task){KT_REQUANTIZE, (int)part, b, 0, t, m - t < KT_ROW_BLOCK ? m - t : KT_ROW_BLOCK});
         }
     for (int64_t p = 0; p < pass->panels; p++) group->down_left[p] = group->combine_left[p] = 0;

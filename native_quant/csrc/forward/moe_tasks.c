@@ -27,8 +27,13 @@ static int64_t cell_of(const kt_pass *pass, const kt_task *task) {
 
 static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     wait_for(&group->to_quantize);
-    pass->format->arithmetic->gate_up(pass, group, task, scratch);
-    done(&group->gate_up_left[cell_of(pass, task)]);
+    const kt_arithmetic *arithmetic = pass->format->arithmetic;
+    int64_t cell = cell_of(pass, task), m = pass->bucket[task->bucket].m;
+    arithmetic->gate_up(pass, group, task, scratch);
+    int left = atomic_fetch_sub_explicit(&group->gate_up_left[cell], 1, memory_order_acq_rel) - 1;
+    if (left || !arithmetic->requantize || m > KT_REQUANTIZED_AT_ONCE) return;
+    arithmetic->requantize(pass, group, &(kt_task){KT_REQUANTIZE, task->part, task->bucket, 0, 0, m}, scratch);
+    done(&group->requantize_left[cell]);
 }
 
 static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
