@@ -98,6 +98,7 @@ def make(random_experts: Any) -> Make:
     ) -> Any:
         rng = np.random.default_rng(hidden + width + tokens)
         layer = random_experts(experts, hidden, width)
+        layer["up"][:, 3] += 0x200  # 16 times as large: an outlier, so that some rows of h have a remainder
         x = (rng.standard_normal((tokens, hidden)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
         weights = rng.random((tokens, topk)).astype(np.float32)
@@ -141,6 +142,49 @@ def test_exact_mode_has_kt_kernels_bits(golden: Golden, isa: str, pools: list[Po
 def test_default_mode_is_closer_to_the_truth_than_kt_kernel(golden: Golden) -> None:
     truth = reference(golden.packed, golden.hidden, golden.ids, golden.weights)
     assert distance(golden.call(), truth) < distance(golden.out, truth)
+
+
+@pytest.mark.parametrize(
+    ("weights", "limit"),
+    [
+        ([1, 1], 144),
+        ([-1, 1], 144),
+        ([1, 4], 81),
+        ([1, 0.25], 156),
+        ([1, 1.125], 144 * 2 / (1 + 1.125**2)),
+        ([2.0**100, -(2.0**102)], 81),
+        ([2.0**-96, 2.0**-100], 156),
+    ],
+)
+def test_the_weight_decides_which_rows_have_a_remainder(
+    weights: list[float], limit: float, random_experts: Any
+) -> None:
+    """limit: the mean square of a row's codes below which it has one; alone, 144."""
+    tokens, hidden, width = 700, 128, 512
+    layer = random_experts(2, hidden, width)
+    layer["up"][:, ::64] += 0x180  # 8 times as large: outliers
+    layer["down"][1] = 0  # the output is the first expert's
+    experts = Experts.from_bf16(**layer, method="AMXINT8")
+    x = np.random.default_rng(3).integers(-8, 9, (tokens, hidden))
+    x[:, 0] = 127  # codes are the values themselves
+    states = (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+    def output(*of: float) -> npt.NDArray[np.float64]:
+        ids = np.tile(np.arange(len(of)), (tokens, 1))
+        return to_float(experts.forward(states, ids, np.tile(np.float32(of), (tokens, 1)))) / of[0]
+
+    gate, up = (
+        x @ experts.packed.form.unpack(array, width, hidden).T.astype(np.float64)
+        for part, array in experts.packed.arrays.items()
+        if part.expert == 0 and part.projection != "down"
+    )
+    h = gate / (1 + np.exp(-gate)) * up
+    energy = (np.rint(h * (127 / np.abs(h).max(1, keepdims=True))) ** 2).mean(1)
+    low, high = sorted((limit, 144))
+    between = (low <= energy) & (energy < high)
+    assert between.any() or low == high
+    assert (energy < 81).any()
+    np.testing.assert_array_equal((output(*weights) != output(1)).any(1), between)
 
 
 @pytest.mark.parametrize("exact", [False, True])

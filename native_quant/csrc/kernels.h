@@ -220,10 +220,8 @@ typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int64_t 
                                  int32_t *sums, int64_t *energy);
 
 /* What the codes q of a float32 row leave of it: codes q2, in the same kind of tile, and sums of x - q * scale in steps
-   of `step`, a normal number: KT_REMAINDER_UNIT * scale. Made of coarse rows: those whose codes have a mean square
-   below KT_COARSE_ENERGY. */
+   of `step`, a normal number: KT_REMAINDER_UNIT * scale. */
 #define KT_REMAINDER_UNIT (1.0f / 254.0f)
-enum { KT_COARSE_ENERGY = 144 };
 typedef void kt_remainder_fn(const float *x, int64_t k, float scale, float step, kt_code_row q, int8_t *q2,
                              int32_t *sums);
 

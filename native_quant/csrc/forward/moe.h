@@ -45,6 +45,7 @@ typedef struct {
     int8_t *a; /* hidden codes of each row's token */
     float *a_scale; /* [rows] */
     int32_t *a_sums;
+    double *coarse; /* [rows]: the mean square of h's codes below which they need a remainder */
     float *h; /* [parts][rows][width]: silu(gate) * up */
     /* By part, room for 2 m rows of a bucket and for whole tiles: block by block of tokens that a call of the kernel
        gets, the rows and then the remainders of the coarse ones. */
@@ -93,7 +94,6 @@ typedef struct {
     int64_t first_token, tokens; /* this pass */
     int64_t rows, buckets, panels, panel_columns;
     kt_bucket *bucket;
-    int64_t *token_of; /* [rows] */
     kt_pair *pair;     /* [tokens][topk] */
     int groups;
     kt_group *group;

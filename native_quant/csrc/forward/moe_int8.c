@@ -3,6 +3,11 @@
 
 #include "moe.h"
 
+/* Codes are coarse if their mean square is below COARSE: a root of 12 of 127. A row's error reaches the output times the
+ * weight of its expert, so this goes with the weight's square, between 9 and 12.5; it is not left to the weights alone,
+ * because they do not tell how large h is. */
+enum { COARSE = 144, LEAST_COARSE = 81, MOST_COARSE = 156 };
+
 static int64_t column_blocks(int64_t k) {
     return kt_blocks(k, KT_K_BLOCK);
 }
@@ -46,6 +51,7 @@ static void lay_out(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(rows->a, a * k);
     KT_TAKE(rows->a_scale, a);
     KT_TAKE(rows->a_sums, a * column_blocks(k));
+    KT_TAKE(rows->coarse, pass->rows);
     KT_TAKE(rows->h, group->parts * pass->rows * w);
     KT_TAKE(rows->hq, h * w);
     KT_TAKE(rows->h_scale, h);
@@ -53,6 +59,25 @@ static void lay_out(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(rows->rest_of, h);
     KT_TAKE(rows->remainders, blocks);
     for (int64_t block = 0; arena->base && block < blocks; block++) rows->remainders[block] = 0;
+}
+
+/* What is coarse in the rows of a token: it knows its weights, and no other's. */
+static void set_coarse(const kt_pass *pass, kt_group *group, int64_t token) {
+    int64_t topk = pass->call->topk, experts = 0;
+    const kt_pair *pair = pass->pair + token * topk;
+    const float *weights = pass->call->weights + (pass->first_token + token) * topk;
+    double squares = 0;
+    for (int64_t j = 0; j < topk; j++) {
+        if (pair[j].row < 0) continue;
+        squares += (double)weights[j] * weights[j];
+        experts++;
+    }
+    for (int64_t j = 0; j < topk; j++) {
+        if (pair[j].row < 0) continue;
+        double coarse = COARSE * ((double)weights[j] * weights[j]) * (double)experts / squares;
+        coarse = coarse > LEAST_COARSE ? coarse : LEAST_COARSE; /* of 0 / 0, too */
+        group->int8.coarse[pair[j].row] = coarse < MOST_COARSE ? coarse : MOST_COARSE;
+    }
 }
 
 /* Quantized once, for the row of every expert. */
@@ -69,6 +94,7 @@ static void quantize(const kt_pass *pass, kt_group *group, int64_t token, const 
         if (!first_sums) first_sums = rows->a_sums + (first + t) * sums;
     }
     if (!copies) return;
+    set_coarse(pass, group, token);
     float scale = pass->kernels->quantize_row(1, x, k, copies, scratch->place, first_sums, &energy);
     for (int64_t j = 0; j < topk; j++) {
         if (pair[j].row < 0) continue;
@@ -161,6 +187,7 @@ static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task
     kt_int8_activations *rows = &group->int8;
     int64_t k = pass->moe->width, sums = column_blocks(k);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
+    const double *coarse = rows->coarse + bucket->first;
     const kt_tiling tiling = tiling_of(pass, task->bucket);
     for (int64_t t = task->first; t < task->first + task->count; t++) {
         const float *h = rows->h + (task->part * pass->rows + bucket->first + t) * k;
@@ -171,7 +198,7 @@ static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task
         float step = scale * KT_REMAINDER_UNIT;
         rows->h_scale[row] = scale;
         rows->rest_of[row] = 0;
-        if (pass->call->exact || !(step > 0) || energy >= KT_COARSE_ENERGY * k) continue;
+        if (pass->call->exact || !(step > 0) || (double)energy >= coarse[t] * (double)k) continue;
         int64_t block = task->part * blocks_of(pass) + block_of(pass, task->bucket, tiling, t);
         int64_t left = bucket->m - t / tiling.tokens * tiling.tokens;
         int32_t rest = (int32_t)(left < tiling.tokens ? left : tiling.tokens) +
