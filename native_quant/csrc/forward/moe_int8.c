@@ -3,9 +3,9 @@
 
 #include "moe.h"
 
-/* Codes are coarse if their mean square is below COARSE: a root of 12 of 127. A row's error reaches the output times the
- * weight of its expert, so this goes with the weight's square, between 9 and 12.5; it is not left to the weights alone,
- * because they do not tell how large h is. */
+/* Codes are coarse if their mean square is below COARSE, which is 12 * 12: of codes up to 127. A row's error reaches the
+ * output times the weight of its expert, so this bound is scaled by the square of the weight (NUMERICS.md, section 5),
+ * within limits, because weights do not tell how large h is. */
 enum { COARSE = 144, LEAST_COARSE = 81, MOST_COARSE = 156 };
 
 static int64_t column_blocks(int64_t k) {
@@ -31,7 +31,8 @@ static int64_t h_row_of(const kt_pass *pass, const kt_task *task) {
            task->bucket * (KT_MOST_TILE_ROWS - 1);
 }
 
-/* A number of its own for each block of a bucket's tokens, of which `t` is one; below that of the last row, and 1. */
+/* The number of the block that holds token t of a bucket: no two blocks of a pass have the same one, since all but the
+ * last of a bucket have LEAST_BLOCK rows or more. Numbers are below blocks_of(). */
 enum { LEAST_BLOCK = 128 };
 static int64_t block_of(const kt_pass *pass, int64_t bucket, kt_tiling tiling, int64_t t) {
     return bucket + (pass->bucket[bucket].first + t / tiling.tokens * tiling.tokens) / LEAST_BLOCK;
