@@ -20,4 +20,6 @@ on_asan -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_pack_c
 # With calls instead of code in line, it compiles in seconds rather than minutes.
 OUT=build/asan-emulated PRELOAD=$libasan \
     KTCONVERT_CFLAGS="-fsanitize=address --param asan-instrumentation-with-call-threshold=0 -fno-omit-frame-pointer -g -O1" \
-    sh tests/emulated.sh "$python" -q tests/test_gemm.py tests/test_gemm_bf16.py -k "amx or avxvnni"
+    sh tests/emulated.sh "$python" -q tests/test_gemm.py tests/test_gemm_bf16.py \
+    tests/test_runtime.py::test_blocks_of_tokens_with_remainders \
+    tests/test_runtime.py::test_experts_side_by_side_with_remainders -k "amx or avxvnni"

@@ -10,6 +10,7 @@ python=$(realpath -s "${1:-.venv/bin/python}")
 [ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_gemm_bf16.py tests/test_runtime.py::test_exact_mode_has_kt_kernels_bits \
     tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits \
     tests/test_runtime.py::test_blocks_of_tokens_with_remainders \
+    tests/test_runtime.py::test_experts_side_by_side_with_remainders \
     tests/test_forward_bf16.py::test_close_to_float64_on_every_instruction_set \
     tests/test_forward_bf16.py::test_threads_and_pools_change_no_bit tests/test_forward_bf16.py::test_a_token_does_not_see_its_batch \
     tests/test_from_checkpoint.py::test_at_least_as_close_to_float64_as_kt_kernel -k "amx or avxvnni"

@@ -238,6 +238,24 @@ def test_blocks_of_tokens_with_remainders(method: str, isa: str, random_experts:
     assert distance(together[:100], truth) < 0.8 * distance(rounded[:100], truth)  # remainders were added
 
 
+@pytest.mark.parametrize("m", [1, 4, 9, 17, 241, 513])
+@pytest.mark.parametrize("method", METHODS)
+def test_experts_side_by_side_with_remainders(method: str, m: int, isa: str, random_experts: Any) -> None:
+    """Tiles of the last tokens, and the remainders of each row, do not reach what other experts or groups have."""
+    layer = random_experts(3, 128, 256)
+    for name in ("gate", "up"):
+        layer[name][:, 7::128] += 4 << 7  # as above, in each part
+    rng = np.random.default_rng(m)
+    x = (rng.standard_normal((m, 128)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    ids = np.stack([np.full(m, 2), np.where(np.arange(m) < m - 1, 0, -1), np.where(np.arange(m) < 1, 1, -1)], 1)
+    weights = np.ones((m, 3), np.float32)
+    with Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method, parts=2) as experts:
+        together = Experts(experts.packed, pool=grouped(3, 2)).forward(x, ids, weights)
+        for t in {0, m // 2, m - 1}:
+            alone = experts.forward(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
+            np.testing.assert_array_equal(alone[0], together[t])
+
+
 def test_permuting_experts_permutes_the_output(make: Make) -> None:
     experts, x, ids, weights = make(tokens=20)
     order = np.random.default_rng(2).permutation(8)

@@ -222,6 +222,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
     kt_arena first = {.base = kt_pool_block(pool, counted.used, 0)};
     if (!first.base) return KTQ_ENOMEM;
     sort_tokens(pass, lay_out_sorting(pass, &first));
+    kt_open_gaps(&first);
     choose_panels(pass);
 
     counted = (kt_arena){0};
@@ -235,6 +236,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
     pass->next_merge = 0;
     pass->merge_tasks = kt_blocks(pass->tokens, KT_ROW_BLOCK);
     kt_pool_run(pool, kt_moe_work, pass);
+    kt_open_gaps(&whole);
     return KTQ_OK;
 }
 

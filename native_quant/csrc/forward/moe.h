@@ -111,16 +111,34 @@ static inline int64_t kt_blocks(int64_t n, int64_t size) {
     return (n + size - 1) / size;
 }
 
-/* Hands out a block piece by piece; with base NULL it only counts. */
+/* Hands out a block piece by piece; with base NULL it only counts. AddressSanitizer (tests/asan.sh) reports whatever
+ * touches the gap behind a piece, until kt_open_gaps. */
 typedef struct {
     uint8_t *base;
     size_t used;
 } kt_arena;
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+enum { KT_GAP = 64 };
+#else
+#define ASAN_POISON_MEMORY_REGION(from, bytes) ((void)(from), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(from, bytes) ((void)(from), (void)(bytes))
+enum { KT_GAP = 0 };
+#endif
+
 static inline void *kt_take(kt_arena *arena, int64_t count, size_t size) {
-    void *piece = arena->base ? arena->base + arena->used : NULL;
-    arena->used += ((size_t)count * size + 63) & ~(size_t)63;
+    size_t bytes = (size_t)count * size, room = ((bytes + 63) & ~(size_t)63) + KT_GAP;
+    uint8_t *piece = arena->base ? arena->base + arena->used : NULL;
+    if (piece) {
+        ASAN_UNPOISON_MEMORY_REGION(piece, bytes);
+        ASAN_POISON_MEMORY_REGION(piece + bytes, room - bytes);
+    }
+    arena->used += room;
     return piece;
+}
+static inline void kt_open_gaps(const kt_arena *arena) {
+    ASAN_UNPOISON_MEMORY_REGION(arena->base, arena->used);
 }
 #define KT_TAKE(pointer, count) ((pointer) = kt_take(arena, (count), sizeof *(pointer)))
 
