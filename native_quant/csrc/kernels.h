@@ -169,9 +169,9 @@ typedef void kt_transpose_fn(int item_bytes, const uint8_t *in, int64_t column_s
    the other, then the next 64 columns. With one row a tile a token's columns follow one another. */
 typedef struct {
     int64_t rows;
-    int64_t tokens; /* that a call of the kernel should get at most; at least rows, at most KT_MOST_TOKENS */
+    int64_t tokens; /* that a call of the kernel should get at most: KT_LEAST_TOKENS to KT_MOST_TOKENS */
 } kt_tiling;
-enum { KT_MOST_TILE_ROWS = 16, KT_MOST_TOKENS = 512 };
+enum { KT_MOST_TILE_ROWS = 16, KT_LEAST_TOKENS = 144, KT_MOST_TOKENS = 512 };
 
 /* How an instruction set wants the activations of m tokens that are multiplied by the same weights. */
 typedef kt_tiling kt_tiling_fn(int bits, int64_t m);
@@ -226,7 +226,7 @@ typedef void kt_remainder_fn(const float *x, int64_t k, float scale, float step,
                              int32_t *sums);
 
 /* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit:
-   that of the weight's kt_geometry. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]:
+   what kt_gemm_fn returned. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]:
    float32. */
 typedef struct {
     int exact;

@@ -6,18 +6,20 @@
  * products for 4 loads. With 8 tiles no shape loads less: 1 x 4 loads 5 for 4, 2 x 3 loads 7 for 6. The last block may
  * have one tile: 2 products for 3 loads. Few tokens are left to the AVX-512 VNNI kernel: there memory is the limit.
  *
- * Order. The columns are cut into panels of at most 1024 (a strip's: 32 KiB of int8, in L1 48 KiB). With more than one
- * block: for each panel, for each strip, for each block. So a strip's panel comes from L2 once and from L1 for every
- * other block; activations (512 tokens x 1024: 512 KiB) and sums (KT_MAX_STRIPS: 1 MiB) stay in L2. Activations bypass
- * L1 (tileloaddt1), where they would push the panel out: 7.5 ns a product instead of 10.1 (Sapphire Rapids, 7.6 at
- * best). Sums that leave their tiles every 1024 columns cost 2.3 ns a product, every 512 3.8. With one block a panel is
- * used once, so it is strip by strip, and the sums stay in their tiles until the strip is done; int4 then has panels of
- * 512 columns, for the panel at hand and the one that is being unpacked stay in L1 together.
+ * Order. The columns are cut into panels of at most 1024 (a strip's: 32 KiB of int8, in L1 48 KiB). With more than
+ * one block: for each panel, for each strip, for each block. So a strip's panel comes from L2 once and from L1 for
+ * every other block; activations (512 tokens x 1024: 512 KiB) and sums (KT_MAX_STRIPS: 1 MiB) stay in L2; with
+ * remainders, up to twice as much. Activations bypass L1 (tileloaddt1), where they would push the panel out: 7.5 ns
+ * a product instead of 10.1 (Sapphire Rapids, 7.6 at best). Sums that leave their tiles every 1024 columns cost 2.3
+ * ns a product, every 512 3.8. With one block a panel is used once, so it is strip by strip, and the sums stay in
+ * their tiles until the strip is done; int4 then has panels of 512 columns, for the panel at hand and the one that
+ * is being unpacked stay in L1 together.
  *
- * Errands, spread over the steps, in the shade of the products: memory to L2 for the panel to come, in several streams
- * (kt_streams), for one alone does not use all of the memory's speed; and for int4 the unpacking of the next panel into
- * the half of scratch that is not in use, while the one after it is fetched. After the last panel of a call comes the
- * first one of the next call (kt_gemm.next).
+ * Errands, spread over the steps, done while products are under way: memory to L2 for the panel to come, in several
+ * streams (kt_streams), for one alone does not use all of the memory's speed; and for int4 the unpacking of the next
+ * panel into the half of scratch that is not in use, while the one after it is fetched. After the last panel of a
+ * call comes the first one of the next call (kt_gemm.next), or, for int4 by strip, the first two; other int4 calls
+ * unpack their second panel from memory.
  *
  * An int4 code is unpacked to 16 * code, in 3 operations for 128 codes, where the code itself takes 5; so the sums'
  * unit is 1 where other kernels leave 16. int32 holds them: 65536 columns of 128 * 127. */

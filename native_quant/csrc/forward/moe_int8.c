@@ -33,7 +33,7 @@ static int64_t h_row_of(const kt_pass *pass, const kt_task *task) {
 
 /* The number of the block that holds token t of a bucket: no two blocks of a pass have the same one, since all but the
  * last of a bucket have LEAST_BLOCK rows or more. Numbers are below blocks_of(). */
-enum { LEAST_BLOCK = 128 };
+enum { LEAST_BLOCK = KT_LEAST_TOKENS - KT_MOST_TILE_ROWS };
 static int64_t block_of(const kt_pass *pass, int64_t bucket, kt_tiling tiling, int64_t t) {
     return bucket + (pass->bucket[bucket].first + t / tiling.tokens * tiling.tokens) / LEAST_BLOCK;
 }

@@ -1,5 +1,6 @@
-/* Activations for AMX. As few tiles as there can be, all with as many rows, so that none of the last tokens' is half
- * empty: 17 tokens are two tiles of 9, 33 three of 11. A product, and a load of a tile, takes as long as it has rows. */
+/* Activations for AMX: as few tiles as there can be, each with as few rows as will do. So the last one lacks fewer rows
+ * than there are tiles: 17 tokens are two tiles of 9, 33 three of 11. A product, and a load of a tile, takes as long as
+ * it has rows. */
 #include "gemm_amx.h"
 
 kt_tiling kt_tiling_amx(int bits, int64_t m) {
