@@ -18,8 +18,8 @@
  * Errands, spread over the steps, done while products are under way: memory to L2 for the panel to come, in several
  * streams (kt_streams), for one alone does not use all of the memory's speed; and for int4 the unpacking of the next
  * panel into the half of scratch that is not in use, while the one after it is fetched. After the last panel of a
- * call comes the first one of the next call (kt_gemm.next), or, for int4 by strip, the first two; other int4 calls
- * unpack their second panel from memory.
+ * call comes the first one of the next call (kt_gemm.next), or, for int4 by strip, the first two. An int4 call
+ * begins with unpacking its first panel, and fetches the second one meanwhile.
  *
  * An int4 code is unpacked to 16 * code, in 3 operations for 128 codes, where the code itself takes 5; so the sums'
  * unit is 1 where other kernels leave 16. int32 holds them: 65536 columns of 128 * 127. */
@@ -233,7 +233,9 @@ KT_INLINE KT_TARGET_AMX int kt_gemm_tiles(int bits, const kt_gemm *job) {
     kt_configure_tiles(job->tile_rows);
     if (bits == 4) {
         kt_errand first = kt_errand_for(job, bits, 0, &panel, job->scratch);
-        kt_unpack(&first, first.bytes);
+        first.fetch_pace = first.length;
+        first.unpack_pace = first.bytes;
+        kt_run_errand(bits, &first);
     }
     while (more) {
         kt_panel next = panel;
