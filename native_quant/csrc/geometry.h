@@ -66,6 +66,11 @@ static inline const uint8_t *kt_strip_tiles(int bits, const kt_strip *strip, int
     return strip->block + (first * block_rows + strip->row * columns) * bits / 8;
 }
 
+/* Bytes of a strip's first column block. */
+static inline int64_t kt_first_block_bytes(int bits, int64_t k) {
+    return (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * bits / 8;
+}
+
 /* Where the half tiles of rows row .. row + 15 begin, of the column block that begins at `first`; KT_TILE_BYTES apart.
  */
 static inline uint8_t *kt_half_tiles(int bits, uint8_t *weight, int64_t k, int64_t row, int64_t first) {

@@ -237,7 +237,7 @@ typedef struct {
     const float *row_scale[2];
     float *out;
     int64_t out_pitch;
-    const int32_t *rest; /* scale_rows: of each token, which row of acc and token_scale is its remainder; 0: it has none */
+    const int32_t *rest; /* scale_rows: the row of acc and token_scale that is each token's remainder; 0: it has none */
 } kt_outputs;
 /* out = silu(gate) * up. */
 typedef void kt_swiglu_fn(const kt_outputs *job);

@@ -1,4 +1,4 @@
-/* One kernel for products alone, for tests: what is arranged around it in a forward, and nothing else. */
+/* One kernel alone, for tests and benchmarks: what is arranged around it in a forward, and nothing else. */
 #define _GNU_SOURCE /* clock_gettime */
 #include <stdlib.h>
 #include <string.h>
@@ -52,7 +52,7 @@ static int arrange(alone *one, int bits, int64_t m, int64_t tiled_for, int64_t n
                          .strip = one->strip,
                          .c = one->out,
                          .c_pitch = rows * KT_STRIP_ROWS,
-                         .next_bytes = (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * bits / 8,
+                         .next_bytes = kt_first_block_bytes(bits, k),
                          .scratch = one->scratch};
     return KTQ_OK;
 }

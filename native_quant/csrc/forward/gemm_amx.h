@@ -118,10 +118,6 @@ KT_INLINE KT_TARGET_AMX void kt_unpack(kt_errand *errand, int64_t end) {
     }
 }
 
-KT_INLINE int64_t kt_least(int64_t x, int64_t y) {
-    return x < y ? x : y;
-}
-
 KT_INLINE KT_TARGET_AMX void kt_run_errand(int bits, kt_errand *errand) {
     int64_t end = kt_least(errand->fetched + errand->fetch_pace, errand->length);
     for (; errand->fetched < end; errand->fetched += 64)

@@ -8,6 +8,10 @@
 
 #define KT_INLINE static inline __attribute__((always_inline))
 
+KT_INLINE int64_t kt_least(int64_t x, int64_t y) {
+    return x < y ? x : y;
+}
+
 /* The tiles of a strip's columns from `first` on, a multiple of 128. */
 static inline const uint8_t *kt_chunk_tiles(const kt_gemm *job, int bits, int64_t strip, int64_t first) {
     int64_t in_block = first % KT_K_BLOCK;

@@ -170,10 +170,6 @@ TARGET static void copy_activations(const kt_gemm *job, int64_t first, int64_t c
     }
 }
 
-static int64_t least(int64_t x, int64_t y) {
-    return x < y ? x : y;
-}
-
 /* The size of a panel where so many packed tiles of a strip are cut into panels of at most `most`. */
 static int64_t panel_of(int64_t tiles, int64_t most) {
     int64_t panels = (tiles + most - 1) / most;
@@ -182,7 +178,7 @@ static int64_t panel_of(int64_t tiles, int64_t most) {
 
 /* The columns of the column block that begins at `first`. */
 static int64_t columns_from(const kt_gemm *job, int64_t first) {
-    return least(job->k - first, KT_K_BLOCK);
+    return kt_least(job->k - first, KT_K_BLOCK);
 }
 
 /* The tiles that are read after the column block `first` of strip s, where `at_once` strips are read at once. What
@@ -203,12 +199,12 @@ static void multiply_few(const kt_gemm *job) {
         copy_activations(job, first, columns, 0, job->m, a);
         int64_t all = columns / TILE_COLUMNS, panel = panel_of(all, at_once == 2 ? PANEL_TWO : PANEL);
         for (int64_t s = 0; s < job->strips; s += at_once) {
-            int64_t strips = least(at_once, job->strips - s);
+            int64_t strips = kt_least(at_once, job->strips - s);
             for (int64_t done = 0, count; done < all; done += count) {
                 stream streams[2];
-                count = least(panel, all - done);
+                count = kt_least(panel, all - done);
                 for (int64_t i = 0; i < strips; i++) {
-                    int64_t left = all - done - count, next = left ? least(panel, left) : panel;
+                    int64_t left = all - done - count, next = left ? kt_least(panel, left) : panel;
                     const uint8_t *tiles =
                         kt_strip_tiles(BITS, &job->strip[s + i], job->k, first) + done * KT_TILE_BYTES;
                     const uint8_t *ahead =

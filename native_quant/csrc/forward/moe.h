@@ -13,8 +13,8 @@ enum {
     KT_MAX_STRIPS = 16,   /* strips that a task multiplies at a time */
     KT_MOST_SUMS = 2 * KT_MOST_TOKENS + KT_MOST_TILE_ROWS, /* rows of sums: each may have a remainder; whole tiles */
     KT_ROW_BLOCK = 16,    /* rows that are quantized, or tokens that are combined, by one task */
-    /* A bucket of so many rows is requantized by the last of its GATE_UP tasks, which has some of h at hand; the rows of
-       a larger one are shared out. 1 to 2 % of a forward of the Qwen3-30B-A3B shape. */
+    /* A bucket of at most so many rows is requantized by the last of its GATE_UP tasks, which has some of h at hand; the
+       rows of a larger one are shared out. That saves 1 to 2 % of a forward of the Qwen3-30B-A3B shape. */
     KT_REQUANTIZED_AT_ONCE = 64,
 };
 
@@ -151,7 +151,7 @@ struct kt_arithmetic {
     void (*quantize)(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch);
     void (*gate_up)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
     /* NULL: h is ready as gate_up leaves it. */
-    void (*requantize)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
+    void (*requantize)(const kt_pass *pass, kt_group *group, const kt_task *task);
     void (*down)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);
 };
 

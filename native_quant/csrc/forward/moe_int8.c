@@ -3,9 +3,9 @@
 
 #include "moe.h"
 
-/* Codes are coarse if their mean square is below COARSE, which is 12 * 12: of codes up to 127. A row's error reaches the
- * output times the weight of its expert, so this bound is scaled by the square of the weight (NUMERICS.md, section 5),
- * within limits, because weights do not tell how large h is. */
+/* Codes are coarse if their mean square is below COARSE, which is 12 * 12: of codes up to 127. A row's error reaches
+ * the output times the weight of its expert, so this bound is scaled by the square of the weight (NUMERICS.md, section
+ * 5), within limits, because weights do not tell how large h is. */
 enum { COARSE = 144, LEAST_COARSE = 81, MOST_COARSE = 156 };
 
 static int64_t column_blocks(int64_t k) {
@@ -31,11 +31,20 @@ static int64_t h_row_of(const kt_pass *pass, const kt_task *task) {
            task->bucket * (KT_MOST_TILE_ROWS - 1);
 }
 
+/* A block: the tokens of a bucket that a call of the kernel gets. Where the one with token t begins, and its tokens. */
+static int64_t block_start(kt_tiling tiling, int64_t t) {
+    return t / tiling.tokens * tiling.tokens;
+}
+static int64_t block_tokens(const kt_bucket *bucket, kt_tiling tiling, int64_t t) {
+    int64_t left = bucket->m - block_start(tiling, t);
+    return left < tiling.tokens ? left : tiling.tokens;
+}
+
 /* The number of the block that holds token t of a bucket: no two blocks of a pass have the same one, since all but the
  * last of a bucket have LEAST_BLOCK rows or more. Numbers are below blocks_of(). */
 enum { LEAST_BLOCK = KT_LEAST_TOKENS - KT_MOST_TILE_ROWS };
 static int64_t block_of(const kt_pass *pass, int64_t bucket, kt_tiling tiling, int64_t t) {
-    return bucket + (pass->bucket[bucket].first + t / tiling.tokens * tiling.tokens) / LEAST_BLOCK;
+    return bucket + (pass->bucket[bucket].first + block_start(tiling, t)) / LEAST_BLOCK;
 }
 static int64_t blocks_of(const kt_pass *pass) {
     return pass->buckets + pass->rows / LEAST_BLOCK;
@@ -108,7 +117,7 @@ static void quantize(const kt_pass *pass, kt_group *group, int64_t token, const 
 
 static void set_next(const kt_pass *pass, kt_gemm *job, const kt_strip *strip, int64_t k) {
     job->next = kt_strip_tiles(pass->format->bits, strip, k, 0);
-    job->next_bytes = (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * pass->format->bits / 8;
+    job->next_bytes = kt_first_block_bytes(pass->format->bits, k);
 }
 
 /* Sets job->next to the weights of the task that this thread takes next if all threads take them in turns. */
@@ -147,14 +156,15 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     const float *gate_scale = expert->gate_scale, *up_scale = expert->up_scale;
     int bits = pass->format->bits;
-    int64_t a_row = a_row_of(pass, task->bucket), block = tiling_of(pass, task->bucket).tokens;
+    int64_t a_row = a_row_of(pass, task->bucket);
     kt_strip strip[KT_MAX_STRIPS];
     for (int64_t i = 0; i < task->count; i++) {
         strip[2 * i] = kt_strip_of(bits, expert->gate, moe->hidden, task->first + i);
         strip[2 * i + 1] = kt_strip_of(bits, expert->up, moe->hidden, task->first + i);
     }
-    for (int64_t t = 0; t < bucket->m; t += block) {
-        int64_t m = bucket->m - t < block ? bucket->m - t : block;
+    const kt_tiling tiling = tiling_of(pass, task->bucket);
+    for (int64_t t = 0; t < bucket->m; t += tiling.tokens) {
+        int64_t m = block_tokens(bucket, tiling, t);
         kt_gemm job = {.m = m,
                        .k = moe->hidden,
                        .a = rows->a + (a_row + t) * moe->hidden,
@@ -179,12 +189,11 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
 
 /* The first row of the block that holds token t of a bucket, counted in hq. */
 static int64_t h_block_of(const kt_pass *pass, const kt_task *task, kt_tiling tiling, int64_t t) {
-    return h_row_of(pass, task) + 2 * (t / tiling.tokens * tiling.tokens);
+    return h_row_of(pass, task) + 2 * block_start(tiling, t);
 }
 
 /* Rows of h as int8; in the default mode coarse ones get a second row for the remainder. */
-static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    (void)scratch;
+static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task) {
     kt_int8_activations *rows = &group->int8;
     int64_t k = pass->moe->width, sums = column_blocks(k);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
@@ -201,8 +210,7 @@ static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task
         rows->rest_of[row] = 0;
         if (pass->call->exact || !(step > 0) || (double)energy >= coarse[t] * (double)k) continue;
         int64_t block = task->part * blocks_of(pass) + block_of(pass, task->bucket, tiling, t);
-        int64_t left = bucket->m - t / tiling.tokens * tiling.tokens;
-        int32_t rest = (int32_t)(left < tiling.tokens ? left : tiling.tokens) +
+        int32_t rest = (int32_t)block_tokens(bucket, tiling, t) +
                        atomic_fetch_add_explicit(&rows->remainders[block], 1, memory_order_relaxed);
         int8_t *codes = place_in(tiles, tiling.rows, k, rest).q;
         pass->kernels->remainder(h, k, scale, step, place, codes, rows->h_sums + (first + rest) * sums);
@@ -224,7 +232,7 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         strip[i] = kt_strip_of(pass->format->bits, expert->down, moe->width, first + kt_down_strip(task, i));
     float *y = kt_down_rows(pass, group, task);
     for (int64_t t = 0; t < bucket->m; t += tiling.tokens) {
-        int64_t m = bucket->m - t < tiling.tokens ? bucket->m - t : tiling.tokens;
+        int64_t m = block_tokens(bucket, tiling, t);
         int64_t row = h_block_of(pass, task, tiling, t);
         int64_t block = task->part * blocks_of(pass) + block_of(pass, task->bucket, tiling, t);
         int remainders = atomic_load_explicit(&rows->remainders[block], memory_order_relaxed);

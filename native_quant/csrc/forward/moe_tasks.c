@@ -32,13 +32,13 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     arithmetic->gate_up(pass, group, task, scratch);
     int left = atomic_fetch_sub_explicit(&group->gate_up_left[cell], 1, memory_order_acq_rel) - 1;
     if (left || !arithmetic->requantize || m > KT_REQUANTIZED_AT_ONCE) return;
-    arithmetic->requantize(pass, group, &(kt_task){KT_REQUANTIZE, task->part, task->bucket, 0, 0, m}, scratch);
+    arithmetic->requantize(pass, group, &(kt_task){KT_REQUANTIZE, task->part, task->bucket, 0, 0, m});
     done(&group->requantize_left[cell]);
 }
 
-static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
+static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task) {
     wait_for(&group->gate_up_left[cell_of(pass, task)]);
-    pass->format->arithmetic->requantize(pass, group, task, scratch);
+    pass->format->arithmetic->requantize(pass, group, task);
     done(&group->requantize_left[cell_of(pass, task)]);
 }
 
@@ -106,7 +106,7 @@ void kt_moe_work(void *argument, int group_number, int worker) {
             switch (task->kind) {
             case KT_QUANTIZE: quantize(pass, group, task, &pass->scratch[worker]); break;
             case KT_GATE_UP: gate_up(pass, group, task, &pass->scratch[worker]); break;
-            case KT_REQUANTIZE: requantize(pass, group, task, &pass->scratch[worker]); break;
+            case KT_REQUANTIZE: requantize(pass, group, task); break;
             case KT_DOWN: down(pass, group, task, &pass->scratch[worker]); break;
             case KT_COMBINE: combine(pass, group, task, &pass->scratch[worker]); break;
             }
