@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ktconvert.layouts.errors import OutputError
-from ktconvert.pipeline.engine import journal, lock
-from rig import conversion
+from ktconvert.pipeline.engine import attempts, journal, lock
+from ktconvert.pipeline.tell.status import look
+from rig import conversion, killpoint
 from rig.bench import Bench
 
 
@@ -98,29 +99,38 @@ def test_files_that_hold_anything(bench: Bench) -> None:
     assert said.returncode == 0 and "\x1b" not in said.stderr
 
 
-def stopped_within_a_unit(bench: Bench, source: Path) -> subprocess.Popen[bytes]:
-    """A conversion that was told to stand still while it makes a unit."""
-    line = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", source, "-o", bench.output]
-    for _ in range(50):
-        running = subprocess.Popen([*line, "--cpuinfer-threads", "1", "-q", "--overwrite"])
-        while running.poll() is None:
-            time.sleep(0.001)
-            if any(r.get("event") == "start" for r in journal.read(bench.work / "journal.jsonl")):
-                break
-        running.send_signal(signal.SIGSTOP)
-        if journal.death(journal.read(bench.work / "journal.jsonl")) not in (None, {}) and status(bench)["making"]:
-            return running
-        running.kill()
-        running.wait()
-    raise AssertionError("every unit was finished before the process could be stopped")
+@pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "of_parts")])
+def test_a_conversion_that_ends_while_it_is_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    """Between the first file that is read and the next ones, which are gone then."""
+    bench.stop_after(2)
+    read = getattr(module, name)
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        assert bench.run("resume", bench.output).returncode == 0
+        return read(*arguments)
+
+    monkeypatch.setattr(module, name, late)
+    assert look(bench.output) == {"output": str(bench.output), "state": "finished"}
+
+
+def stopped_within_a_unit(bench: Bench) -> subprocess.Popen[bytes]:
+    """A conversion that stands still while it makes a unit."""
+    line = [*conversion.KTCONVERT, "cpu", "-i", bench.source, "-o", bench.output, "--cpuinfer-threads", "1", "-q"]
+    stop = killpoint.stopping(killpoint.build(bench.base), bench.work / "partial" / "cpu_experts", 2)
+    running = subprocess.Popen(line, env={**os.environ, **stop})
+    conversion.wait_until_stopped(running)
+    assert running.poll() is None
+    return running
 
 
 def test_a_conversion_that_runs(bench: Bench) -> None:
-    source = conversion.checkpoint(bench.base / "large", layers=4, experts=8, hidden=512, width=1024)
-    running = stopped_within_a_unit(bench, source)
+    running = stopped_within_a_unit(bench)
     try:
         found = status(bench)
-        assert (found["state"], found["units"]) == ("running", 4)
+        assert (found["state"], found["units"]) == ("running", 3)
         assert {unit["pid"] for unit in found["making"]} == {running.pid}
         assert {unit["host"] for unit in found["making"]} == {os.uname().nodename}
         assert all(unit["alive"] for unit in found["making"])
@@ -130,9 +140,9 @@ def test_a_conversion_that_runs(bench: Bench) -> None:
             assert watch.stdout is not None
             assert "cpu:" in watch.stdout.readline()
             running.send_signal(signal.SIGCONT)
-            assert running.wait(60) == 0
+            assert running.wait(conversion.TIMEOUT) == 0
             assert watch.stdout.read().endswith(f"{bench.output} is finished\n")
-            assert watch.wait(60) == 0
+            assert watch.wait(conversion.TIMEOUT) == 0
     finally:
         running.kill()
         running.wait()

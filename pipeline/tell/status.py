@@ -12,7 +12,7 @@ from ktconvert.pipeline.engine import attempts, journal, lock, lockfile
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.journal import Record
-from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.places import Places, locate
 from ktconvert.pipeline.tell.report import duration, size
 
 LISTED = 12  # units that are named one by one
@@ -31,12 +31,25 @@ def look(output: Path) -> dict[str, Any]:
     failed   units that could not be made, and are not done since: unit, host, why
     ended    why the last run ended, where it told
     """
-    places = locate(output)
-    old = saved_plan(places)
-    if old is None:
-        if output.is_dir() and manifest.read(output) is not None:
-            return {"output": str(output), "state": FINISHED}
-        raise OutputError(f"{output}: no conversion into it was begun.")
+    while True:
+        places = locate(output)
+        old = saved_plan(places)
+        if old is None:
+            if output.is_dir() and manifest.read(output) is not None:
+                return {"output": str(output), "state": FINISHED}
+            raise OutputError(f"{output}: no conversion into it was begun.")
+        try:
+            found = _found(places, old)
+        except FileNotFoundError:
+            if places.plan.exists():
+                raise
+            continue
+        if places.plan.exists():  # else the conversion came to its end meanwhile, and what was read is a part of it
+            return found
+
+
+def _found(places: Places, old: dict[str, Any]) -> dict[str, Any]:
+    """What the work directory of this plan tells. Raises FileNotFoundError where it was removed meanwhile."""
     records = journal.read(places.journal)
     finished = journal.finished(records)
     tried = attempts.read(places)
@@ -54,7 +67,7 @@ def look(output: Path) -> dict[str, Any]:
     running = any(lockfile.lives(_process(r)) is not False for r in _running(records))
     alive = bool(making) or running or bool(lock.of_parts(places.root))
     return {
-        "output": str(output),
+        "output": str(places.output),
         "state": RUNNING if alive else STOPPED,
         "command": old["command"],
         "input": old["input"],

@@ -23,7 +23,8 @@ from ktconvert.pipeline.engine import journal
 from rig.safetensors import write_file
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
-TIMEOUT = 240.0  # seconds; a conversion takes half of one, a loaded machine many times that
+TIMEOUT = 300.0  # seconds; a conversion takes half of one, a loaded machine many times that
+ROOM = 256 << 20  # bytes; a test needs a few MB
 CORES = len(os.sched_getaffinity(0))
 HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA parts allows
 SEED = random.randrange(10**6)  # printed with every failure; set it to see one again
@@ -113,7 +114,7 @@ def held(
         while process.poll() is None and not (book.exists() and b'"start"' in book.read_bytes()):
             time.sleep(0.001)
         process.send_signal(signal.SIGSTOP)
-        _wait_until_stopped(process)
+        wait_until_stopped(process)
         if process.poll() is None and len(journal.finished(journal.read(book))) < 2:
             break
         process.send_signal(signal.SIGCONT)  # it was too fast for us
@@ -126,14 +127,18 @@ def held(
         process.communicate()
 
 
-def _wait_until_stopped(process: subprocess.Popen[str]) -> None:
+def wait_until_stopped(process: subprocess.Popen[Any]) -> None:
     """SIGSTOP reaches a thread when its system call ends; what that call does is seen until then."""
-    tasks = Path(f"/proc/{process.pid}/task")
-    while process.poll() is None:
-        states = {path.joinpath("stat").read_text().rpartition(")")[2].split()[0] for path in tasks.iterdir()}
-        if states <= {"T", "Z", "X"}:
-            return
+    while process.poll() is None and not _stands_still(process.pid):
         time.sleep(0.001)
+
+
+def _stands_still(pid: int) -> bool:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX" for task in tasks)
+    except (FileNotFoundError, ProcessLookupError):  # a thread ended just now
+        return False
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -182,9 +187,11 @@ class Mounts:
 
 @contextlib.contextmanager
 def in_memory(otherwise: Path) -> Iterator[Path]:
-    """A folder on a tmpfs, where syncing costs nothing: hundreds of runs would wait for the disk most of the time."""
+    """A folder on a tmpfs, where syncing costs nothing: hundreds of runs would wait for the disk most of the time. On
+    disk where the tmpfs is small, as in many containers."""
     shared = Path("/dev/shm")
-    base = Path(tempfile.mkdtemp(dir=shared)) if os.access(shared, os.W_OK) else otherwise
+    roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= ROOM
+    base = Path(tempfile.mkdtemp(dir=shared)) if roomy else otherwise
     try:
         yield base
     finally:

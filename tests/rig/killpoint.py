@@ -41,7 +41,7 @@ def run(
     shim: Path,
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` and kill it before its n-th change to what begins with `root` (n from 1; 0 lets it finish).
 
@@ -59,6 +59,13 @@ def run(
         settings["KILLPOINT_LOG"] = str(log)
     environment = {**os.environ, **(env or {}), **settings}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def stopping(shim: Path, root: Path | str, n: int, number: signal.Signals = signal.SIGSTOP) -> dict[str, str]:
+    """The environment of a process that sends itself a signal before its n-th change to what begins with `root`, once
+    where the signal lets it go on."""
+    where = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n), "KILLPOINT_SIGNAL": str(int(number))}
+    return {"LD_PRELOAD": str(shim), **where}
 
 
 def calls(log: Path) -> list[Call]:
