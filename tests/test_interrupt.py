@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ktconvert.pipeline.engine import journal
-from rig import conversion
+from rig import conversion, shims
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +30,8 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     source, wanted = larger
     output = tmp_path / "out"
     with conversion.held(source, output) as process:
+        process.send_signal(number)  # waits for it: nothing goes on before it has come
         process.send_signal(signal.SIGCONT)
-        process.send_signal(number)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, stderr
     assert "finishing the layers in flight" in stderr
@@ -52,11 +55,16 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
 def test_interrupted_twice_it_stops_at_once(
     larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
+    """Though no layer comes to its end."""
     source, wanted = larger
-    output = tmp_path / "out"
-    with conversion.held(source, output) as process:
+    output = tmp_path / "made" / "out"
+    output.parent.mkdir()
+    env = {**os.environ, "LD_PRELOAD": str(shims.waiting(tmp_path, tmp_path / "gate"))}
+    command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        process.send_signal(signal.SIGCONT)
+        while process.poll() is None and not list(output.parent.glob("out.work/partial/cpu_experts.*")):
+            time.sleep(0.01)
         process.send_signal(number)
         for line in process.stderr:
             if "finishing the layers in flight" in line:
@@ -64,14 +72,29 @@ def test_interrupted_twice_it_stops_at_once(
         process.send_signal(number)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, stderr
-    if "stopped at once" in stderr:  # it may have been done with the layer before the second signal came
-        done = conversion.ktconvert("resume", output)
-        assert re.search(r"died in cpu_experts.layer-00\d", done.stderr)
-    else:
-        done = conversion.ktconvert("cpu", "-i", source, "-o", output)
+    assert "stopped at once" in stderr
+    done = conversion.ktconvert("resume", output)
+    assert re.search(r"died in cpu_experts.layer-00\d", done.stderr)
     assert done.returncode == 0, done.stderr
     assert conversion.differing(conversion.tree(output), wanted) == []
-    assert conversion.names(tmp_path) == ["out"]
+    assert conversion.names(output.parent) == ["out"]
+
+
+AT_ITS_END = """
+import os, sys
+from ktconvert.pipeline.engine.loop import StopFlag
+with StopFlag().installed():
+    os.kill(os.getpid(), int(sys.argv[1]))
+os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_at_the_very_end_is_no_other_one(number: signal.Signals, code: int) -> None:
+    """The layers are finished, the process is not: no traceback, and the exit code of the first."""
+    command = [sys.executable, "-c", AT_ITS_END, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])

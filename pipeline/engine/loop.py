@@ -56,7 +56,9 @@ class StopFlag:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopFlag]:
-        """Handle signals within; a no-op outside the main thread."""
+        """Handle signals within; a no-op outside the main thread. After a first signal the process is about to end, and
+        a second one still ends it at once.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -64,7 +66,7 @@ class StopFlag:
         try:
             yield self
         finally:
-            for number, handler in old.items():
+            for number, handler in old.items() if not self.number else ():
                 signal.signal(number, handler)
 
 

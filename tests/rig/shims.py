@@ -16,6 +16,37 @@ def build(folder: Path, name: str, code: str) -> Path:
     return library
 
 
+# Something happens before the file of a unit gets its room.
+AT_FALLOCATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+int posix_fallocate64(int fd, long at, long size) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    path[n > 0 ? n : 0] = 0;
+    if (strstr(path, "%s")) %s;
+    return ((int (*)(int, long, long))dlsym(RTLD_NEXT, "posix_fallocate64"))(fd, at, size);
+}
+int posix_fallocate(int fd, long at, long size) { return posix_fallocate64(fd, at, size); }
+"""
+
+
+def crashing(folder: Path, unit: str) -> Path:
+    """A shim under which the process that makes a unit, whose name holds this text, crashes."""
+    return build(folder, "crashing", AT_FALLOCATE % (unit, "raise(SIGSEGV)"))
+
+
+def waiting(folder: Path, gate: Path) -> Path:
+    """A shim under which whoever makes a unit of experts waits until a file `gate` is there."""
+    wait = f'while (access("{gate}", F_OK)) usleep(5000)'
+    return build(folder, "waiting", AT_FALLOCATE % ("/partial/cpu_experts", wait))
+
+
 def refusing(folder: Path, reason: str, *calls: str) -> Path:
     """A shim for a file system that cannot do something, such as FAT and some network shares: these calls fail."""
     bodies = [f"int {call}() {{ errno = {reason}; return -1; }}" for call in calls]
