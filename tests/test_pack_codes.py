@@ -14,7 +14,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
 
 LARGEST = {4: 7, 8: 127}
-relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def random_codes(bits: int, n: int, pitch: int, seed: int) -> Any:
