@@ -10,14 +10,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import struct
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +27,7 @@ from ktconvert.pipeline.cli.run import run
 from rig import families
 from rig.families import EXPERTS, HIDDEN, LAYERS
 from rig.safetensors import Tensors, bits_of, edit_file, read_folder
+from rig.served import PATIENCE, started
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -383,26 +379,14 @@ def test_hot_and_cold_experts_speak_together(
 def test_the_server_has_hot_experts_too(spoken_by: dict[str, Path], tmp_path: Path) -> None:
     """It loads a packed model by another door of transformers' than `run`."""
     pytest.importorskip("fastapi")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(spoken_by["w4"]), "--port", str(port)]
-    options = ["--cpu-weights", str(spoken_by["int8"]), "--num-gpu-experts", "3", "--threads", "1"]
+    options = ("--cpu-weights", str(spoken_by["int8"]), "--num-gpu-experts", "3")
     body = json.dumps({"model": str(spoken_by["w4"]), "prompt": PROMPT, "max_tokens": 12, "temperature": 0})
-    log = tmp_path / "log"
-    with log.open("wb") as out, subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.STDOUT) as server:
-        try:
-            for _ in range(600):
-                with suppress(OSError):
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                    break
-                assert server.poll() is None, log.read_text()
-                time.sleep(0.2)
-            url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
-            with urllib.request.urlopen(urllib.request.Request(url, body.encode(), kind), timeout=120) as answer:
-                answer_body = json.loads(answer.read())
-        finally:
-            server.kill()
-    spoken = call(spoken_by["w4"], *options, "--prompt", PROMPT, "--max-new-tokens", 12)
+    with started(spoken_by["w4"], tmp_path / "log", *options) as (_, url):
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", body.encode(), kind)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            answer_body = json.loads(answer.read())
+    spoken = call(spoken_by["w4"], *options, "--threads", 1, "--prompt", PROMPT, "--max-new-tokens", 12)
     assert spoken.stdout == PROMPT + answer_body["choices"][0]["text"] + "\n"
 
 

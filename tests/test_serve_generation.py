@@ -53,7 +53,7 @@ def server(example: Path) -> Iterator[Served]:
 
 
 def client(of: Served) -> Any:
-    return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 FIRST_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}{% endif %}"
@@ -94,7 +94,9 @@ def test_what_a_chat_template_gets(example: Path, tmp_path: Path) -> None:
             assert running.passes[-1][1] == (1, len(encode(prompt)["input_ids"]))
         for name in ("role", "m", "messages", "loop"):
             refused = httpx.post(
-                f"{running.url}/v1/chat/completions", json={"messages": SAID, "chat_template_kwargs": {name: "a"}}
+                f"{running.url}/v1/chat/completions",
+                json={"messages": SAID, "chat_template_kwargs": {name: "a"}},
+                timeout=PATIENCE,
             )
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == f"chat_template_kwargs.{name}"
@@ -150,11 +152,11 @@ def test_nothing_is_computed_for_a_client_that_has_gone(name: str, stream: bool,
     path, body = REQUESTS[name]
     server.passes.clear()
     gone = server.left
-    ask_and_leave(server, path, {**body, "temperature": 0, "stream": stream}, lambda: len(server.passes) > 5)
-    server.until(lambda: server.left > gone)
-    known = len(server.passes)
-    server.until(lambda: not server.running)
-    assert len(server.passes) <= known + 1 < LONG
+    with server.waiting(6, lambda: server.left > gone):
+        ask_and_leave(server, path, {**body, "temperature": 0, "stream": stream}, lambda: len(server.passes) > 5)
+        server.until(lambda: server.left > gone)
+        server.until(lambda: not server.running)
+    assert len(server.passes) <= 7
 
 
 def test_a_client_that_goes_while_its_prompt_is_read(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,25 +164,27 @@ def test_a_client_that_goes_while_its_prompt_is_read(server: Served, monkeypatch
     server.passes.clear()
     gone = server.left
     body = {"prompt": "import os\n" * 200, "max_tokens": 5, "temperature": 0}
-    ask_and_leave(server, "/v1/completions", body, lambda: len(server.passes) > 5)
-    server.until(lambda: server.left > gone)
-    known = len(server.passes)
-    server.until(lambda: not server.running)
-    assert len(server.passes) <= known + 1 < 100
+    with server.waiting(6, lambda: server.left > gone):
+        ask_and_leave(server, "/v1/completions", body, lambda: len(server.passes) > 5)
+        server.until(lambda: server.left > gone)
+        server.until(lambda: not server.running)
+    assert len(server.passes) <= 7
     assert {shape for _, shape, _ in server.passes} == {(1, 4)}
 
 
 def test_two_clients_get_their_tokens_in_turns(server: Served) -> None:
+    """From the first one on of whoever came second."""
     server.passes.clear()
     chat = {"model": str(server.model), "messages": [{"role": "user", "content": WORDS}], "temperature": 0}
-    with ThreadPoolExecutor(2) as clients:
+    both_asked = server.waiting(0, lambda: server.turns._line.awaited() or bool(server.passes))
+    with both_asked, ThreadPoolExecutor(2) as clients:
         for _ in clients.map(lambda _: client(server).chat.completions.create(**chat, max_tokens=100), range(2)):
             pass
     threads = [thread for thread, _, _ in server.passes]
     first, second = (([i for i, t in enumerate(threads) if t == name]) for name in sorted(set(threads)))
     begin, end = max(first[0], second[0]), min(first[-1], second[-1])
     both = threads[begin : end + 1]
-    assert len(both) > 20
+    assert len(both) >= len(threads) - 4 > 20
     assert all(a != b for a, b in pairwise(both))
 
 

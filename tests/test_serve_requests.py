@@ -37,7 +37,7 @@ def server(example: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def chat(**more: Any) -> dict[str, Any]:

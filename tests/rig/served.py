@@ -5,8 +5,8 @@ seen what it computes.
 from __future__ import annotations
 
 import json
+import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -14,11 +14,10 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import pytest
 
@@ -26,14 +25,15 @@ from ktconvert.pipeline.models.generate import Choice
 from ktconvert.pipeline.models.serving import clients
 from ktconvert.pipeline.models.serving.server import load
 
-PATIENCE = 120  # seconds; only what never happens takes so long
+PATIENCE = 300  # seconds; only what never happens takes so long
 
 
 def free_port() -> int:
-    """Of this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
+    """Of this machine, below those that Linux gives to whoever asks for any: it is still free when a server starts."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @contextmanager
@@ -43,12 +43,10 @@ def started(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.
     """
     port = free_port()
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(model), "--port", str(port)]
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *options, "--threads", "1"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+            [*ignoring, *command, *options, "--threads", "1"], stdout=out, stderr=subprocess.STDOUT
         )
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
@@ -64,7 +62,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         try:
             urllib.request.urlopen(url, timeout=5).close()
             return
-        except (URLError, ConnectionError):
+        except OSError:  # nobody listens yet, or has no time for an answer
             time.sleep(0.2)
     pytest.fail(f"the server did not come up:\n{log.read_text()}")
 
@@ -92,6 +90,20 @@ class Served:
         while not happened():
             assert time.monotonic() < end, "it never happened"
             time.sleep(0.002)
+
+    @contextmanager
+    def waiting(self, after: int, happened: Callable[[], bool]) -> Iterator[None]:
+        """After so many passes through the model, none begins before something has happened."""
+
+        def wait(*_: Any) -> None:
+            if len(self.passes) >= after:
+                self.until(happened)
+
+        handle = self.turns.model.register_forward_pre_hook(wait)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count what happens."""
