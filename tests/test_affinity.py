@@ -58,7 +58,7 @@ expected = Experts.from_bf16(*layer, parts=2, pool=Pool(1)).forward(*call)
 def run(script: str, *arguments: object, under: tuple[object, ...] = (), **env: str) -> Any:
     command = [*map(str, under), sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **env}
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **env}
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return json.loads(done.stdout)
@@ -204,10 +204,12 @@ def test_the_caller_is_on_its_node_while_it_works(two_nodes: Path) -> None:
     """It comes from the other CPU, and gets back what it had; unless it is bound elsewhere, which is obeyed."""
     script = f"""
 experts = Experts.from_bf16(*layer, parts=2, pool=Pool(2))
-seen, going = set(), True
+seen, going, looks = set(), True, 0
 def watch():
+    global looks
     while going:
         seen.add(tuple(cpus_of(os.getpid())))
+        looks += 1
 watcher = threading.Thread(target=watch)
 watcher.start()
 many = tuple(np.tile(array, (200, 1)) for array in call)
@@ -221,7 +223,9 @@ for _ in range(200):
     if ({SECOND},) in came:
         break
 os.sched_setaffinity(0, [{FIRST}])
-time.sleep(0.1)
+before = looks
+while looks < before + 2:  # what it saw before is in the set
+    time.sleep(0.001)
 seen.clear()
 experts.forward(*many)
 bound = set(seen)

@@ -293,7 +293,7 @@ def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
         [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(asked)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0 and done.stderr == "", done.stderr

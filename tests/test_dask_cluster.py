@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rig.dask_cluster import Cluster, certificates, other_version, tls_environment
+from rig.dask_cluster import TIMEOUT, Cluster, certificates, other_version, tls_environment
 
 Start = Callable[..., Cluster]
 
@@ -23,7 +23,7 @@ Start = Callable[..., Cluster]
 def connected(cluster: Cluster) -> Iterator[Any]:
     from distributed import Client
 
-    with Client(cluster.address, timeout="10s") as client:
+    with Client(cluster.address, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -78,11 +78,12 @@ def test_only_who_holds_the_certificates_is_let_in(tmp_path: Path, dask_cluster:
     cluster = dask_cluster("a", tls=ours)
     assert cluster.address.startswith("tls://127.0.0.1:")
     ask = (
-        "import sys; from distributed import Client; print(Client(sys.argv[1], timeout='2s').submit(abs, -7).result())"
+        "import sys; from distributed import Client\n"
+        "print(Client(sys.argv[1], timeout=sys.argv[2]).submit(abs, -7).result())"
     )
     asked = [
         subprocess.Popen(
-            [sys.executable, "-c", ask, cluster.address],
+            [sys.executable, "-c", ask, cluster.address, f"{TIMEOUT}s" if env is cluster.env else "2s"],
             env={**os.environ, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -90,7 +91,7 @@ def test_only_who_holds_the_certificates_is_let_in(tmp_path: Path, dask_cluster:
         )
         for env in (cluster.env, tls_environment(theirs), {})
     ]
-    said = [process.communicate(timeout=60)[0] for process in asked]
+    said = [process.communicate(timeout=300)[0] for process in asked]
     assert said == ["7\n", "", ""]
     assert [process.returncode == 0 for process in asked] == [True, False, False]
 
@@ -105,7 +106,7 @@ def test_nothing_outlives_whoever_started_it(tmp_path: Path) -> None:
     )
     rig = Path(__file__).parent
     command = [sys.executable, "-c", code, str(tmp_path / "cluster"), str(rig)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL
     pids = done.stdout.split()
     assert len(pids) == 3
@@ -120,7 +121,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def wait(done: Callable[[], bool], seconds: float = 60) -> None:
+def wait(done: Callable[[], bool], seconds: float = TIMEOUT) -> None:
     until = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < until

@@ -52,7 +52,7 @@ def refused(kind, work):
 def run(script: str, preload: Path | None = None) -> str:
     env = {**os.environ, **({"LD_PRELOAD": str(preload)} if preload else {})}
     command = [sys.executable, "-c", SLOW_LAYER + script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout
 

@@ -196,7 +196,7 @@ class Process:
     def end(self, number: int | None = None) -> None:
         if number is not None:
             self.process.send_signal(number)
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=300)
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.long)])
@@ -255,13 +255,16 @@ def test_parts_work_at_once_and_nobody_works_alone_then(tmp_path: Path, system: 
 
 
 def test_parts_and_one_alone_at_once(tmp_path: Path, system: dict[str, str]) -> None:
-    """Either the parts work, or the one that works alone, never both."""
-    for _ in range(3):
+    """Either the parts work, or the one that works alone, never both. On a busy machine also none of them: a part does
+    not wait for ever for one to give way."""
+    rounds = 0
+    while rounds < 3:
         with ThreadPoolExecutor(4) as pool:
             made = list(pool.map(lambda words: Process(tmp_path / "out", *words, **system), [["0/2"], [], ["1/2"]]))
         alone = made.pop(1)
         assert not (alone.holds and any(part.holds for part in made))
-        assert alone.holds or any(part.holds for part in made)
+        rounds += alone.holds or any(part.holds for part in made)
+        assert all(process.holds or "converting into it" in process.text for process in (alone, *made))
         for process in (alone, *made):
             process.end()
 
@@ -417,7 +420,7 @@ def test_a_part_takes_away_what_bars_its_own_way(tmp_path: Path, no_locks: dict[
         env={**os.environ, **no_locks},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in done.stdout

@@ -40,7 +40,7 @@ def test_the_first_items_exception_is_raised() -> None:
         if item == 1:
             second_failed.set()
             raise ValueError("the second")
-        assert second_failed.wait(10)
+        assert second_failed.wait(300)
         raise ValueError("the first")
 
     with pytest.raises(ValueError, match="the first"):

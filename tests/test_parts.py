@@ -45,7 +45,7 @@ def test_three_parts_at_once_make_what_one_process_makes(bench: Bench, which: st
     assert bench.run(command, "-i", bench.source, "-o", fresh, *rest).returncode == 0
     line = [sys.executable, "-m", "ktconvert.pipeline.cli", command, "-i", bench.source, "-o", bench.output, *rest]
     parts = [subprocess.Popen([*line, "--part", f"{n}/3"], stderr=subprocess.PIPE, text=True) for n in range(3)]
-    said = [part.communicate(timeout=120)[1] for part in parts]
+    said = [part.communicate(timeout=300)[1] for part in parts]
     assert [part.returncode for part in parts] == [0, 0, 0], said
     assert any("`ktconvert resume " in text for text in said)
     assert not bench.output.exists()

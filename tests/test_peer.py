@@ -56,7 +56,7 @@ def convert(out: Path, method: str, numa: int, *more: str, source: Path = MODEL)
     """Our own conversion, as a user runs it."""
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(out)]
     subprocess.run(
-        [*command, "--quant-method", method, "--threadpool-count", str(numa), "-q", *more], check=True, timeout=120
+        [*command, "--quant-method", method, "--threadpool-count", str(numa), "-q", *more], check=True, timeout=300
     )
 
 

@@ -91,7 +91,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
     """The policies of the blocks, the warnings and the result of PROGRAM."""
     env = {**os.environ, "LD_PRELOAD": str(shim), **env}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, output], env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, output], env=env, capture_output=True, text=True, timeout=300)
     if done.returncode < 0:
         pytest.skip("this system lets no process set a memory policy or a seccomp filter")
     assert done.returncode == 0, done.stderr
@@ -134,7 +134,7 @@ def test_doctor_reports_a_kernel_that_refuses(shim: Path, cli: Any) -> None:
         "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
     )
     env = {**os.environ, "LD_PRELOAD": str(shim), "DENY": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
     assert "mbind" not in cli("doctor").stdout  # one node: nothing to choose, or nothing refused
 

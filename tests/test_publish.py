@@ -101,7 +101,7 @@ assert digest == publish.sha256_file(path)
 def test_direct_writes_may_be_refused(code: str, tmp_path: Path) -> None:
     env = {**os.environ, "LD_PRELOAD": str(shims.build(tmp_path, "refusing", code))}
     command = [sys.executable, "-c", WRITE, tmp_path / "file"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -121,7 +121,7 @@ Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
 
 def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path: Path, read_tree: Any) -> None:
     env = {**os.environ, "LD_PRELOAD": str(shims.refusing(tmp_path, "EINVAL", "renameat2"))}
-    done = subprocess.run([sys.executable, "-c", SAVE, tmp_path], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", SAVE, tmp_path], env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
@@ -144,5 +144,5 @@ assert ((root / "final").read_bytes(), (root / "b").read_bytes()) == (b"a", b"b"
 @pytest.mark.parametrize("missing", [(), ("link", "linkat")], ids=["hard links", "no hard links"])
 def test_a_name_is_given_once(tmp_path: Path, missing: tuple[str, ...]) -> None:
     env = {**os.environ, **({"LD_PRELOAD": str(shims.refusing(tmp_path, "EPERM", *missing))} if missing else {})}
-    done = subprocess.run([sys.executable, "-c", NEW, tmp_path], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", NEW, tmp_path], env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -117,13 +117,13 @@ def ray_head() -> Iterator[str]:
             time.sleep(0.1)
         yield f"127.0.0.1:{port}"
         head.send_signal(signal.SIGTERM)
-        head.wait(60)
+        head.wait(300)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (pip install ray)")
 def test_ray_makes_the_bytes_of_threads(tmp_path: Path, example: Path, wanted: conversion.Tree, ray_head: str) -> None:
     command = [sys.executable, EXAMPLES / "with_ray.py", ray_head, example, tmp_path / "out", "int8"]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=300)
     assert conversion.differing(conversion.tree(tmp_path / "out"), wanted) == []
 
 
@@ -133,5 +133,5 @@ def test_mpi_makes_the_bytes_of_threads(tmp_path: Path, example: Path, wanted: c
     assert mpiexec is not None
     ranks = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3"]
     command = [*ranks, sys.executable, "-m", "mpi4py.futures", EXAMPLES / "with_mpi.py"]
-    subprocess.run([*command, example, tmp_path / "out", "int8"], check=True, timeout=120)
+    subprocess.run([*command, example, tmp_path / "out", "int8"], check=True, timeout=300)
     assert conversion.differing(conversion.tree(tmp_path / "out"), wanted) == []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 KTCONVERT = [sys.executable, "-m", "ktconvert.pipeline.cli"]
-TIMEOUT = 240  # seconds
+TIMEOUT = 300  # seconds
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def ktconvert(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_output_holds_the_source(output: tuple[Path, Path, int]) -> None:

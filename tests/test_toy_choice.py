@@ -54,7 +54,7 @@ COMMAND = (sys.executable, __file__)
 
 
 def ktconvert(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
     return done
 

@@ -64,7 +64,7 @@ COMMAND = (sys.executable, __file__)
 
 
 def toy(*arguments: object, code: int = 0, command: tuple[str, ...] = COMMAND) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=300)
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     return done

@@ -545,7 +545,7 @@ def test_gpu_experts_masks() -> None:
 def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("KTCONVERT_", "KT_KERNEL_"))}
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=clean | environment
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=clean | environment
     )
 
 
