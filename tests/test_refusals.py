@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,32 @@ def test_two_processes_on_one_output(larger: tuple[Path, Any], output: Path) -> 
         _, errors = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == 0, errors
     assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.names(output.parent) == ["out"]
+
+
+# The same command comes to its end in another process, after this one has seen that there is no output yet.
+LATE = """
+import subprocess, sys
+from ktconvert.pipeline.engine import execute
+look = execute.already_finished
+def late(*arguments):
+    found = look(*arguments)
+    execute.already_finished = look
+    subprocess.run([sys.executable, "-m", "ktconvert.pipeline.cli", *sys.argv[1:]], check=True)
+    return found
+execute.already_finished = late
+from ktconvert.pipeline.cli import main
+main()
+"""
+
+
+def test_one_that_comes_when_another_one_ends(source: Path, output: Path, wanted: Any) -> None:
+    words = ("cpu", "-i", source, "-o", output)
+    command = [sys.executable, "-c", LATE, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert f"{output} is finished: nothing to do" in done.stderr
+    assert conversion.tree(output) == wanted
     assert conversion.names(output.parent) == ["out"]
 
 

@@ -48,14 +48,14 @@ def execute(
     if executor is not None:
         require_shareable(plan, "--executor")
     places = locate(plan.request.output, adopt=adopts(plan))
-    if already_finished(plan, overwrite):
-        require_delivered(plan)
+    if _is_finished(plan, overwrite):
         tidy(places)
-        reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
-        reporter.say(f"{plan.request.output} is finished: nothing to do")
-        return False
+        return _nothing_to_do(plan, reporter)
     plan.conversion.require_ready()
     with WorkDir(places) as work:
+        if _is_finished(plan, overwrite):  # by a process that had the lock until now
+            work.remove()
+            return _nothing_to_do(plan, reporter)
         _adopt_plan(plan, work, reporter, overwrite)
         require_free(plan, work.finished, work.may_replace)
         _adopt_attempts(plan, work, reporter)
@@ -72,6 +72,20 @@ def execute(
             assemble(plan, work)
     _summary(plan, reporter)
     return True
+
+
+def _is_finished(plan: Plan, overwrite: bool) -> bool:
+    """Whether there is nothing to do. Raises OutputError where a part of the output is gone, which lay elsewhere."""
+    finished = already_finished(plan, overwrite)
+    if finished:
+        require_delivered(plan)
+    return finished
+
+
+def _nothing_to_do(plan: Plan, reporter: Reporter) -> bool:
+    reporter.event("finished", output=str(plan.request.output), nothing_to_do=True)
+    reporter.say(f"{plan.request.output} is finished: nothing to do")
+    return False
 
 
 @contextlib.contextmanager

@@ -192,6 +192,7 @@ def in_memory(otherwise: Path) -> Iterator[Path]:
     shared = Path("/dev/shm")
     roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= ROOM
     base = Path(tempfile.mkdtemp(dir=shared)) if roomy else otherwise
+    base.mkdir(parents=True, exist_ok=True)
     try:
         yield base
     finally:
