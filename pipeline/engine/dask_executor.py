@@ -22,6 +22,7 @@ UNIT = {"unit": 1}  # what a worker offers once for each unit that it may make a
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
 LOCAL = "local"
 MOST_HERE = 1024
+NOTHING = logging.CRITICAL + 1  # is logged: Dask calls it critical that a client has gone
 
 
 class DaskExecutor(Executor):
@@ -112,7 +113,7 @@ def connected(where: str, note: Callable[[str], None]) -> Iterator[DaskExecutor]
                     dashboard_address=None,
                     scheduler_kwargs={"dashboard": False},
                     host="127.0.0.1",
-                    silence_logs=logging.CRITICAL,
+                    silence_logs=NOTHING,
                 )
             client = distributed.Client(stack.enter_context(cluster))
         else:
@@ -128,7 +129,7 @@ def _say_nothing() -> None:
     """Keep Dask's loggers off stderr: what happens, we say. They get their levels when Dask is imported."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in ("distributed", "tornado"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+            logging.getLogger(name).setLevel(NOTHING)
 
 
 @contextlib.contextmanager
