@@ -177,7 +177,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory, hub: dict[str, str], ex
         env={**os.environ, **hub},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1700,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
     assert not any(json.loads(done.stdout.splitlines()[-1]).values()), done.stderr[-4000:]

@@ -20,7 +20,8 @@ from rig.scripts import benchmark
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, SHARDS = 67, 256, 7168, 2048, 160
 MOE = LAYERS - 3  # the first three are dense
-READAHEAD = 1 << 20  # bytes after a header that the kernel may fetch by itself
+# Bytes after a header that the kernel may fetch by itself: twice what it may on any disk here.
+READAHEAD = max(1 << 20, *(int(path.read_text()) << 11 for path in Path("/sys/class/bdi").glob("*/read_ahead_kb")), 0)
 
 
 # A process counts the memory of the one that started it as its own peak, so a small one has to stand in between.
