@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,22 @@ def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
         for file in ("test_gemm", "test_gemm_bf16", "test_runtime", "test_forward_bf16", "test_from_checkpoint"):
             assert outcomes[file, isa, "PASSED"] > 0, f"no test of {file} ran with {isa}:\n{done.stdout}"
             assert outcomes[file, isa, "SKIPPED"] == 0, f"a test of {file} was skipped with {isa}:\n{done.stdout}"
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_amx_fetches_each_line_of_the_weights_once(tmp_path: Path, bits: int) -> None:
+    """By the call that reads it or by the one before, which does so while it multiplies."""
+    if "avx512vnni" not in kernels.available_isas():
+        pytest.skip("this machine has no avx512vnni, with which codes are unpacked")
+    program, include = tmp_path / "fetches", ROOT / "native_quant" / "csrc"
+    command = [os.environ.get("CC", "cc"), "-std=c11", "-O1", f"-I{include}", f"-I{include / 'arch' / 'x86'}"]
+    subprocess.run([*command, "-o", program, ROOT / "tests" / "rig" / "fetches.c"], check=True)
+    # One panel, several of equal and of unequal size, two column blocks; one strip, a row block, several. Strip by
+    # strip (up to two tiles of tokens) and panel by panel.
+    for k, strips, (m, rows) in product((128, 512, 768, 1280, 2048, 3712), (1, 2, 3, 8), ((9, 9), (32, 16), (33, 11))):
+        case = [str(number) for number in (bits, m, rows, k, strips)]
+        done = subprocess.run([program, *case], capture_output=True, text=True, check=True)
+        counts, elsewhere, early = done.stdout.split()
+        assert len(counts) == strips * 32 * k * bits // 8 // 64
+        assert (set(counts), elsewhere, early) == ({"1"}, "0", "0"), case

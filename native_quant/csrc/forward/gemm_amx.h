@@ -18,8 +18,9 @@
  * Errands, spread over the steps, done while products are under way: memory to L2 for the panel to come, in several
  * streams (kt_streams), for one alone does not use all of the memory's speed; and for int4 the unpacking of the next
  * panel into the half of scratch that is not in use, while the one after it is fetched. After the last panel of a
- * call comes the first one of the next call (kt_gemm.next), or, for int4 by strip, the first two. An int4 call
- * begins with unpacking its first panel, and fetches the second one meanwhile.
+ * call comes what the next one (kt_gemm.next) begins with: its first panel, and for int4 the second one, too, if that is
+ * of the same strip. An int4 call begins with unpacking its first panel, and fetches a second one of another strip
+ * meanwhile.
  *
  * An int4 code is unpacked to 16 * code, in 3 operations for 128 codes, where the code itself takes 5; so the sums'
  * unit is 1 where other kernels leave 16. int32 holds them: 65536 columns of 128 * 127. */
@@ -96,6 +97,10 @@ static inline int kt_next_panel(const kt_gemm *job, int bits, kt_panel *panel) {
     return 1;
 }
 
+static inline kt_panel kt_first_panel(const kt_gemm *job, int bits) {
+    return (kt_panel){0, 0, kt_panel_columns(job, bits, 0)};
+}
+
 static inline const uint8_t *kt_panel_tiles(const kt_gemm *job, int bits, const kt_panel *panel) {
     return kt_chunk_tiles(job, bits, panel->strip, panel->first);
 }
@@ -133,32 +138,39 @@ static inline void kt_fetch_meanwhile(int bits, kt_errand *errand, const uint8_t
     errand->length = bytes / kt_streams(bits);
 }
 
-/* Fetches what follows the last panel: the first one of the next call, or, by strip, the second one. */
-static inline void kt_fetch_next_call(const kt_gemm *job, int bits, kt_errand *errand, int64_t panel) {
-    int64_t bytes = kt_packed_bytes(bits, kt_panel_columns(job, bits, 0)), at = panel * bytes;
-    if (!job->next || at >= job->next_bytes || (panel && !kt_is_by_strip(job))) return;
-    kt_fetch_meanwhile(bits, errand, job->next + at, kt_least(bytes, job->next_bytes - at) / 256 * 256);
+static inline void kt_fetch_panel(const kt_gemm *job, int bits, kt_errand *errand, const kt_panel *panel) {
+    kt_fetch_meanwhile(bits, errand, kt_panel_tiles(job, bits, panel), kt_packed_bytes(bits, panel->columns));
 }
 
-/* The errand while the panel before `panel` is multiplied (is_last: there is no `panel`). int8: `panel` to L2; int4: it
- * is unpacked, and the one after it goes to L2. */
-static inline kt_errand kt_errand_for(const kt_gemm *job, int bits, int is_last, const kt_panel *panel,
-                                      uint8_t *codes) {
+static inline void kt_unpack_panel(const kt_gemm *job, kt_errand *errand, const kt_panel *panel) {
+    errand->packed = kt_panel_tiles(job, 4, panel);
+    errand->bytes = kt_packed_bytes(4, panel->columns);
+}
+
+/* Fetches the first panel of the next call, which is taken to be like this one; or the second, if it is of the same
+ * strip. */
+static inline void kt_fetch_next_call(const kt_gemm *job, int bits, kt_errand *errand, int second) {
+    kt_panel panel = kt_first_panel(job, bits);
+    if (!job->next || (second && (!kt_next_panel(job, bits, &panel) || panel.strip))) return;
+    int64_t at = kt_packed_bytes(bits, panel.first);
+    int64_t bytes = kt_least(kt_packed_bytes(bits, panel.columns), job->next_bytes - at);
+    if (bytes > 0) kt_fetch_meanwhile(bits, errand, job->next + at, bytes / 256 * 256);
+}
+
+/* The errand while `panel` is multiplied. int8: the next one to L2; int4: that is unpacked, to `codes`, and the one
+ * after it goes to L2. */
+static inline kt_errand kt_errand_for(const kt_gemm *job, int bits, const kt_panel *panel, uint8_t *codes) {
     kt_errand errand = {.codes = codes};
-    if (is_last) {
-        kt_fetch_next_call(job, bits, &errand, bits == 4);
-        return errand;
+    kt_panel next = *panel;
+    int more = kt_next_panel(job, bits, &next);
+    /* The first panel of the next call came while this one was unpacked, unless this is the only one. */
+    int second = bits == 4 && !more && (panel->strip || panel->first);
+    if (bits == 4 && more) {
+        kt_unpack_panel(job, &errand, &next);
+        more = kt_next_panel(job, bits, &next);
     }
-    kt_panel fetched = *panel;
-    if (bits == 4) {
-        errand.packed = kt_panel_tiles(job, bits, panel);
-        errand.bytes = kt_packed_bytes(bits, panel->columns);
-        if (!kt_next_panel(job, bits, &fetched)) {
-            kt_fetch_next_call(job, bits, &errand, 0);
-            return errand;
-        }
-    }
-    kt_fetch_meanwhile(bits, &errand, kt_panel_tiles(job, bits, &fetched), kt_packed_bytes(bits, fetched.columns));
+    if (more) kt_fetch_panel(job, bits, &errand, &next);
+    else kt_fetch_next_call(job, bits, &errand, second);
     return errand;
 }
 
@@ -222,26 +234,29 @@ KT_INLINE KT_TARGET_AMX void kt_work_panel(int bits, const kt_gemm *job, const k
     }
 }
 
+/* Unpacks the first panel of an int4 call, and fetches the second one where the call before has not. */
+KT_INLINE KT_TARGET_AMX void kt_begin_call(const kt_gemm *job) {
+    kt_panel panel = kt_first_panel(job, 4);
+    kt_errand errand = {.codes = job->scratch};
+    kt_unpack_panel(job, &errand, &panel);
+    if (kt_next_panel(job, 4, &panel) && panel.strip) kt_fetch_panel(job, 4, &errand, &panel);
+    errand.fetch_pace = errand.length;
+    errand.unpack_pace = errand.bytes;
+    kt_run_errand(4, &errand);
+}
+
 /* job->m > 0, job->strips > 0. Returns the unit of the sums. */
 KT_INLINE KT_TARGET_AMX int kt_gemm_tiles(int bits, const kt_gemm *job) {
-    int half = 0, more = 1;
-    kt_panel panel = {0, 0, kt_panel_columns(job, bits, 0)};
+    int half = 0;
+    kt_panel panel = kt_first_panel(job, bits);
     kt_configure_tiles(job->tile_rows);
-    if (bits == 4) {
-        kt_errand first = kt_errand_for(job, bits, 0, &panel, job->scratch);
-        first.fetch_pace = first.length;
-        first.unpack_pace = first.bytes;
-        kt_run_errand(bits, &first);
-    }
-    while (more) {
-        kt_panel next = panel;
+    if (bits == 4) kt_begin_call(job);
+    do {
         const uint8_t *codes = bits == 4 ? job->scratch + half * KT_PANEL_BYTES : kt_panel_tiles(job, bits, &panel);
         half ^= 1;
-        more = kt_next_panel(job, bits, &next);
-        kt_errand errand = kt_errand_for(job, bits, !more, &next, job->scratch + half * KT_PANEL_BYTES);
+        kt_errand errand = kt_errand_for(job, bits, &panel, job->scratch + half * KT_PANEL_BYTES);
         kt_work_panel(bits, job, &panel, codes, &errand);
-        panel = next;
-    }
+    } while (kt_next_panel(job, bits, &panel));
     KT_TILES_RELEASE();
     return 1;
 }
