@@ -9,8 +9,9 @@
  *
  * A kernel multiplies up to 12 tokens by a panel of a strip (24 registers of sums), or up to 5 by those of two strips.
  * Up to 12 tokens, memory is the limit: each strip is read once, panel by panel. With more tokens arithmetic is: a
- * panel is multiplied by one block of tokens after the other. The first one leaves the codes, unpacked, in the scratch
- * memory for the others, where they stay in L1: a tenth of an int4 kernel's arithmetic is to unpack them.
+ * panel is multiplied by one block of tokens after the other. Where codes are not the bytes of the tiles, the first
+ * block leaves them in the scratch memory for the others, where they stay in L1: a tenth of an int4 kernel's arithmetic
+ * is to unpack them.
  *
  * Memory gives most where it is read in several pages at once. So while a panel is multiplied the next one is fetched
  * in up to four places: the next of the strip, or the first of the strip, the columns or the call that come next. */
@@ -26,7 +27,8 @@ enum {
     PANEL = 8,                           /* packed tiles at most: 16 KiB */
     PANEL_TWO = 4,                       /* of each of two strips */
     CHUNK = BITS == 4 ? 768 : 512,       /* columns of a panel for several blocks of tokens: 12 or 16 KiB */
-    CODES_BYTES = CHUNK * KT_STRIP_ROWS, /* of such a panel, a byte each */
+    KEEPS = BITS == 4 || OFFSET != 0,    /* codes for the other blocks: not if they are the tiles' bytes as they lie */
+    CODES_BYTES = KEEPS ? CHUNK * KT_STRIP_ROWS : 0, /* of such a panel, a byte each */
     GROUP = (KT_GEMM_SCRATCH - CODES_BYTES) / CHUNK, /* tokens whose activations fit into the scratch memory, too */
     PAGE = 4096,
 };
@@ -239,7 +241,7 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             panel.ahead = next + bytes * b / blocks;
             panel.c = job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS;
-            kernels[b ? AGAIN : FIRST][to - from](&panel, count, a + from * columns);
+            kernels[!KEEPS ? ONE : b ? AGAIN : FIRST][to - from](&panel, count, a + from * columns);
         }
     }
 }
