@@ -49,9 +49,10 @@ static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64
         steps->copy(job->a + (token + t) * job->k + first, columns, a + t * KT_CHUNK_PITCH);
     int64_t blocks = (tokens + KT_FEW - 1) / KT_FEW, bytes = columns * KT_STRIP_ROWS * steps->bits / 8;
     for (int64_t s = 0; s < job->strips; s++) {
-        const uint8_t *ahead = s + 1 < job->strips     ? chunk_tiles(job, steps->bits, s + 1, first)
+        const uint8_t *ahead = s + 1 < job->strips        ? chunk_tiles(job, steps->bits, s + 1, first)
                                : first + columns < job->k ? chunk_tiles(job, steps->bits, 0, first + columns)
-                                                       : codes;
+                               : job->next                ? job->next
+                                                          : codes;
         steps->unpack(chunk_tiles(job, steps->bits, s, first), columns, codes);
         for (int64_t b = 0; b < blocks; b++) {
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
