@@ -1,9 +1,9 @@
-/* What the AMX kernel for int8 activations fetches: its own code (gemm_amx.h), but tile instructions do nothing here, and
- * prefetches are counted. Needs AVX-512, and no AMX.
+/* What the AMX kernel for int8 activations fetches: its own code (gemm_amx.h), but tile instructions do nothing here,
+ * and prefetches are counted. Needs AVX-512, and no AMX.
  * Usage: fetches BITS M TILE_ROWS K STRIPS
- * Multiplies M tokens by the first strips of a weight; the next call is to multiply by a weight of the same size. Prints
- * a digit for each line of 64 bytes of these strips: how often it was fetched, as part of this weight or of the next one;
- * then the number of fetches of anything else; then those of the next weight before the first product. */
+ * Multiplies M tokens by the first strips of a weight; the next call is to multiply by a weight of the same size.
+ * Prints a digit for each line of 64 bytes of these strips: how often it was fetched, as part of this weight or of the
+ * next one; then the number of fetches of anything else; then those of the next weight before the first product. */
 #include <immintrin.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -18,9 +18,9 @@
  * Errands, spread over the steps, done while products are under way: memory to L2 for the panel to come, in several
  * streams (kt_streams), for one alone does not use all of the memory's speed; and for int4 the unpacking of the next
  * panel into the half of scratch that is not in use, while the one after it is fetched. After the last panel of a
- * call comes what the next one (kt_gemm.next) begins with: its first panel, and for int4 the second one, too, if that is
- * of the same strip. An int4 call begins with unpacking its first panel, and fetches a second one of another strip
- * meanwhile.
+ * call comes what the next one (kt_gemm.next) begins with: its first panel, and for int4 the second one, too, if it
+ * belongs to the same strip. An int4 call begins with unpacking its first panel, and fetches a second one of another
+ * strip meanwhile.
  *
  * An int4 code is unpacked to 16 * code, in 3 operations for 128 codes, where the code itself takes 5; so the sums'
  * unit is 1 where other kernels leave 16. int32 holds them: 65536 columns of 128 * 127. */
