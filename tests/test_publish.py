@@ -146,3 +146,44 @@ def test_a_name_is_given_once(tmp_path: Path, missing: tuple[str, ...]) -> None:
     env = {**os.environ, **({"LD_PRELOAD": str(shims.refusing(tmp_path, "EPERM", *missing))} if missing else {})}
     done = subprocess.run([sys.executable, "-c", NEW, tmp_path], env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# Another process makes a file in a folder, and takes one away, when all that was there before has been seen.
+MEANWHILE = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <fcntl.h>
+    #include <stdio.h>
+    #include <string.h>
+    #include <unistd.h>
+    int rmdir(const char *path) {
+        static int times;
+        char late[4096];
+        snprintf(late, sizeof late, "%s/late", path);
+        if (times++ == 0) close(open(late, O_CREAT | O_WRONLY, 0600));
+        return ((int (*)(const char *))dlsym(RTLD_NEXT, "rmdir"))(path);
+    }
+    int unlinkat(int fd, const char *name, int flags) {
+        static int times;
+        int (*real)(int, const char *, int) = dlsym(RTLD_NEXT, "unlinkat");
+        if (!strcmp(name, "gone") && times++ == 0) real(fd, name, flags);
+        return real(fd, name, flags);
+    }
+"""
+REMOVE = """
+import sys
+from pathlib import Path
+from ktconvert.layouts.files import publish
+
+publish.remove_tree(Path(sys.argv[1]))
+assert not Path(sys.argv[1]).exists()
+"""
+
+
+def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "gone").touch()
+    env = {**os.environ, "LD_PRELOAD": str(shims.build(tmp_path, "meanwhile", MEANWHILE))}
+    done = subprocess.run([sys.executable, "-c", REMOVE, folder], env=env, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

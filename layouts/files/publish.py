@@ -25,6 +25,7 @@ from ktconvert.layouts.errors import InputError, OutputError, ResourceError
 from ktconvert.layouts.files.shards import ALIGNMENT
 
 STAGING_BYTES = 4 << 20
+REMOVALS = 10  # tries
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -373,8 +374,17 @@ def _renameat2(new: Path, old: Path, flag: int) -> int:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours with everything in it, if it is there."""
+    """Remove a folder of ours with everything in it, if it is there; also what another process was just making in it or
+    moving about.
+    """
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+        return
+    for tries_left in reversed(range(REMOVALS)):
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or not tries_left:
+                raise
