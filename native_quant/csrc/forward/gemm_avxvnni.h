@@ -1,10 +1,18 @@
-/* vpdpbusd: four unsigned by four signed bytes, added to an int32, in one instruction. Weights are the unsigned ones.
- */
+/* vpdpbusd: four unsigned by four signed bytes, added to an int32, in one instruction. Weights are the unsigned ones. A
+ * file that includes this must define TWO_STREAMS: whether a block fetches both halves of its share of what comes next
+ * at the same time. */
 #ifndef KT_GEMM_AVXVNNI_H
 #define KT_GEMM_AVXVNNI_H
 
 #include "arch/x86/dpbusd256.h"
 #include "gemm_avx2.h"
+
+/* What kt_fetch_next does, but in turn from `ahead` on and from `half` bytes after it. */
+KT_INLINE void fetch_halves(int quad, const uint8_t **ahead, int64_t half, int64_t step) {
+    if (quad % 2) return;
+    _mm_prefetch((const char *)*ahead + quad % 4 / 2 * half, _MM_HINT_T1);
+    if (quad % 4) *ahead += step;
+}
 
 KT_INLINE KT_TARGET_AVXVNNI void block(int tokens, const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,
                                        const uint8_t *ahead, int64_t step) {
@@ -18,7 +26,8 @@ KT_INLINE KT_TARGET_AVXVNNI void block(int tokens, const uint8_t *codes, int64_t
 #pragma GCC unroll 8
             for (int q = 0; q < 8; q++) {
                 __m256i low = kt_load(at + q * 64), high = kt_load(at + q * 64 + 32);
-                kt_fetch_next(q, &ahead, step);
+                if (TWO_STREAMS) fetch_halves(q, &ahead, columns / 8 * step, step);
+                else kt_fetch_next(q, &ahead, step);
 #pragma GCC unroll 6
                 for (int t = 0; t < tokens; t++) {
                     __m256i four = kt_four(a + t * KT_CHUNK_PITCH + j + 4 * q);

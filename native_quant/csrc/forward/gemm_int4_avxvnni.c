@@ -1,4 +1,6 @@
 /* Dot products with AMXINT4 weights: code + 8 (a flipped sign bit) is unsigned. */
+enum { TWO_STREAMS = 0 }; /* half the bytes of INT8: two gain nothing */
+
 #include "gemm_avxvnni.h"
 
 KT_INLINE KT_TARGET_AVXVNNI void tile_few(int tokens, const uint8_t *tile, const int8_t *a, int32_t *c) {
