@@ -188,8 +188,8 @@ static inline int64_t kt_in_tiles(int64_t rows, int64_t k, int64_t t) {
    a: -127..127, in tiles of tile_rows tokens. The last tile is read whole; c has rows for whole tiles.
    sums[t * sums_pitch + b]: the sum of token t's activations in column block b, for kernels that multiply unsigned
    codes. c: on a boundary of 64 bytes. next: where the first strip of the call that follows on this thread probably
-   begins, next_bytes up to the end of its first column block; NULL: unknown. scratch: KT_GEMM_SCRATCH bytes on a
-   boundary of 64. */
+   begins, next_bytes up to the end of its first column block: to be prefetched, never read; NULL: unknown. scratch:
+   KT_GEMM_SCRATCH bytes on a boundary of 64. */
 typedef struct {
     int64_t m, k;
     const int8_t *a;

@@ -41,6 +41,7 @@ enum {
     KT_SUMS_PITCH = KT_STRIP_ROWS * 4,              /* bytes from token to token */
     KT_UNPACKED_AT_ONCE = 4,                        /* lines of 64 packed bytes; a packed tile has a multiple of it */
 };
+_Static_assert(2 * KT_PANEL_BYTES <= KT_GEMM_SCRATCH, "the panel at hand and the next one, unpacked");
 
 /* By bits, measured on Sapphire Rapids: so many tokens the VNNI kernel multiplies at least as fast. */
 static inline int64_t kt_left_to_vnni(int bits) {

@@ -62,13 +62,13 @@ KT_INLINE TARGET __m512i in_turn(__m512i sum) {
     return sum;
 }
 
-/* The codes of quad q and half h of a tile; INT4: of its columns from 64 on if `high`. kept: where those of a tile are.
- */
+/* The codes of quad q and half h of a tile; INT4: of its columns from 64 on if `high`. kept: where FIRST leaves those of
+ * a tile for AGAIN. */
 KT_INLINE TARGET __m512i codes_of(int kind, int high, __m512i bytes, uint8_t *kept, int q, int h) {
-    uint8_t *place = kept + (q * 8 / BITS + high) * 128 + h * 64;
-    if (kind == AGAIN) return _mm512_load_si512(place);
+    int64_t place = (q * 8 / BITS + high) * 128 + h * 64;
+    if (kind == AGAIN) return _mm512_load_si512(kept + place);
     __m512i codes = high ? high_codes(bytes) : low_codes(bytes);
-    if (kind == FIRST) _mm512_store_si512(place, codes);
+    if (kind == FIRST) _mm512_store_si512(kept + place, codes);
     return codes;
 }
 
@@ -125,7 +125,7 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
 #pragma GCC unroll 2
                     for (int h = 0; h < 2; h++) sum[s][t][h] = rest(sum[s][t][h], c[s] + t * KT_STRIP_ROWS + h * 16);
         }
-        kept += 8 / BITS * KT_TILE_BYTES;
+        if (kind == FIRST || kind == AGAIN) kept += 8 / BITS * KT_TILE_BYTES;
         tiles[0] += KT_TILE_BYTES;
         tiles[1] += KT_TILE_BYTES;
     }

@@ -122,8 +122,8 @@ static void set_next(const kt_pass *pass, kt_gemm *job, const kt_strip *strip, i
 
 /* Sets job->next to the weights of the task that this thread takes next if all threads take them in turns. */
 static void look_ahead(const kt_pass *pass, const kt_group *group, const kt_task *task, kt_gemm *job) {
+    if (group->task + group->tasks - task <= group->threads) return;
     const kt_task *next = task + group->threads;
-    if (next >= group->task + group->tasks) return;
     const ktq_expert *expert = kt_expert_of(pass, group, next);
     int bits = pass->format->bits;
     int64_t k = next->kind == KT_GATE_UP ? pass->moe->hidden : pass->moe->width;
