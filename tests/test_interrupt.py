@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.loop import StopFlag
 from rig import conversion, shims
 
 
@@ -80,21 +81,39 @@ def test_interrupted_twice_it_stops_at_once(
     assert conversion.names(output.parent) == ["out"]
 
 
-AT_ITS_END = """
-import os, sys
-from ktconvert.pipeline.engine.loop import StopFlag
-with StopFlag().installed():
-    os.kill(os.getpid(), int(sys.argv[1]))
-os.kill(os.getpid(), int(sys.argv[1]))
+# The first signal comes before the first layer, the second one when Python is about to end.
+TO_THE_END = """
+import atexit, os, sys
+from ktconvert.pipeline.cli import main
+from ktconvert.pipeline.engine import execute
+number, make = int(sys.argv.pop(1)), execute.run_units
+def run_units(*arguments):
+    os.kill(os.getpid(), number)
+    make(*arguments)
+execute.run_units = run_units
+atexit.register(os.kill, os.getpid(), number)
+main()
 """
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_at_the_very_end_is_no_other_one(number: signal.Signals, code: int) -> None:
-    """The layers are finished, the process is not: no traceback, and the exit code of the first."""
-    command = [sys.executable, "-c", AT_ITS_END, str(int(number))]
+def test_a_second_signal_at_the_very_end_is_no_other_one(
+    larger: tuple[Path, Any], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """No traceback, and the exit code of the first."""
+    command = [sys.executable, "-c", TO_THE_END, str(int(number)), "cpu", "-i", larger[0], "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert "`ktconvert resume " in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_that_was_interrupted_has_its_own_handlers_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopFlag().installed() as stop:
+        os.kill(os.getpid(), number)
+    assert stop.number == number
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])

@@ -206,6 +206,8 @@ def _take_signals() -> None:
 
 def _fail(message: str, code: int, text: str | None = None) -> None:
     """End with an exit code, a text on stderr (by default the message in one line), and with --json an event."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # one that comes now, perhaps again, leaves no traceback
+        signal.signal(number, lambda caught, _: os._exit(128 + caught))
     message = one_line(message)
     if "--json" in sys.argv:
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))

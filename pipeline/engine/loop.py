@@ -56,9 +56,7 @@ class StopFlag:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopFlag]:
-        """Handle signals within; a no-op outside the main thread. After a first signal the process is about to end, and
-        a second one still ends it at once.
-        """
+        """Handle signals within; a no-op outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -66,7 +64,7 @@ class StopFlag:
         try:
             yield self
         finally:
-            for number, handler in old.items() if not self.number else ():
+            for number, handler in old.items():
                 signal.signal(number, handler)
 
 

@@ -1,6 +1,6 @@
 /* Activations for AMX: as few tiles as there can be, each with as few rows as will do. So the last one lacks fewer rows
- * than there are tiles: 17 tokens are two tiles of 9, 33 three of 11. A tile is loaded row by row, and
- * a product should take as long as it has rows, too; that has not been measured. */
+ * than there are tiles: 17 tokens are two tiles of 9, 33 three of 11. A tile is loaded row by row, and a
+ * product should take as long as it has rows, too; that has not been measured. */
 #include "gemm_amx.h"
 
 kt_tiling kt_tiling_amx(int bits, int64_t m) {
