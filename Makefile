@@ -38,7 +38,9 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
-# Every kill point, every family: some minutes more. Machines with several NUMA nodes: an hour where KVM does not work.
+# Every kill point, every family, and other draws of chance each time, whose seed a failure shows: some minutes more.
+# Machines with several NUMA nodes: an hour where KVM does not work.
+test-long: export KTCONVERT_TEST_SEED ?= $(shell date +%s)
 test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long --timeout=3600
 	$(MAKE) numa

@@ -4,7 +4,6 @@ llama.cpp's own importance matrix, runs that are cut off, and statistics of some
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -246,8 +245,7 @@ def attempts(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_killed_between_layers_and_within(attempts: Attempts) -> None:
     """Right after some units' records, and at some moment of the making of a layer and of the imatrix."""
-    print(f"seed {conversion.SEED}")
-    chance = random.Random(conversion.SEED)
+    chance = conversion.chance()
     boundaries = [attempts.recorded_at(unit) + 1 for unit in ("samples", "layer-001", "imatrix", "statistics")]
     inside = [chance.choice(attempts.within(unit)) for unit in ("layer-001", "imatrix")]
     conversion.in_parallel(attempts.killed, sorted({*boundaries, *inside}))

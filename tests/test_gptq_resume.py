@@ -4,7 +4,6 @@ that was never cut off."""
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,8 +39,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
 def test_killed_between_layers_and_within(attempts: Attempts) -> None:
     """Right before and after each layer's record, and at some moment of its making; finished layers
     are not made again."""
-    print(f"seed {conversion.SEED}")
-    chance = random.Random(conversion.SEED)
+    chance = conversion.chance()
     boundaries = [attempts.recorded_at(unit) + late for unit in UNITS for late in (0, 1)]
     inside = [chance.choice(attempts.within(unit)) for unit in UNITS]
     conversion.in_parallel(attempts.killed, sorted({*boundaries, *inside}))
@@ -49,9 +47,8 @@ def test_killed_between_layers_and_within(attempts: Attempts) -> None:
 
 
 def test_killed_while_resuming(attempts: Attempts) -> None:
-    print(f"seed {conversion.SEED}")
-    chance = random.Random(conversion.SEED)
-    pairs = [(chance.randint(20, len(attempts.calls)), chance.randint(1, len(attempts.calls))) for _ in range(2)]
+    calls = len(attempts.calls)
+    pairs = conversion.pairs(range(20, calls + 1), range(1, calls + 1), 2)
     conversion.in_parallel(lambda n: attempts.killed_twice(*pairs[n]), range(len(pairs)))
 
 
@@ -64,9 +61,8 @@ def test_killed_before_every_call(attempts: Attempts) -> None:
 
 @pytest.mark.long
 def test_killed_while_resuming_many_times(attempts: Attempts) -> None:
-    print(f"seed {conversion.SEED}")
-    chance = random.Random(conversion.SEED)
-    pairs = [(chance.randint(1, len(attempts.calls)), chance.randint(1, len(attempts.calls))) for _ in range(50)]
+    calls = range(1, len(attempts.calls) + 1)
+    pairs = conversion.pairs(calls, calls, 50)
     conversion.in_parallel(lambda n: attempts.killed_twice(*pairs[n]), range(len(pairs)))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import re
 import shutil
 import signal
@@ -195,26 +194,28 @@ class Matrix:
         done = self.run(output, n)
         if done.returncode == 0:  # threads may save a call or two
             self.check(output, f"{n} was past the end")
-            return
-        where = f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}"
-        assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
-        self.whole_or_absent(output, where)
-        self.finish(output, bool(n % 2), where)
+        else:
+            where = f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}"
+            assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
+            self.whole_or_absent(output, where)
+            self.finish(output, bool(n % 2), where)
         shutil.rmtree(output.parent)
 
     def killed_twice(self, n: int, m: int) -> None:
         """Killed before call n, the resume before its call m, then resumed again."""
         output = self.prepare(f"n{n}-{m}")
-        if self.run(output, n).returncode == 0:
+        done = self.run(output, n)
+        if done.returncode == 0:
             self.check(output, f"{n} was past the end")
-            return
-        first = killpoint.killed_before(self.log(output))
-        begun = self.plan(output).exists()
-        second = self.run(output, m, ["resume", str(output)] if begun and m % 2 else None)
-        where = f"killed before call {n}, {first}, and resumed, before call {m}, {killpoint.killed_before(self.log(output))}"
-        assert second.returncode in (0, killpoint.KILLED), f"{where}: {second.stderr}"
-        self.whole_or_absent(output, where)
-        self.finish(output, bool((n + m) % 2), where)
+        else:
+            where = f"killed before call {n}, {killpoint.killed_before(self.log(output))}"
+            assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
+            begun = self.plan(output).exists()
+            second = self.run(output, m, ["resume", str(output)] if begun and m % 2 else None)
+            where += f", and resumed, before call {m}, {killpoint.killed_before(self.log(output))}"
+            assert second.returncode in (0, killpoint.KILLED), f"{where}: {second.stderr}"
+            self.whole_or_absent(output, where)
+            self.finish(output, bool((n + m) % 2), where)
         shutil.rmtree(output.parent)
 
     def sources_untouched(self) -> None:
@@ -260,9 +261,8 @@ def test_killed_here_and_there_on_a_disk(matrix_on_disk: Matrix) -> None:
 
 
 def some_pairs(matrix: Matrix, count: int) -> list[tuple[int, int]]:
-    print(f"seed {conversion.SEED}")
-    chance = random.Random(conversion.SEED)
-    return [(chance.randint(1, matrix.points), chance.randint(1, matrix.points)) for _ in range(count)]
+    points = range(1, matrix.points + 1)
+    return conversion.pairs(points, points, count)
 
 
 @pytest.mark.parametrize("matrix", ["overwrite", "overwrite, no hard links"], indirect=True)
@@ -317,8 +317,8 @@ def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
     done = conversion.ktconvert(*command, tmp_path / "whole")
     whole = time.monotonic() - begun
     assert done.returncode == 0, done.stderr
-    wanted, chance, kills = conversion.tree(tmp_path / "whole"), random.Random(conversion.SEED), 0
-    print(f"seed {conversion.SEED}; an uninterrupted run takes {whole:.1f} s")
+    wanted, chance, kills = conversion.tree(tmp_path / "whole"), conversion.chance(), 0
+    print(f"an uninterrupted run takes {whole:.1f} s")
     for run in range(20):
         if run >= 3 and kills:
             break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -210,8 +209,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
 
 
 def test_killed_between_layers_and_within(attempts: Attempts) -> None:
-    print(f"seed {conversion.SEED}")
-    chance = random.Random(conversion.SEED)
+    chance = conversion.chance()
     boundaries = [attempts.recorded_at(unit) + late for unit, late in zip(UNITS[1:], (1, 0, 1), strict=True)]
     conversion.in_parallel(attempts.killed, sorted({*boundaries, chance.choice(attempts.within("layer-001"))}))
     assert conversion.identity(attempts.model) == attempts.before

@@ -29,7 +29,8 @@ ROOM = 256 << 20  # bytes; a test needs a few MB
 # That a test makes use of: each runs a server, and a container may show all of a large machine's.
 CORES = min(8, machine.allowed_cpus())
 HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA parts allows
-SEED = random.randrange(10**6)  # printed with every failure; set it to see one again
+# What is drawn by chance is the same in every run, unless KTCONVERT_TEST_SEED is another; `make test-long` draws others.
+SEED = int(os.environ.get("KTCONVERT_TEST_SEED", 0))
 Tree = dict[str, bytes | None]
 
 
@@ -238,9 +239,21 @@ def in_parallel(job: Callable[[int], Any], numbers: Iterable[int]) -> list[Any]:
         return list(pool.map(job, numbers))
 
 
+def chance() -> random.Random:
+    """What draws for a test. A test that fails shows the seed."""
+    print(f"KTCONVERT_TEST_SEED={SEED}")
+    return random.Random(SEED)
+
+
+def pairs(first: range, second: range, count: int) -> list[tuple[int, int]]:
+    """Pairs by chance, no two the same: each names a folder."""
+    drawn = chance().sample(range(len(first) * len(second)), count)
+    return [(first[n // len(second)], second[n % len(second)]) for n in drawn]
+
+
 def thinned(points: int, runs: int) -> list[int]:
-    """Kill points spread over a whole run, other ones each time."""
+    """Kill points spread over a whole run; which ones depends on the seed."""
     step = max(1, points // runs)
     offset = SEED % step + 1
-    print(f"seed {SEED}: kill points {offset}, {offset + step} ... of {points}")
+    print(f"KTCONVERT_TEST_SEED={SEED}: kill points {offset}, {offset + step} ... of {points}")
     return list(range(offset, points + 1, step))
