@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, settings
 
 from ktconvert.native_quant import kernels
+from rig import draws
 from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,11 +25,7 @@ DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
 # Their fixtures are for all tests: `bench` and `servers`, `converted` and `converted_long`, `dask_cluster`.
 pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.threads")
 
-# Neither a slow machine nor another draw may fail a run. Fuzzers draw more where they are told to (KTCONVERT_FUZZ).
-settings.register_profile(
-    "same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("same everywhere")
+draws.same_everywhere()
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]
