@@ -396,11 +396,11 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     converter, input_path = None, tmp_path / "given"
     shutil.copytree(example, input_path)
     if source == "fp8":
-        converter = FP8BlockDequantizer(targets=[r"re:.*\.mlp\.experts\.\d+\..*"])
+        converter, generator = FP8BlockDequantizer(targets=[r"re:.*\.mlp\.experts\.\d+\..*"]), torch.Generator()
         for path in input_path.glob("*.safetensors"):
             tensors = load_file(path)
             for name in [name for name in tensors if ".experts." in name]:
-                scale = torch.rand(2, 2) * 0.01 + 1e-4
+                scale = torch.rand(2, 2, generator=generator) * 0.01 + 1e-4
                 spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
                 tensors[name] = (tensors[name].float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
                 tensors[f"{name}_scale_inv"] = scale

@@ -654,6 +654,7 @@ def test_transformers_reloads_other_families(family: str, tmp_path: Path, cli: A
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    torch.manual_seed(0)
     source = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**TINY, **FAMILIES[family]), dtype=torch.bfloat16)
     source.save_pretrained(tmp_path / "source")
     cli("gpu", "-i", tmp_path / "source", "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
