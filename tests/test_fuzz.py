@@ -76,6 +76,12 @@ def fuzzed(examples: int) -> settings:
     )
 
 
+@pytest.fixture(autouse=True)
+def usual_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A usage is one line, however narrow the terminal of whoever runs the tests."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
 def command(*arguments: object, words: str = "") -> int:
     """Run a command in this process, as the real one; its exit code. A failure is one sentence, in
     which these words stand."""

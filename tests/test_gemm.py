@@ -109,7 +109,7 @@ def test_timed_products(bits: int, m: int) -> None:
     """Three weights one after the other; what is no whole number of weights is refused before C sees it."""
     activations, weights = np.ones((m, 256), np.int8), np.zeros((3, 128 * 256 * bits // 8), np.uint8)
     seconds = kernels.time_gemm(bits, activations, weights, 128)
-    assert 0 < seconds < 60
+    assert 0 < seconds < 300
     for wrong in (weights[:0], weights[:, 1:], weights[0], weights.view(np.int8)):
         with pytest.raises(ValueError, match=r"weights must be contiguous uint8 of shape \(count, "):
             kernels.time_gemm(bits, activations, wrong, 128)
