@@ -13,6 +13,7 @@ import pytest
 
 from rig import conversion, killpoint
 from rig.bench import LAYERS, SHARD, Bench
+from rig.safetensors import move_time
 
 Done = Any
 
@@ -61,10 +62,14 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
         assert conversion.differing(conversion.tree(bench.output), wanted["after"]) == [], died
 
 
+def touch(path: Path) -> None:
+    move_time(path, path.stat())
+
+
 def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
     wanted = bench.fresh("--verify-inputs")
     bench.stop_after(2)
-    os.utime(bench.source / SHARD)
+    touch(bench.source / SHARD)
     conversion.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--verify-inputs").returncode == 0
     assert bench.units_written() == 2
@@ -74,7 +79,7 @@ def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
 def test_with_hashes_a_touched_input_costs_nothing(bench: Bench) -> None:
     wanted = bench.fresh("--verify-inputs")
     bench.stop_after(2, "--verify-inputs")
-    os.utime(bench.source / SHARD)
+    touch(bench.source / SHARD)
     assert bench.run("resume", bench.output).returncode == 0
     assert bench.units_written() == 1
     bench.finished_as(wanted)
@@ -252,6 +257,7 @@ def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
 def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point: int) -> None:
     """Same names, sizes and headers, so the same fingerprints: --overwrite starts over, wherever that is cut off."""
     other = conversion.checkpoint(bench.base / "other", layers=LAYERS, seed=7)
+    touch(other / SHARD)
     wanted = bench.fresh(source=other)
     assert bench.cpu(kill=point).returncode == killpoint.KILLED
     conversion.refused(bench.cpu(source=other), 5, "--overwrite")

@@ -24,7 +24,7 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import fp8, mxfp4, reference
 from rig import conversion, floats, killpoint
-from rig.safetensors import bits_of, data_start, edit_header, header_of, read_file
+from rig.safetensors import bits_of, data_start, edit_header, header_of, read_file, rewrite
 
 V4 = {"gate": "w1", "up": "w3", "down": "w2"}  # the names of DeepSeek-V4
 METHODS = ("mxfp4", "fp8", "bf16")
@@ -146,12 +146,12 @@ def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(
     for name, value in (*(("method", other) for other in others), ("numa", 2)):
         document = json.loads(about)
         document["model"][name] = value
-        (out / "manifest.json").write_text(json.dumps(document))
+        rewrite(out / "manifest.json", json.dumps(document))
         with pytest.raises(
             UnsupportedError, match=rf"manifest.json: says {name} {value}, the weights .*; convert it ag"
         ):
             Experts.load(out, 0)
-    (out / "manifest.json").write_text(about)
+    rewrite(out / "manifest.json", about)
     assert Experts.load(out, 0).method == method.upper()
     before = shard.read_bytes()
     for name, value in (("method", others[0]), ("num_experts", "9"), ("hidden_size", "64")):
@@ -160,9 +160,9 @@ def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(
             UnsupportedError, match=rf"{shard.name}: its header says {name} {value}, .*; convert it again"
         ):
             Experts.load(out, 0)
-        shard.write_bytes(before)
+        rewrite(shard, before)
     for harmed in (before[:-64], before[:100]):
-        shard.write_bytes(harmed)
+        rewrite(shard, harmed)
         with pytest.raises(InputError, match=rf"{shard.name}: .*; convert it again"):
             Experts.load(out, 0)
     key, bad = {
@@ -170,9 +170,9 @@ def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(
         "fp8": ("model.layers.0.mlp.experts.1.gate_proj.weight_scale_inv", b"\0\0\xc0\x7f"),
         "bf16": ("model.layers.0.mlp.experts.1.gate_proj.weight", b"\xc0\x7f"),
     }[method]
-    shard.write_bytes(before)
+    rewrite(shard, before)
     at = data_start(shard) + header_of(shard)[key]["data_offsets"][0]
-    shard.write_bytes(before[:at] + bad + before[at + len(bad) :])
+    rewrite(shard, before[:at] + bad + before[at + len(bad) :])
     with pytest.raises(InputError, match=rf"{shard.name}: tensor '{key}': .*; convert it again"):
         Experts.load(out, 0)
     shard.unlink()

@@ -21,7 +21,7 @@ import numpy as np
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
-from rig.safetensors import write_file
+from rig.safetensors import move_time, write_file
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 300.0  # seconds; a conversion takes half of one, a loaded machine many times that
@@ -78,8 +78,10 @@ def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x80
     path.write_bytes(data)
-    moved = before.st_mtime_ns + (0 if keep_time else 1_000_000_000)
-    os.utime(path, ns=(before.st_atime_ns, moved))
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        move_time(path, before)
 
 
 def ktconvert(

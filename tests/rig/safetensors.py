@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,19 +129,32 @@ def write_file(
     return path
 
 
+def rewrite(path: Path, data: bytes | str) -> None:
+    """Write a file anew; its time of change moves on, however coarse the times of the file system are."""
+    before = path.stat()
+    path.chmod(0o644)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    move_time(path, before)
+
+
+def move_time(path: Path, before: os.stat_result) -> None:
+    """Let a file have been changed a second after what it was before."""
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+
+
 def edit_file(path: Path, change: Callable[[Tensors], object]) -> None:
-    """Change a file's tensors and write it again; its metadata stay."""
-    about, tensors = header_of(path).get(METADATA), read_file(path)
+    """Change a file's tensors and write it again, as `rewrite` does; its metadata stay."""
+    before, about, tensors = path.stat(), header_of(path).get(METADATA), read_file(path)
     change(tensors)
     path.chmod(0o644)
     write_file(path, tensors, about)
+    move_time(path, before)
 
 
 def edit_header(path: Path, change: Callable[[Header], object]) -> None:
-    """Change a header in place; it keeps its padded length, and may not become longer."""
+    """Change a header in place, as `rewrite` does; it keeps its padded length, and may not become longer."""
     header, start, data = header_of(path), data_start(path), path.read_bytes()
     change(header)
     text = json.dumps(header, separators=(",", ":")).encode()
     assert 8 + len(text) <= start
-    path.chmod(0o644)
-    path.write_bytes(encode(text.ljust(start - 8), data[start:]))
+    rewrite(path, encode(text.ljust(start - 8), data[start:]))
