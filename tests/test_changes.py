@@ -13,7 +13,7 @@ import pytest
 
 from rig import conversion, killpoint
 from rig.bench import LAYERS, SHARD, Bench
-from rig.safetensors import move_time
+from rig.files import touch
 
 Done = Any
 
@@ -60,10 +60,6 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
         done = bench.run("resume", bench.output, "--verify-inputs")
         assert done.returncode == 0, f"{died}: {done.stderr}"
         assert conversion.differing(conversion.tree(bench.output), wanted["after"]) == [], died
-
-
-def touch(path: Path) -> None:
-    move_time(path, path.stat())
 
 
 def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:

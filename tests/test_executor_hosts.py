@@ -3,7 +3,6 @@ clusters that let in only who holds a certificate, or have no worker for units."
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import threading
@@ -16,6 +15,7 @@ import pytest
 
 from rig import conversion, forks
 from rig.dask_cluster import Cluster, certificates, other_version
+from rig.files import touch
 
 Done = subprocess.CompletedProcess[str]
 
@@ -89,8 +89,7 @@ def other_header(copy: Path) -> None:
 
 
 def other_time(copy: Path) -> None:
-    path = copy / "model-00001-of-00003.safetensors"
-    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 10**9))
+    touch(copy / "model-00001-of-00003.safetensors")
 
 
 ELSEWHERE = {

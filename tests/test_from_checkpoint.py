@@ -23,8 +23,9 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from rig import floats, microscaling, native
+from rig.files import rewrite
 from rig.native import Native, distance
-from rig.safetensors import Tensor, Tensors, read_file, rewrite, write_file
+from rig.safetensors import Tensor, Tensors, read_file, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -43,6 +43,7 @@ from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.plans.commands import plan_request
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, gguf, mutations
+from rig.files import touch
 
 MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
 CODES = {0, 1, 2, 3, 4, 5, 6, 7}
@@ -212,7 +213,7 @@ def read_output(root: Path) -> None:
 def load_output(root: Path) -> None:
     """As read_output, and as the runtime does."""
     read_output(root)
-    os.utime(root)  # what it knows of a directory it keeps until that changes
+    touch(root)  # what it knows of a directory it keeps until that changes
     Experts.load(root, 0).close()
 
 

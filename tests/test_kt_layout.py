@@ -24,7 +24,8 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import fp8, mxfp4, reference
 from rig import conversion, floats, killpoint
-from rig.safetensors import bits_of, data_start, edit_header, header_of, read_file, rewrite
+from rig.files import rewrite
+from rig.safetensors import bits_of, data_start, edit_header, header_of, read_file
 
 V4 = {"gate": "w1", "up": "w3", "down": "w2"}  # the names of DeepSeek-V4
 METHODS = ("mxfp4", "fp8", "bf16")

@@ -14,7 +14,8 @@ import pytest
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.weights import layers_of
-from rig.safetensors import edit_header, rewrite
+from rig.files import rewrite
+from rig.safetensors import edit_header
 
 Outputs = dict[tuple[str, str], Path]
 

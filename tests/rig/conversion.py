@@ -21,7 +21,8 @@ import numpy as np
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
-from rig.safetensors import move_time, write_file
+from rig.files import move_time
+from rig.safetensors import write_file
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 300.0  # seconds; a conversion takes half of one, a loaded machine many times that
@@ -256,6 +257,6 @@ def pairs(first: range, second: range, count: int) -> list[tuple[int, int]]:
 def thinned(points: int, runs: int) -> list[int]:
     """Kill points spread over a whole run; which ones depends on the seed."""
     step = max(1, points // runs)
-    offset = SEED % step + 1
-    print(f"KTCONVERT_TEST_SEED={SEED}: kill points {offset}, {offset + step} ... of {points}")
+    offset = chance().randint(1, step)
+    print(f"kill points {offset}, {offset + step} ... of {points}")
     return list(range(offset, points + 1, step))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-# How long drawing takes, how large what is drawn is and how much of it a test leaves out are no faults.
-NO_FAULTS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
-
 
 def same_everywhere() -> None:
     """Neither a slow machine nor another draw may fail a run. Fuzzers draw more where they are told to
     (KTCONVERT_FUZZ)."""
-    settings.register_profile("same everywhere", derandomize=True, deadline=None, suppress_health_check=NO_FAULTS)
+    settings.register_profile(
+        "same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("same everywhere")
     # It also draws constants that it finds in this project's modules, in those that are loaded: they depend on the
     # tests that ran before in the same process. No setting says otherwise.

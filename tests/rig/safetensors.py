@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from rig.files import move_time, rewrite
 
 Bits = npt.NDArray[Any]
 Header = dict[str, Any]
@@ -127,19 +128,6 @@ def write_file(
     text = json.dumps(table).encode()
     path.write_bytes(encode(text.ljust(math.ceil(len(text) / 8) * 8), b"".join(parts)))
     return path
-
-
-def rewrite(path: Path, data: bytes | str) -> None:
-    """Write a file anew; its time of change moves on, however coarse the times of the file system are."""
-    before = path.stat()
-    path.chmod(0o644)
-    path.write_bytes(data.encode() if isinstance(data, str) else data)
-    move_time(path, before)
-
-
-def move_time(path: Path, before: os.stat_result) -> None:
-    """Let a file have been changed a second after what it was before."""
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
 
 
 def edit_file(path: Path, change: Callable[[Tensors], object]) -> None:
