@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.native_quant import kernels
-from rig import draws
+from rig import conversion, draws, forks
 from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
+
+NOW = "PYTEST_CURRENT_TEST"  # of the environment: pytest says there what runs
 
 # Their fixtures are for all tests: `bench` and `servers`, `converted` and `converted_long`, `dask_cluster`.
 pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.threads")
@@ -49,25 +50,28 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def cli() -> Cli:
-    """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...}).
 
-    def run(
-        *arguments: object, code: int | None = 0, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, **(env or {})},
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        if code is not None:
-            assert done.returncode == code, f"exit code {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
-        return done
+    It is forked from one that has imported what commands import; in another environment, Python is started for it.
+    """
+    said = tmp_path_factory.mktemp("said")
+    environment = {**os.environ, NOW: ""}
+    with forks.Forks([], 1) as server:
 
-    return run
+        def run(
+            *arguments: object, code: int | None = 0, env: dict[str, str] | None = None
+        ) -> subprocess.CompletedProcess[str]:
+            if env or {**os.environ, NOW: ""} != environment:
+                done = conversion.ktconvert(*map(str, arguments), env=env)
+            else:
+                done = server.run(list(map(str, arguments)), said / "log", printed=said / "printed")
+            assert "Traceback" not in done.stderr, done.stderr
+            if code is not None:
+                assert done.returncode == code, f"exit {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
+            return done
+
+        yield run
 
 
 @pytest.fixture(scope="session")

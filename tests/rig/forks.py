@@ -11,22 +11,14 @@ import contextlib
 import importlib
 import json
 import os
+import pkgutil
 import queue
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-MODULES = (
-    "plans.cpu",
-    "plans.merge",
-    "plans.commands",
-    "engine.execute",
-    "tell.show",
-    "cli.cpu",
-    "cli.merge",
-    "cli.resume",
-)
+PACKAGES = ("cli", "engine", "plans", "tell", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
 
 
 class Forks:
@@ -40,7 +32,8 @@ class Forks:
         self, preload: Sequence[Path], count: int, prefix: Sequence[str] = (), modules: Sequence[str] = ()
     ) -> None:
         one = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        env = {**os.environ, "LD_PRELOAD": ":".join(map(str, preload)), **one}
+        libraries = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), *map(str, preload)]))
+        env = {**os.environ, "LD_PRELOAD": libraries, **one}
         env.pop("KILLPOINT_ROOT", None)
         self._all = [
             subprocess.Popen(
@@ -65,36 +58,49 @@ class Forks:
             server.wait()
 
     def run(
-        self, arguments: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str | Path],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        printed: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `ktconvert` with these arguments to its end, or to its death; what it prints goes to the file `log`."""
+        """Run `ktconvert` with these arguments to its end, or to its death, in the working directory of whoever calls.
+        What it says goes to the file `log`, and what it prints to `printed`, or there, too.
+        """
         server = self._free.get()
         assert server.stdin is not None
         assert server.stdout is not None
         words = list(map(str, arguments))
+        order = {"arguments": words, "log": str(log), "printed": printed and str(printed), "env": dict(env or {})}
         try:
-            server.stdin.write(json.dumps({"arguments": words, "log": str(log), "env": dict(env or {})}) + "\n")
+            server.stdin.write(json.dumps(order | {"folder": str(Path.cwd())}) + "\n")
             server.stdin.flush()
             code = int(server.stdout.readline())
         finally:
             self._free.put(server)
-        return subprocess.CompletedProcess(words, code, "", log.read_text())
+        return subprocess.CompletedProcess(words, code, printed.read_text() if printed else "", log.read_text())
 
 
 def serve(modules: Sequence[str]) -> None:
     """Fork a child for each order and wait for it."""
     main = importlib.import_module("ktconvert.pipeline.cli").main
     with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor prints messages
-        for name in (*(f"ktconvert.pipeline.{name}" for name in MODULES), *modules):
+        for package in PACKAGES:
+            path = importlib.import_module(f"ktconvert.pipeline.{package}").__path__
+            for module in pkgutil.iter_modules(path, f"ktconvert.pipeline.{package}."):
+                importlib.import_module(module.name)
+        for name in modules:
             importlib.import_module(name)
     importlib.import_module("ktconvert.native_quant.kernels").isa()
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, name in ((2, "log"), (1, "printed")):
+                path = order[name]
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if path else 2, number)
+            os.chdir(order["folder"])
             os.environ.update(order["env"])
             sys.argv = ["ktconvert", *order["arguments"]]
             code = 1
