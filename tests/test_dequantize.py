@@ -208,6 +208,14 @@ def test_integers_of_every_format_become_bf16(name: str, tmp_path: Path) -> None
     assert not (tmp_path / "out" / "quantize_config.json").exists()
 
 
+def test_a_scale_of_inputs_is_refused(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model."""
+    form, name = integers.FORMATS["ct 4 bytes"], "model.layers.0.self_attn.o_proj.pre_quant_scale"
+    stored: Any = {**integers.experts(form)[0], name: ("F16", np.ones(8, np.uint16))}
+    source = integers.checkpoint(tmp_path / "model", stored, form.config)
+    assert f"tensor '{name}' is a scale of inputs" in cli("dequantize", source, tmp_path / "out", code=3).stderr
+
+
 def test_the_bits_of_kt_kernels_scripts(blocks: tuple[Path, Tensors], tmp_path: Path) -> None:
     """Their formulas, convert_kimi_k2_fp8_to_bf16_cpu.py block by block, convert_moe_to_bf16.py group by group."""
     torch = pytest.importorskip("torch")

@@ -33,6 +33,7 @@ SUFFIXES = {
     ".weight_global_scale": "NVFP4",
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
+    ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }
 DTYPES = {
     "U8": "packed",
