@@ -42,6 +42,7 @@ from rig.integers import (
 from rig.safetensors import metadata_of, read_file, read_folder, write_file
 
 BASE = "model.layers.0.mlp.experts.{}.{}_proj"
+Change = Callable[[dict[str, Any], dict[str, Any]], Any]  # of tensors and quantization_config
 NAMES = {"GPTQ": "GPTQ_INT4", "AWQ": "AWQ_INT4"}
 
 
@@ -64,16 +65,9 @@ LIBRARIES = [name for name in FILES if name.startswith(("awq", "gptq", "ct_pack"
 def weights(folder: Path) -> dict[str, Matrix]:
     """Each quantized linear of a checkpoint, by its name without ".weight"."""
     with open_checkpoint(folder) as source:
-        quantization = recognise_quantization(source)
-        stored = beside(source, (), quantization).tensors
+        stored = beside(source, (), source.quantization).tensors
         found = {name: w for name, w in stored.items() if isinstance(w, Weight)}
         return {name.removesuffix(".weight"): w.matrix(source, 0) for name, w in found.items()}
-
-
-def recognise_quantization(source: Any) -> Any:
-    from ktconvert.layouts.checkpoints.config import quantization
-
-    return quantization(source.config)
 
 
 def float32_values(linear: Matrix) -> Any:
@@ -123,17 +117,110 @@ def test_a_zero_point_of_0_has_borrowed_from_its_neighbour(tmp_path: Path) -> No
     assert (stored[10] == 15).all() and ((stored[11] + 2) % 16 == linear.zeros[11]).all()
 
 
-def test_gptq_v2_stores_the_same_zero_points_as_they_are(tmp_path: Path) -> None:
-    def to_v2(stored: dict[str, Any], quantization: dict[str, Any]) -> None:
-        quantization["checkpoint_format"] = quantization["format"] = "gptq_v2"
-        for name, tensor in stored.items():
-            if name.endswith("qzeros"):
-                points = tensor.bits.view(np.uint32) + np.uint32(0x11111111)
-                stored[name] = tensor._replace(data=points.tobytes())
+def to_v2(stored: dict[str, Any], quantization: dict[str, Any]) -> None:
+    """4-bit codes of checkpoint_format gptq, as gptq_v2 stores them."""
+    quantization["checkpoint_format"] = quantization["format"] = "gptq_v2"
+    for name, tensor in stored.items():
+        if name.endswith("qzeros"):
+            points = tensor.bits.view(np.uint32) + np.uint32(0x11111111)
+            stored[name] = tensor._replace(data=points.tobytes())
 
-    name = "gptq_4bit_g128_asym_v1"
-    for linear, matrix in weights(library(name, tmp_path, to_v2)).items():
-        assert digest(float32_values(matrix), "F16") == hashes_of(name)[linear]["sha256"]
+
+def same_values(name: str, folder: Path) -> None:
+    """All linears of a folder have the values of this library's file."""
+    hashes = hashes_of(name)
+    for linear, matrix in weights(folder).items():
+        assert digest(float32_values(matrix), "F16") == hashes[linear]["sha256"]
+
+
+def test_gptq_v2_stores_the_same_zero_points_as_they_are(tmp_path: Path) -> None:
+    same_values("gptq_4bit_g128_asym_v1", library("gptq_4bit_g128_asym_v1", tmp_path, to_v2))
+
+
+# ---- quantize_config.json -------------------------------------------------------------------------------------------
+
+
+ASYMMETRIC = "gptq_4bit_g128_asym_v1"
+VERSIONS: dict[str, Change] = {"gptq": lambda stored, quantization: None, "gptq_v2": to_v2}
+
+
+def apart(name: str, folder: Path, beside: dict[str, Any] | None = None, version: str = "gptq", **kept: Any) -> Path:
+    """A library's file whose config lies in quantize_config.json; kept: what config.json still says."""
+    said: dict[str, Any] = {}
+
+    def move(stored: dict[str, Any], quantization: dict[str, Any]) -> None:
+        VERSIONS[version](stored, quantization)
+        said.update(quantization)
+        quantization.clear()
+
+    library(name, folder, move)
+    document = json.loads((folder / "config.json").read_text())
+    document |= {"quantization_config": kept} if kept else {}
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "quantize_config.json").write_text(json.dumps(said if beside is None else beside))
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARIES if name.startswith("gptq")])
+@pytest.mark.parametrize("kept", [{}, {"quant_method": "gptq", "bits": 0}], ids=["alone", "beside another"])
+def test_a_config_beside_config_json_counts(name: str, kept: dict[str, Any], tmp_path: Path) -> None:
+    same_values(name, apart(name, tmp_path, **kept))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_format_may_be_all_that_it_says(version: str, tmp_path: Path) -> None:
+    """The remedy where nothing says how zero points are stored."""
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}
+    folder = apart(ASYMMETRIC, tmp_path, {}, version, **stated)
+    with pytest.raises(InputError, match="no config says"):
+        weights(folder)
+    (folder / "quantize_config.json").write_text(json.dumps({"checkpoint_format": version}))
+    same_values(ASYMMETRIC, folder)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_zero_points_of_symmetric_codes_need_no_format(version: str, tmp_path: Path) -> None:
+    """All of them are in the middle, so that their words say it."""
+    name = "gptq_4bit_g128_sym_descact_v1"
+
+    def unsaid(stored: dict[str, Any], quantization: dict[str, Any]) -> None:
+        VERSIONS[version](stored, quantization)
+        for key in ("checkpoint_format", "format"):
+            quantization.pop(key, None)
+
+    same_values(name, library(name, tmp_path, unsaid))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"checkpoint_format": "gptq_v2"}, "says checkpoint_format gptq_v2, and config.json says gptq"),
+        ({"desc_act": True}, "says desc_act true, and config.json says false"),
+        ({"sym": True}, "says sym true, and config.json says false"),
+        ({"bits": 8}, "says bits 8, and config.json says 4"),
+        ({"group_size": 64}, "says group_size 64, and config.json says 128"),
+        ({"quant_method": "awq"}, "says quant_method awq, and config.json says gptq"),
+    ],
+)
+def test_configs_that_contradict_each_other(said: dict[str, Any], words: str, tmp_path: Path, cli: Any) -> None:
+    folder = apart(ASYMMETRIC, tmp_path / "in", said, **gptq_config(4, 128))
+    done = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--dry-run", code=5)
+    assert f"{folder / 'quantize_config.json'}: {words}; correct the one that is wrong" in done.stderr
+
+
+def test_the_output_does_not_say_how_its_source_was_quantized(tmp_path: Path, cli: Any) -> None:
+    """Loaders would believe quantize_config.json: it is kept under another name."""
+    convert = ("--threadpool-count", 1, "--quant-method", "int8")
+    form = FORMATS["gptq 4 v2"]
+    tensors, _ = experts(form)
+    one, two = (checkpoint(tmp_path / name, tensors, said) for name, said in (("one", form.config), ("two", None)))
+    (two / "quantize_config.json").write_text(json.dumps(form.config))
+    for folder in (one, two):
+        cli("cpu", "-i", folder, "-o", tmp_path / f"{folder.name}-out", *convert)
+        cli("verify", tmp_path / f"{folder.name}-out", "--against", folder, "--full")
+    assert read_folder(tmp_path / "one-out") == read_folder(tmp_path / "two-out")
+    names = {path.name for path in (tmp_path / "two-out").glob("quant*")}
+    assert names == {"quantize_config.source.json"}
 
 
 def test_g_idx_is_permuted(tmp_path: Path) -> None:
@@ -315,7 +402,6 @@ def test_memory_of_the_plan_counts_what_is_transposed(tmp_path: Path) -> None:
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 GATE = BASE.format(1, "gate")
-Change = Callable[[Stored, dict[str, Any]], Any]
 
 
 def config(**keys: Any) -> Change:
@@ -328,6 +414,16 @@ def tensor(suffix: str, dtype: str | None = None, shape: tuple[int, ...] = ()) -
         if dtype is not None:
             items = {"I32": np.int32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}[dtype]
             tensors[f"{GATE}.{suffix}"] = (dtype, np.zeros(shape, items))
+
+    return change
+
+
+def lost(suffix: str) -> Change:
+    """No weight has this tensor."""
+
+    def change(tensors: Stored, quantization: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.endswith(suffix)]:
+            del tensors[name]
 
     return change
 
@@ -419,6 +515,54 @@ REFUSED: dict[str, tuple[str, Change, type[KtconvertError], str]] = {
     ),
     "GPTQ codes that are AWQ's": ("awq", config(quant_method="gptq"), UnsupportedError, "'gemm' of GPTQ is not"),
     "AWQ codes that are GPTQ's": ("gptq 4", config(quant_method="awq"), KtconvertError, "qzeros is missing"),
+    "GPTQ of sym: false, no zero points": (
+        "gptq 4 v1",
+        lost("qzeros"),
+        InputError,
+        r"qweight' has zero points \(sym: false\) by its config, but .*_proj.qzeros is missing",
+    ),
+    "GPTQ of desc_act, no order": (
+        "gptq 4 order",
+        lost("g_idx"),
+        InputError,
+        r"has an order of its columns \(desc_act\) by its config, but .*_proj.g_idx is missing",
+    ),
+    "GPTQ, one weight without zero points": (
+        "gptq 4 v1",
+        tensor("qzeros"),
+        InputError,
+        r"1\.gate_proj\.qweight'.*1\.gate_proj\.qzeros is missing",
+    ),
+    "GPTQ, one weight without its order": (
+        "gptq 4 v2 order",
+        tensor("g_idx"),
+        InputError,
+        r"1\.gate_proj\.qweight': .*1\.gate_proj\.g_idx is missing, and .*0\.gate_proj\.g_idx' is there",
+    ),
+    "GPTQ whose zero points nothing explains": (
+        "gptq 4 v1",
+        config(checkpoint_format=None),
+        InputError,
+        r'qzeros\': no config says .*"gptq"} \(less one.*"gptq_v2"} \(as they are\) to quantize_config.json',
+    ),
+    "compressed-tensors of actorder, no order": (
+        "ct 4 order",
+        lost("weight_g_idx"),
+        InputError,
+        r"has an order of its columns \(actorder\) by its config, but .*weight_g_idx is missing",
+    ),
+    "compressed-tensors, one weight without its order": (
+        "ct 4 order",
+        tensor("weight_g_idx"),
+        InputError,
+        r"1\.gate_proj\.weight_g_idx is missing",
+    ),
+    "W8A8 with symmetric: false, no zero points": (
+        "ct W8A8",
+        lost("weight_zero_point"),
+        InputError,
+        r"weight' has zero points by its config, but .*weight_zero_point is missing",
+    ),
     "W8A8 zero points of another size": (
         "ct W8A8",
         tensor("weight_zero_point", "I32", (I, 1)),
@@ -441,7 +585,7 @@ def test_what_cannot_be_read_is_refused(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_a_config_the_shapes_decide(name: str, tmp_path: Path) -> None:
-    """Where they can: the width of compressed-tensors' codes is no shape."""
+    """Where they can: the width of compressed-tensors' codes is no shape, nor is how GPTQ stores zero points."""
     form: Format = FORMATS[name]
     tensors, values = experts(form)
     if "ct 8" in name:
@@ -449,8 +593,11 @@ def test_without_a_config_the_shapes_decide(name: str, tmp_path: Path) -> None:
             model_of(checkpoint(tmp_path, tensors, None))
         return
     model = model_of(checkpoint(tmp_path, tensors, None))
-    if "v2" not in name:  # nothing but a config can say that
-        assert (kernels.decode(model.linear(0, 1, "down")) == values[BASE.format(1, "down")]).all()
+    if form.zeros and "gptq" in name:
+        with pytest.raises(InputError, match="no config says whether it holds zero points less one"):
+            model.linear(0, 1, "down")
+        return
+    assert (kernels.decode(model.linear(0, 1, "down")) == values[BASE.format(1, "down")]).all()
 
 
 def test_an_order_that_leaves_a_group_out(cli: Callable[..., Any], tmp_path: Path) -> None:
@@ -480,7 +627,7 @@ def test_awq_as_an_output_is_no_method(cli: Callable[..., Any], tmp_path: Path) 
 
 def test_files_that_are_not_aligned(tmp_path: Path) -> None:
     """Words at odd addresses are read where they lie."""
-    form = FORMATS["gptq 4 v1"]
+    form = FORMATS["awq"]
     tensors, values = experts(form)
     write_file(tmp_path / "model.safetensors", {"a": ("U8", np.zeros(1, np.uint8)), **tensors})
     linear = recognise(open_checkpoint(tmp_path)).linear(0, 0, "up")

@@ -225,10 +225,10 @@ def changed(suffix: str, dtype: str, bits: Any) -> Callable[[Tensors], Any]:
     return change
 
 
-def added(suffix: str, dtype: str, bits: Any) -> Callable[[Tensors], Any]:
+def added(suffix: str, dtype: str, bits: Any, linear: str = GATE) -> Callable[[Tensors], Any]:
     def change(tensors: Tensors) -> None:
         first = next(iter(tensors.values()))
-        tensors[f"{GATE}.{suffix}"] = type(first)(dtype, bits.shape, bits.tobytes())
+        tensors[f"{linear}.{suffix}"] = type(first)(dtype, bits.shape, bits.tobytes())
 
     return change
 
@@ -313,14 +313,16 @@ def test_a_config_of_another_method(quantization: dict[str, Any], packed: Path, 
 
 def test_zero_points_that_the_config_names_and_no_tensor_holds(packed: Path, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, read_file(packed / "model.safetensors"), scheme(4, 32, symmetric=False))
-    with pytest.raises(InputError, match=r"weight_packed' has zero points by config.json, but .*zero_point is missing"):
+    with pytest.raises(InputError, match=r"weight_packed' has zero points by its config, but .*zero_point is missing"):
         model_of(folder)
 
 
 def test_an_order_that_leaves_a_group_out(packed: Path, tmp_path: Path) -> None:
     """Found when the weight is read: the header says nothing of it. An order of which nothing is set is none."""
     folder = checkpoint(tmp_path, read_file(packed / "model.safetensors"), scheme(4, 32))
-    edit_file(folder / "model.safetensors", added("weight_g_idx", "I32", np.full(H, -1, np.int32)))
+    for expert in range(E):
+        order = added("weight_g_idx", "I32", np.full(H, -1, np.int32), BASE.format(expert, "gate"))
+        edit_file(folder / "model.safetensors", order)
     assert model_of(folder).linear(0, 1, "gate").group_of is None
     edit_file(folder / "model.safetensors", added("weight_g_idx", "I32", np.zeros(H, np.int32)))
     with pytest.raises(InputError, match="weight_g_idx' must name each of 8 groups for 32 columns"):

@@ -542,7 +542,7 @@ def test_checkpoints_of_another_kind(case: Case, tmp_path: Path, spoken_by: dict
     def fp8(config: dict[str, Any]) -> None:
         config["quantization_config"] = {"quant_method": "fp8"}
 
-    with pytest.raises(InputError, match=r"weight_packed' has zero points by config.json, but .*zero_point is missing"):
+    with pytest.raises(InputError, match=r"weight_packed' has zero points by its config, but .*zero_point is missing"):
         HotWeights(edited(copied(case, tmp_path / "asymmetric"), asymmetric))
     model = edited(copied(case, tmp_path / "floats"), floats)
     error = call(model, "--cpu-weights", case.cold, "--prompt", "x").exception

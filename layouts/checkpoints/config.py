@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Where multimodal models keep the language model's configuration.
@@ -61,6 +62,7 @@ class Quantization:
     blocks       the sizes (rows, columns) of blocks that share an FP8 scale.
     bits, groups widths of integer codes, and columns that share one of their scales.
     symmetric    False where such codes have zero points, True where they have none; both if the config has both.
+    ordered      True where g_idx says which columns share a scale, False where neighbours do.
     """
 
     method: str = ""
@@ -69,6 +71,19 @@ class Quantization:
     bits: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     symmetric: tuple[bool, ...] = ()
+    ordered: tuple[bool, ...] = ()
+
+
+BESIDE = "quantize_config.json"  # where AutoGPTQ and GPTQModel write it, some of them nowhere else
+# Field of Quantization -> its key there.
+KEYS = {
+    "method": "quant_method",
+    "format": "checkpoint_format",
+    "bits": "bits",
+    "groups": "group_size",
+    "symmetric": "sym",
+    "ordered": "desc_act",
+}
 
 
 def quantization(config: dict[str, Any]) -> Quantization:
@@ -86,7 +101,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
                 )
                 schemes = [scheme for scheme in inner if isinstance(scheme, dict)]
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
-                weights += schemes
+                weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
                     laid_out = laid_out or _format(quant)
                     weights += _schemes(quant)
@@ -94,14 +109,37 @@ def quantization(config: dict[str, Any]) -> Quantization:
         (s[0], s[1]) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and n > 0 for n in s)
     ]
     integers = [scheme for scheme in weights if scheme.get("type") == "int"]
+
+    def each(key: str, kind: type) -> list[Any]:
+        return sorted({value for scheme in integers if type(value := scheme.get(key)) is kind})
+
     return Quantization(
         method,
         laid_out,
         tuple(dict.fromkeys(blocks)),
-        tuple(sorted({n for scheme in integers if type(n := scheme.get("num_bits")) is int and n > 0})),
-        tuple(sorted({n for scheme in integers if type(n := scheme.get("group_size")) is int and n > 0})),
-        tuple(sorted({scheme.get("symmetric") is not False for scheme in integers})),
+        tuple(n for n in each("num_bits", int) if n > 0),
+        tuple(n for n in each("group_size", int) if n > 0),
+        tuple(each("symmetric", bool)),
+        tuple(each("ordered", bool)),
     )
+
+
+def with_beside(stated: Quantization, beside: dict[str, Any]) -> Quantization:
+    """What config.json states, with what a quantize_config.json says beyond that; one without a quant_method is of the
+    stated one, else of GPTQ. Raises ValueError, saying on what, where they contradict each other.
+    """
+    if not beside.keys() & KEYS.values():
+        return stated
+    said = quantization({"quantization_config": {"quant_method": stated.method or "gptq", **beside}})
+    for name, key in KEYS.items():
+        one, other = getattr(stated, name), getattr(said, name)
+        if one and other and one != other:
+            raise ValueError(f"says {key} {_shown(other)}, and config.json says {_shown(one)}")
+    return replace(stated, **{name: getattr(stated, name) or getattr(said, name) for name in KEYS})
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else " and ".join(json.dumps(each) for each in value)
 
 
 def _format(quant: dict[str, Any]) -> str:
@@ -115,5 +153,5 @@ def _schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
     """A config of GPTQ or AWQ as compressed-tensors' schemes: one for most weights, others for names ("dynamic")."""
     others = quant.get("dynamic")
     each = [{}, *(o for o in others.values() if isinstance(o, dict))] if isinstance(others, dict) else [{}]
-    named = {"num_bits": "bits", "group_size": "group_size"}
+    named = {"num_bits": "bits", "group_size": "group_size", "symmetric": "sym", "ordered": "desc_act"}
     return [{"type": "int"} | {key: other.get(its, quant.get(its)) for key, its in named.items()} for other in each]

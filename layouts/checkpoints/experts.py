@@ -197,7 +197,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
             raise UnsupportedError(refusal)
     refuse_strays(seen, prefix, mtp)
     refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
-    quantization = cfg.quantization(source.config)
+    quantization = source.quantization
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
     moe_layers = {n: measure(source.config, arch, layer, prefix, n, quantization, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}

@@ -77,6 +77,7 @@ def measure(
                 f"{value}, config.json says {recorded[0]} = {recorded[1]}; they are not of one model"
             )
     _check_fit(weights, turned)
+    _refuse_uneven(weights, style, prefix, n)
     return MoeLayer(style, prefix, weights, tuple(stored.aside), count, h, i, turned)
 
 
@@ -94,6 +95,24 @@ def _weights(stored: Layer, prefix: str, n: int, quantization: Quantization) -> 
             raise _unread(name, tensors)
         weights[part, expert] = encodings.weight(row, name, tensors, quantization)
     return weights
+
+
+def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
+    """Experts are stored alike: where one has zero points or an order of columns, they are lost where another has
+    none. Raises InputError.
+    """
+    full: dict[tuple[str, str], Weight] = {}
+    for (part, _), weight in weights.items():
+        key = part, weight.encoding.name
+        if key not in full or len(weight.tensors) > len(full[key].tensors):
+            full[key] = weight
+    for (part, expert), weight in weights.items():
+        other = full[part, weight.encoding.name]
+        for role in other.tensors.keys() - weight.tensors.keys():
+            lost = encodings.spelled(weight.encoding.tensors[role][0], name_of(style, prefix, part, n, expert))
+            raise InputError(
+                f"tensor {weight.name!r}: {lost} is missing, and {other.tensors[role].name!r} is there; download again"
+            )
 
 
 def _unread(name: str, tensors: encodings.Tensors) -> Exception:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS
@@ -80,6 +81,7 @@ class TensorSource:
     config     config.json as parsed (params.json where only that exists), else what the weight files say themselves;
                {} where neither does.
     stated     what the weight files say themselves.
+    quantization  how weights are quantized, by config.json and quantize_config.json.
     shards     the weight files, in the order of their names.
     tensors    every tensor by name.
     ignored    files of the same kind in the directory that are not of the checkpoint.
@@ -98,6 +100,7 @@ class TensorSource:
         container: Container = SAFETENSORS,
         stated: dict[str, Any] | None = None,
         companion_root: Path | None = None,
+        quantization: cfg.Quantization | None = None,
     ) -> None:
         self.root = root
         self.config = config
@@ -107,6 +110,7 @@ class TensorSource:
         self.container = container
         self.stated = {} if stated is None else stated
         self.companion_root = companion_root or root
+        self.quantization = cfg.quantization(config) if quantization is None else quantization
         self._alone = alone
         self._maps = MappedFiles()
 
@@ -213,9 +217,10 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     container.check(root, names, headers)
     stated = next((header.config for header in headers if header.config), {})
     beside = root if config is None else hub.resolve(config, companions_only=True)
+    own = _config_of(beside, required=config is not None) or stated
     return TensorSource(
         root,
-        _config_of(beside, required=config is not None) or stated,
+        own,
         tuple(shards),
         tensors,
         chosen.ignored,
@@ -223,6 +228,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         container=container,
         stated=stated,
         companion_root=beside,
+        quantization=_quantization(beside, own),
     )
 
 
@@ -286,10 +292,25 @@ def read_config(root: Path) -> dict[str, Any]:
     return {}
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    """config.json as parsed. Raises InputError where it cannot be read, is no JSON object, or could not be written
-    again.
+def read_quantization(root: Path) -> cfg.Quantization:
+    """How the weights in a directory are quantized, by config.json and quantize_config.json. Raises InputError where
+    these are no JSON objects, or contradict each other.
     """
+    return _quantization(root, read_config(root))
+
+
+def _quantization(root: Path, config: dict[str, Any]) -> cfg.Quantization:
+    stated, beside = cfg.quantization(config), root / cfg.BESIDE
+    if not beside.exists():
+        return stated
+    try:
+        return cfg.with_beside(stated, _parsed(beside))
+    except ValueError as error:
+        raise InputError(f"{beside}: {error}; correct the one that is wrong") from None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """A JSON file as parsed. Raises InputError where it cannot be read, is no object, or could not be written again."""
     try:
         # Infinity and NaN are let through: configurations of released models hold them.
         tree = documents.parse(path.read_bytes())

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.checkpoints.experts import recognise
-from ktconvert.layouts.checkpoints.source import open_checkpoint, read_config
+from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import amx_card
 
@@ -58,7 +57,7 @@ def dequantizer(root: Path) -> Any:
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
-    quantization = cfg.quantization(read_config(root))
+    quantization = read_quantization(root)
     if quantization.method == FP8:
         kind: Any = FineGrainedFP8HfQuantizer
         return kind(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
@@ -80,7 +79,7 @@ def require_plain(root: Path, files: Iterable[str], model: Any, places: Sequence
     """Raises UnsupportedError where a weight that the model needs beside its routed experts is packed: transformers
     would not find it, and fill in random numbers.
     """
-    if cfg.quantization(read_config(root)).method != METHOD:
+    if read_quantization(root).method != METHOD:
         return
     from ktconvert.native_quant.runtime import hf_output
 

@@ -21,7 +21,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
@@ -150,12 +150,13 @@ def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ..
 
 
 def names_in_output(names: Collection[str]) -> dict[str, str]:
-    """The names of companions in the output: README.md and manifest.json are renamed, as the output has its own.
+    """The names of companions in the output: README.md and manifest.json are renamed, as the output has its own, and so
+    are files that say how the source is quantized, which loaders would believe of the output.
 
     README.md becomes README.source.md. An existing README.source.md (of a converted source) becomes
     README.source.source.md."""
     renamed = {name: name for name in names}
-    for name in (CARD, manifest.NAME):
+    for name in (CARD, manifest.NAME, *CONFIG_FILES):
         while name in names:
             stem, _, ending = name.rpartition(".")
             renamed[name] = f"{stem}.source.{ending}"

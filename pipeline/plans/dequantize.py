@@ -42,7 +42,7 @@ def plan_dequantize(request: Request, hashed: Callable[[int], None] | None = Non
     require_whole(source, "`ktconvert dequantize`")
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
-    everything = beside(source, (), cfg.quantization(source.config))
+    everything = beside(source, (), source.quantization)
     tensors = carry_over.carried(everything)
     facts = _facts(source, tensors)
     metadata = shard_metadata(facts, source, ("method", "layout_version"))
@@ -98,7 +98,7 @@ class DequantizeConversion:
 def _facts(source: TensorSource, tensors: Sequence[carry_over.Carried]) -> dict[str, Any]:
     """decoded: the title of an encoding -> the number of weights that were stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
-    quantization = cfg.quantization(source.config)
+    quantization = source.quantization
     if not count and (quantization.method or card.unquantized(source.config) != source.config):
         raise UnsupportedError(
             f"{source.root}: its {CONFIG} says that it is quantized ({quantization.method or 'by an unnamed method'}), "

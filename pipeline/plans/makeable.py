@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel
@@ -72,7 +71,7 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
     """
     try:
         require_whole(source, "`ktconvert dequantize`")
-        tensors = carried(beside(source, (), cfg.quantization(source.config)))
+        tensors = carried(beside(source, (), source.quantization))
     except (InputError, UnsupportedError):
         return {}
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):

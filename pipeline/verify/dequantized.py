@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.source import TensorSource
@@ -51,7 +50,7 @@ def check_config(output: Output) -> Check:
 
 def decoded_tensors(source: TensorSource) -> dict[str, carry_over.Carried]:
     """What must be there, by name. Raises InputError and UnsupportedError for a source that cannot be dequantized."""
-    tensors = beside(source, (), cfg.quantization(source.config)).tensors
+    tensors = beside(source, (), source.quantization).tensors
     return {name: carry_over.Carried(name, stored) for name, stored in tensors.items()}
 
 

@@ -139,15 +139,18 @@ def int8(linear: Linear) -> Stored:
     }
 
 
-def scheme(bits: int, group: int | None, symmetric: bool = True, kind: str = "pack-quantized") -> dict[str, Any]:
+def scheme(
+    bits: int, group: int | None, symmetric: bool = True, kind: str = "pack-quantized", **others: Any
+) -> dict[str, Any]:
     """compressed-tensors' quantization_config."""
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group, **others}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": {"weights": weights}}}
 
 
 def gptq_config(bits: int, group: int, **others: Any) -> dict[str, Any]:
     """GPTQ's quantization_config."""
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": False, "desc_act": False, **others}
+    stated = {"bits": bits, "group_size": group, "sym": False, "desc_act": False, "checkpoint_format": "gptq"}
+    return {"quant_method": "gptq", **stated, **others}
 
 
 AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -155,7 +158,7 @@ FORMATS: dict[str, Format] = {
     "ct 4 zeros": Format(4, 32, scheme(4, 32, False), compressed(zeros=True)),
     "ct 8 zeros": Format(8, None, scheme(8, None, False), compressed("F32", shape="I32", zeros=True)),
     "ct 4 bytes": Format(4, 64, scheme(4, 64), compressed(unit="U8", shape="I32"), zeros=False),
-    "ct 4 order": Format(4, 128, scheme(4, 128), compressed(order=True), zeros=False, order=True),
+    "ct 4 order": Format(4, 128, scheme(4, 128, actorder="group"), compressed(order=True), zeros=False, order=True),
     "ct W8A8": Format(8, None, scheme(8, None, False, "int-quantized"), int8),
     "gptq 4": Format(4, 128, gptq_config(4, 128, sym=True), gptq(order=False), zeros=False),
     "gptq 4 v1": Format(4, 32, gptq_config(4, 32), gptq("gptq")),
@@ -163,6 +166,7 @@ FORMATS: dict[str, Format] = {
     "gptq 8 v1": Format(8, 64, gptq_config(8, 64, checkpoint_format="gptq"), gptq("gptq")),
     "gptq 4 rows": Format(4, None, gptq_config(4, -1), gptq("gptq")),
     "gptq 4 order": Format(4, 128, gptq_config(4, 128, desc_act=True), gptq("gptq"), order=True),
+    "gptq 4 v2 order": Format(4, 64, gptq_config(4, 64, checkpoint_format="gptq_v2"), gptq("gptq_v2"), order=True),
     "gptq 8 order": Format(8, 128, gptq_config(8, 128, desc_act=True), gptq("gptq"), order=True),
     "awq": Format(4, 64, AWQ_CONFIG, awq),
     "awq 128": Format(4, 128, AWQ_CONFIG | {"group_size": 128}, awq),

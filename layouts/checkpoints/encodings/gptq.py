@@ -6,22 +6,24 @@ The value of a code q is (q - z) * s (NUMERICS.md, section 1). Without zero poin
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.config import BESIDE, Quantization
 from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, read_scales
 from ktconvert.layouts.checkpoints.encodings.integers import (
     columns_per_scale,
+    missing,
     order_of_columns,
     require_matrix,
     require_shape,
 )
-from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant.matrix import INT4_WORDS, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
 
 METHOD = "gptq"
-FORMATS = {"": True, "gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
+FORMATS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
 # The names of a weight's tensors, AWQ's too.
 NAMES = {
     "qweight": ("{s}.qweight",),
@@ -41,7 +43,7 @@ def _row(bits: int, kind: Kind) -> Encoding:
 
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes, width = tensors["qweight"], _width(tensors, quantization)
-        if quantization.format not in FORMATS:
+        if quantization.format and quantization.format not in FORMATS:
             raise UnsupportedError(
                 f"tensor {codes.name!r}: checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
             )
@@ -59,17 +61,23 @@ def _row(bits: int, kind: Kind) -> Encoding:
     def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
         n, k = shape(tensors, quantization)
         group = group_of_scales(tensors, n, k, quantization)
-        require_shape(codes := tensors["qweight"], tensors.get("qzeros"), "I32", (k // group, -(-n * bits // 32)))
-        require_shape(codes, tensors.get("g_idx"), "I32", (k,))
+        codes, zeros, order = tensors["qweight"], tensors.get("qzeros"), tensors.get("g_idx")
+        stem = codes.name.removesuffix("qweight")
+        if zeros is None and False in quantization.symmetric:
+            raise missing(codes, "zero points (sym: false)", f"{stem}qzeros")
+        if order is None and True in quantization.ordered and group < k:
+            raise missing(codes, "an order of its columns (desc_act)", f"{stem}g_idx")
+        require_shape(codes, zeros, "I32", (k // group, -(-n * bits // 32)))
+        require_shape(codes, order, "I32", (k,))
+        if zeros is not None and not quantization.format and quantization.symmetric == (False,):
+            raise InputError(_unstated(zeros))
         return bits, group, quantization.format, *tensors
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         n, k = shape(tensors, quantization)
         group = group_of_scales(tensors, n, k, quantization)
-        zeros = None
-        if (stored := tensors.get("qzeros")) is not None:
-            points = packed.gptq_zeros(bits, source.view(stored), FORMATS[quantization.format])
-            zeros = np.ascontiguousarray(points.T[:n], np.float32)
+        stored = tensors.get("qzeros")
+        zeros = None if stored is None else _zeros(source, stored, bits, n, quantization)
         words = source.view(tensors["qweight"]).view(np.uint32).T
         scales = np.ascontiguousarray(read_scales(source, tensors["scales"], (k // group, n)).T)
         order = order_of_columns(source, tensors.get("g_idx"), group)
@@ -88,6 +96,27 @@ def _row(bits: int, kind: Kind) -> Encoding:
         optional=frozenset({"qzeros", "g_idx"}),
         item_bytes={"scales": 8, "qzeros": 96, "g_idx": 20},
         input_types=("gptq",),
+    )
+
+
+def _zeros(
+    source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization
+) -> npt.NDArray[np.float32]:
+    """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, those of symmetric codes
+    say it themselves: all are in the middle. Raises InputError for others.
+    """
+    for name in [quantization.format] if quantization.format else FORMATS:
+        points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
+        if quantization.format or (points == 1 << (bits - 1)).all():
+            return np.ascontiguousarray(points.T, np.float32)
+    raise InputError(f"{source.shards[stored.shard].path}: {_unstated(stored)}")
+
+
+def _unstated(zeros: TensorInfo) -> str:
+    return (
+        f"tensor {zeros.name!r}: no config says whether it holds zero points less one or as they are, and the weights "
+        'differ; write {"checkpoint_format": "gptq"} (less one: AutoGPTQ, and most files) or {"checkpoint_format": '
+        f'"gptq_v2"}} (as they are) to {BESIDE} beside the weights'
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.encodings.encoding import FLOATS, Encoding, Tensors, read_scales
 from ktconvert.layouts.checkpoints.encodings.fp8 import grid
+from ktconvert.layouts.checkpoints.encodings.integers import missing
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant.matrix import INT8_SIGNED, Matrix
@@ -23,6 +24,8 @@ def _claims(tensors: Tensors, quantization: Quantization) -> bool:
 def _fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:
     block = grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
     zeros, scale = tensors.get("zero_point"), tensors["scale"]
+    if zeros is None and quantization.symmetric == (False,):
+        raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
     if zeros is None:
         return block
     if zeros.dtype != "I8" or zeros.shape != scale.shape:

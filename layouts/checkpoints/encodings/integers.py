@@ -56,6 +56,11 @@ def order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int
     return order
 
 
+def missing(codes: TensorInfo, what: str, name: str) -> InputError:
+    """The error that the config says that these codes have zero points or an order, whose tensor is not there."""
+    return InputError(f"tensor {codes.name!r} has {what} by its config, but {name} is missing; download it again")
+
+
 def require_matrix(codes: TensorInfo) -> None:
     """Raises InputError unless these words are a matrix."""
     if len(codes.shape) != 2 or 0 in codes.shape:

@@ -15,6 +15,7 @@ from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.encodings.encoding import FLOATS, Encoding, Tensors, read_scales
 from ktconvert.layouts.checkpoints.encodings.integers import (
     columns_per_scale,
+    missing,
     order_of_columns,
     require_matrix,
     require_shape,
@@ -51,11 +52,11 @@ def _row(bits: int, kind: Kind) -> Encoding:
         n, k = shape(tensors, quantization)
         group = _group(tensors, n, k, quantization)
         codes, zeros, order = tensors["packed"], tensors.get("zero_point"), tensors.get("g_idx")
+        stem = codes.name.removesuffix("packed")
         if zeros is None and quantization.symmetric == (False,):
-            raise InputError(
-                f"tensor {codes.name!r} has zero points by config.json, but "
-                f"{codes.name.removesuffix('packed')}zero_point is missing; download it again"
-            )
+            raise missing(codes, "zero points", f"{stem}zero_point")
+        if order is None and quantization.ordered == (True,) and group < k:
+            raise missing(codes, "an order of its columns (actorder)", f"{stem}g_idx")
         require_shape(codes, zeros, "I32", (-(-n * bits // 32), k // group))
         require_shape(codes, order, "I32", (k,))
         return (bits, group, *(role for role in ("zero_point", "g_idx") if role in tensors))
