@@ -147,6 +147,7 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
         "num_experts_per_tok": 1,
         "moe_intermediate_size": 64,
         "head_dim": 32,
+        "output_router_logits": True,
     }
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -162,6 +163,7 @@ def test_a_model_that_has_no_class_for_text_alone(tmp_path: Path) -> None:
     text_said, speed = writing.write(model, tokenizer, inputs, max_new_tokens=3, temperature=0, say=notes.append)
     assert "".join(notes) == text_said
     assert (speed.prompt, speed.new) == (3, 3)
+    assert model.config.text_config.output_router_logits is False  # left over from training
 
 
 REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
@@ -212,6 +214,34 @@ def test_a_model_that_is_quantized_itself(tmp_path: Path, example: Path, weights
     refused = call(quantized, "--prompt", "x", "--cpu-weights", weights).exception
     assert type(refused) is UnsupportedError
     assert "is quantized itself (other)" in str(refused) and f"`ktconvert dequantize {quantized} BF16`" in str(refused)
+
+
+LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
+    ("config.json", {"output_router_logits": True}),
+    ("config.json", {"output_hidden_states": True, "output_attentions": True, "return_dict": False}),
+    ("generation_config.json", {"use_cache": False}),
+    ("generation_config.json", {"num_beams": 3, "num_return_sequences": 2}),
+    ("generation_config.json", {"stop_strings": ["nowhere"]}),
+]
+
+
+@pytest.mark.parametrize(("file", "settings"), LEFT_OVER, ids=[str(settings) for _, settings in LEFT_OVER])
+def test_what_training_left_in_a_config_changes_no_word(
+    file: str, settings: dict[str, Any], example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt in parts; nor do several texts at once, padded, and beams fail."""
+    monkeypatch.setattr(writing, "PART", 16)
+    options = ("--prompt", "import os\n" * 20, "--max-new-tokens", 4)
+    model = tmp_path / "model"
+    shutil.copytree(example, model)
+    (model / file).write_text(json.dumps({**json.loads((model / file).read_text()), **settings}))
+    done = call(model, *options)
+    assert done.exit_code == 0, done.exception
+    assert done.stdout == call(example, *options).stdout
+    loaded, tokenizer = generate.load(generate.Choice(str(model), cpu_weights=model, threads=1))
+    loaded.generation_config.stop_strings = None
+    ids = tokenizer(["import os", "def main(argv):"], return_tensors="pt", padding=True)
+    assert loaded.generate(**ids, num_beams=2, max_new_tokens=2).shape[0] == 2
 
 
 @pytest.mark.parametrize(("command", "package"), [("run", "transformers"), ("serve", "uvicorn")])

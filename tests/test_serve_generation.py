@@ -259,3 +259,16 @@ def test_a_long_prompt_is_read_in_parts(server: Served, monkeypatch: pytest.Monk
     shapes = [(shape, logits[1]) for _, shape, logits in server.passes]
     assert len(shapes) > 12
     assert all(shape[1] <= 16 and scores == 1 for shape, scores in shapes)
+
+
+def test_what_training_left_in_a_config(server: Served, example: Path, tmp_path: Path) -> None:
+    """It neither breaks answers nor changes their words; stop strings of the model's own are honoured."""
+    asked = {"prompt": "import os\n" * 250, "max_tokens": 8, "temperature": 0}
+    whole = client(server).completions.create(model=str(server.model), **asked).choices[0].text
+    model = with_template(example, tmp_path / "model", None)
+    left = {"use_cache": False, "num_beams": 3, "num_return_sequences": 2, "stop_strings": [whole[3:5]]}
+    for name, more in (("config.json", {"output_router_logits": True}), ("generation_config.json", left)):
+        (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **more}))
+    with served(model) as running:
+        assert client(running).completions.create(model=str(model), **asked, stop="nowhere").choices[0].text == whole
+        assert client(running).completions.create(model=str(model), **asked).choices[0].text == whole[:3]

@@ -27,6 +27,17 @@ NEEDS = {
 # How many kernels torch's linears keep, each made for one number of tokens; by default 1024, which takes a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 FOREVER = 10**9  # seconds before a bar is drawn
+# What a config.json may ask of a model beside its predictions, and how it is left out. Left over from training, router
+# logits make transformers add up a loss, which fails for a prompt in parts, with padding and with beams.
+PREDICTIONS_ONLY = {
+    "output_router_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "return_dict": True,
+}
+# What a generation_config.json may ask that does not go with one answer, streamed: without a cache no prompt is read in
+# parts, and several answers at once are not streamed.
+ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 
 
 def require(extra: str, warn: Callable[[str], None]) -> None:
@@ -174,6 +185,7 @@ def prepare(choice: Choice) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with explained(choice.model):
         config = transformers.AutoConfig.from_pretrained(choice.model, **choice.where())
+    ask_for_predictions(config)
     parts = (config, config.get_text_config(decoder=True))
     own: dict[str, Any] = next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), {})
     if choice.is_converted:
@@ -191,6 +203,18 @@ def prepare(choice: Choice) -> Any:
 
     hf_trunk.give_way(config, choice.model)
     return config
+
+
+def ask_for_predictions(config: Any) -> None:
+    """Have a model of this config, and of those within it, give its predictions and nothing else."""
+    import transformers
+
+    for name, value in PREDICTIONS_ONLY.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    for part in vars(config).values():
+        if isinstance(part, transformers.PreTrainedConfig):
+            ask_for_predictions(part)
 
 
 def with_own_experts(choice: Choice) -> Choice:
@@ -220,24 +244,43 @@ def load_as_stored(choice: Choice, note: Callable[[str], None]) -> tuple[Any, An
 def load(choice: Choice) -> tuple[Any, Any]:
     """The model and its tokenizer.
 
-    Raises InputError where transformers cannot load it or finds a part missing, UnsupportedError where the experts do
-    not fit it."""
+    Raises UnsupportedError where the experts do not fit it, and what load_model and require_tokenizer raise."""
     config = prepare(choice)
     import transformers
 
     kind: Any = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         kind = transformers.AutoModelForImageTextToText
-    options: dict[str, Any] = {"config": config, **choice.where()}
+    options: dict[str, Any] = {}
     if choice.cpu_weights is not None:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
     with explained(choice.model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
-        model, loading = kind.from_pretrained(choice.model, **options, output_loading_info=True)
+        require_tokenizer(tokenizer, choice.model)
+        return load_model(kind, choice, config, **options), tokenizer
+
+
+def load_model(kind: Any, choice: Choice, config: Any, **options: Any) -> Any:
+    """The model by this class of transformers, which generates one answer at a time, whatever its
+    generation_config.json says. Raises InputError for one of which a part is missing, and what from_pretrained raises.
+    """
+    model, loading = kind.from_pretrained(
+        choice.model, config=config, **options, **choice.where(), output_loading_info=True
+    )
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
             f"{choice.model}: lacks {len(missing)} tensors of its model, such as {missing[0]}; download it again"
         )
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # what transformers gives where its files are missing
-        raise InputError(f"{choice.model}: has no tokenizer; put its files (tokenizer.json) beside config.json")
-    return model, tokenizer
+    for name, value in ONE_ANSWER.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def require_tokenizer(tokenizer: Any, model: str) -> None:
+    """Raises InputError for what is no tokenizer, or makes no token of a text: transformers gives such where the files
+    are missing.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise InputError(f"{model}: has no tokenizer; put its files (tokenizer.json) beside config.json")

@@ -80,7 +80,8 @@ def write(
     inputs = inputs.to(model.device)
     begin = time.perf_counter()
     with torch.inference_mode():
-        model.generate(**inputs, generation_config=config, streamer=spoken)
+        # The tokenizer is for stop strings of the model's generation_config.json.
+        model.generate(**inputs, generation_config=config, streamer=spoken, tokenizer=tokenizer)
     first, last = spoken.times[0], spoken.times[-1]
     return spoken.text, Speed(inputs["input_ids"].shape[1], len(spoken.times), first - begin, last - first)
 

@@ -88,6 +88,7 @@ def model_class(root: Any) -> tuple[Any, Any]:
 
     with quiet():
         config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=False, local_files_only=True)
+    generate.ask_for_predictions(config)
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
             kind: Any = table[type(config)]

@@ -9,7 +9,7 @@ import transformers
 from transformers.cli.serving import model_manager
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from ktconvert.pipeline.models.generate import Choice
+from ktconvert.pipeline.models.generate import Choice, load_model, require_tokenizer
 from ktconvert.pipeline.models.writing import PLAIN_TEMPLATE
 
 theirs: Any = model_manager.ModelManager
@@ -34,18 +34,19 @@ class OneModel(theirs):  # type: ignore[misc]
         """Theirs asks for the config again, with the quantization that a packed model has by itself."""
         several = self.config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
         kind = auto.AutoModelForMultimodalLM if several else auto.AutoModelForCausalLM
-        return kind.from_pretrained(
-            self.choice.model,
-            config=self.config,
+        return load_model(
+            kind,
+            self.choice,
+            self.config,
             quantization_config=self.choice.quantization_config(),
             device_map=self.device,
             dtype=self.dtype,
             attn_implementation=self.attn_implementation,
-            **self.choice.where(),
         )
 
     def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
         processor = auto.AutoProcessor.from_pretrained(self.choice.model, **self.choice.where())
+        require_tokenizer(getattr(processor, "tokenizer", processor), self.choice.model)
         if not getattr(processor, "chat_template", None):
             processor.chat_template = PLAIN_TEMPLATE
         return processor

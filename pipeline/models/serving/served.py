@@ -27,20 +27,23 @@ class Served:
     """One loaded model. `processor` is a copy for this purpose alone: a fast tokenizer must not be used by two threads.
 
     name       the id of /v1/models
-    context    tokens of prompt and answer together
+    defaults   the model's own generation config, as far as it says anything
     """
 
     name: str
     model: Any
     processor: Any
     created: int
+    defaults: dict[str, Any]
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def of(cls, keeper: Any) -> Served:
         """What this keeper of one model has loaded."""
         model, processor = keeper.load_model_and_processor(keeper.name)
-        return cls(keeper.name, model, copy.deepcopy(processor), keeper.created)
+        defaults = json.loads(model.generation_config.to_json_string(use_diff=True))
+        model.generation_config.stop_strings = None  # `model.generate` would fill them in where Pieces looks for them
+        return cls(keeper.name, model, copy.deepcopy(processor), keeper.created, defaults)
 
     @property
     def context(self) -> int:
@@ -161,8 +164,7 @@ class Served:
         A temperature above 0 samples, as top_p, top_k and min_p do; 0 takes the likeliest token; without any of them
         the model's own generation_config.json says which.
         """
-        config: dict[str, Any] = json.loads(self.model.generation_config.to_json_string(use_diff=True))
-        room = self.room(prompt, param)
+        config, room = {**self.defaults}, self.room(prompt, param)
         config["max_new_tokens"] = min(room, _wanted(asked, config.get("max_new_tokens")))
         given = {name: getattr(asked, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
         config |= {name: value for name, value in given.items() if value is not None}
