@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import urllib.request
@@ -15,6 +16,10 @@ from urllib.error import HTTPError
 
 import pytest
 
+from ktconvert.layouts.errors import InputError
+from ktconvert.pipeline.models import generate
+from ktconvert.pipeline.models.generate import Choice
+from ktconvert.pipeline.models.serving import server
 from rig.served import PATIENCE, free_port, started
 
 pytest.importorskip("transformers")
@@ -41,7 +46,7 @@ def serving(model: Path, log: Path, *options: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def server(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def answering(example: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serving(example, tmp_path_factory.mktemp("log") / "server", "--cpu-weights", str(weights)) as url:
         yield url
 
@@ -53,8 +58,8 @@ def post(url: str, body: dict[str, Any]) -> str:
     return text
 
 
-def test_a_chat_completion_streamed_and_not(server: str, example: Path) -> None:
-    whole = json.loads(post(f"{server}/v1/chat/completions", CHAT))
+def test_a_chat_completion_streamed_and_not(answering: str, example: Path) -> None:
+    whole = json.loads(post(f"{answering}/v1/chat/completions", CHAT))
     text = whole["choices"][0]["message"]["content"]
     assert whole["object"] == "chat.completion"
     assert whole["model"] == str(example)
@@ -62,7 +67,7 @@ def test_a_chat_completion_streamed_and_not(server: str, example: Path) -> None:
     assert whole["usage"]["completion_tokens"] == CHAT["max_tokens"]
     assert whole["usage"]["prompt_tokens"] == 3  # "import", " os" and the newline of the plainest template
     assert text
-    stream = post(f"{server}/v1/chat/completions", {**CHAT, "model": str(example), "stream": True})
+    stream = post(f"{answering}/v1/chat/completions", {**CHAT, "model": str(example), "stream": True})
     pieces = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: {")]
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
     assert len([d for d in deltas if d.get("content")]) > 1
@@ -70,17 +75,17 @@ def test_a_chat_completion_streamed_and_not(server: str, example: Path) -> None:
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_two_clients_at_once(server: str) -> None:
+def test_two_clients_at_once(answering: str) -> None:
     with ThreadPoolExecutor(2) as clients:
-        answers = list(clients.map(lambda _: post(f"{server}/v1/chat/completions", CHAT), range(4)))
+        answers = list(clients.map(lambda _: post(f"{answering}/v1/chat/completions", CHAT), range(4)))
     assert len({json.loads(answer)["choices"][0]["message"]["content"] for answer in answers}) == 1
 
 
-def test_the_server_is_for_one_model(server: str, example: Path) -> None:
-    with urllib.request.urlopen(f"{server}/v1/models") as answer:
+def test_the_server_is_for_one_model(answering: str, example: Path) -> None:
+    with urllib.request.urlopen(f"{answering}/v1/models") as answer:
         assert [model["id"] for model in json.load(answer)["data"]] == [str(example)]
     with pytest.raises(HTTPError) as refused:
-        post(f"{server}/v1/chat/completions", {**CHAT, "model": "another/model"})
+        post(f"{answering}/v1/chat/completions", {**CHAT, "model": "another/model"})
     assert refused.value.code == 404
 
 
@@ -115,3 +120,25 @@ def test_a_port_that_is_taken(cli: Callable[..., Any], example: Path, weights: P
 def test_weights_that_do_not_fit(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
     done = cli("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port(), code=3)
     assert done.stderr.splitlines()[-1].startswith(f"ktconvert: {tmp_path / 'nowhere'}: is no directory")
+
+
+@pytest.mark.parametrize("lacks", ["tokenizer", "tensor"])
+def test_a_model_of_which_a_part_is_missing(lacks: str, example: Path, tmp_path: Path) -> None:
+    """Refused as `run` does: texts are not called empty, and weights are not made up."""
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(example, tmp_path / "model")
+    if lacks == "tokenizer":
+        for file in model.glob("tokenizer*"):
+            file.unlink()
+        wanted = "has no tokenizer; put its files (tokenizer.json) beside config.json"
+    else:
+        tensors = load_file(model / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+        wanted = "lacks 1 tensors of its model, such as model.norm.weight; download it again"
+    choice = Choice(str(model), cpu_weights=model, threads=1)
+    for load in (server.load, generate.load):
+        with pytest.raises(InputError) as refused:
+            load(choice)
+        assert str(refused.value) == f"{model}: {wanted}"

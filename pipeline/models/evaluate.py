@@ -143,17 +143,13 @@ def cut(choice: generate.Choice, text: str, source: Path, window: int, most: int
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with generate.explained(choice.model):
         tokenizer = transformers.AutoTokenizer.from_pretrained(choice.model, **choice.where())
+        generate.require_tokenizer(tokenizer, choice.model)
     longest = getattr(config.get_text_config(decoder=True), LONGEST, None)
     if isinstance(longest, int) and window > longest:
         raise UsageError(
             f"--window {window}: the model reads at most {longest} tokens ({LONGEST}); give a smaller one."
         )
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
-    if text.strip() and not len(ids):  # what transformers gives where the files are missing
-        raise InputError(
-            f"{choice.model}: has no tokenizer; put the model's tokenizer files (tokenizer.json) beside its "
-            "config.json."
-        )
     count = len(ids) // window - skip
     if count < 1:
         few = f"less than one window of {window}" if not skip else f"no window of {window} after the first {skip}"
