@@ -364,6 +364,14 @@ def test_logarithms_of_probabilities(server: Served, client: Any, more: dict[str
         assert choice.text.startswith("".join(told.tokens[:1])) and new.finish_reason == "length"
 
 
+def test_a_bias_counts_where_probabilities_are_asked_for(server: Served) -> None:
+    """For one token, too, which could be read off the same pass."""
+    for tokens in (1, 2):
+        body = text(max_tokens=tokens, logprobs=0, temperature=0, logit_bias={"7": 100})
+        answer = post(server, TEXT, body).json()
+        assert answer["choices"][0]["text"] == server.turns.processor.decode([7] * tokens)
+
+
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '\n' }}{% endif %}"
     "{% for m in messages %}{% if m.content == 'never' %}{{ raise_exception('not that') }}{% endif %}"

@@ -51,7 +51,8 @@ async def completion(
     most = MOST // served.vocabulary
     if wanted and len(ids) + count > most:
         raise Refused(400, f"logprobs: of at most {most} tokens of prompt and answer with this model", "logprobs")
-    one_more = wanted and count == 1 and config.keys() <= PLAIN and not config.get("do_sample")
+    likeliest = config.keys() <= PLAIN and not config.get("do_sample") and not request.logit_bias
+    one_more = wanted and count == 1 and likeliest
     settings: Any = transformers.GenerationConfig
     text, new = "", list[int]()
     if count and not one_more:
