@@ -272,3 +272,52 @@ def test_what_training_left_in_a_config(server: Served, example: Path, tmp_path:
     with served(model) as running:
         assert client(running).completions.create(model=str(model), **asked, stop="nowhere").choices[0].text == whole
         assert client(running).completions.create(model=str(model), **asked).choices[0].text == whole[:3]
+
+
+def finishes(of: Served, tokens: int, **more: Any) -> set[Any]:
+    """How an answer of at most so many tokens ends: in every form in which it may be asked for."""
+    ask, model = client(of), str(of.model)
+    text = {"model": model, "prompt": f"{WORDS}\n", "max_tokens": tokens, "temperature": 0, **more}
+    chat = {"model": model, "messages": SAID, "max_tokens": tokens, "temperature": 0, **more}
+    found = {ask.completions.create(**text).choices[0].finish_reason}
+    found |= {ask.completions.create(**text, logprobs=1).choices[0].finish_reason} if not more else set()
+    found |= {ask.chat.completions.create(**chat).choices[0].finish_reason}
+    for create, body in ((ask.completions.create, text), (ask.chat.completions.create, chat)):
+        found |= {chunk.choices[0].finish_reason for chunk in create(**body, stream=True)} - {None}
+    if not more:
+        reply = {"model": model, "input": WORDS, "max_output_tokens": tokens, "temperature": 0}
+        found |= {ended(ask.responses.create(**reply))}
+        *_, last = ask.responses.create(**reply, stream=True)
+        assert last.type == f"response.{last.response.status}"
+        found |= {ended(last.response)}
+    return found
+
+
+def ended(response: Any) -> str:
+    """A response's end in the words of chats."""
+    if response.status == "incomplete":
+        assert response.incomplete_details.reason == "max_output_tokens"
+    return {"completed": "stop", "incomplete": "length"}[response.status]
+
+
+def test_an_answer_that_ends_with_the_last_permitted_token_is_whole(
+    server: Served, example: Path, tmp_path: Path
+) -> None:
+    """Its end is the model's own, or a stop string; one token less, and it was cut off."""
+    encoded = server.turns.processor(f"{WORDS}\n", return_tensors="pt")
+    said = server.turns.model.generate(**encoded, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
+    stop = server.turns.processor.decode(said[-1:])
+    assert len({*said}) == 3
+    assert {tokens: finishes(server, tokens, stop=stop) for tokens in (2, 3, 4)} == {
+        2: {"length"},
+        3: {"stop"},
+        4: {"stop"},
+    }
+    for number in (0, 2):
+        model = with_template(example, tmp_path / str(number), None)
+        for name in ("config.json", "generation_config.json"):
+            path = model / name
+            path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, said[number]]}))
+        with served(model) as running:
+            assert finishes(running, number + 1) == finishes(running, number + 2) == {"stop"}
+            assert number == 0 or finishes(running, number) == {"length"}

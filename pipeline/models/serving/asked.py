@@ -1,4 +1,4 @@
-"""What a request wants of generation that transformers' handlers do not pass on, by the request's id.
+"""What a request wants of generation, and its answer's end, which transformers' handlers do not pass on; by its id.
 
 The layer before transformers' server notes it; whoever generates looks it up, with the request_id that the handlers
 hand to `generate_streaming` and `generate_non_streaming`.
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass
 class Asked:
     """ids: the prompt, in place of the text in the request; seed: of this request's random numbers alone; penalties as
     OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time;
     logit_bias: added to the logits of these token ids.
+
+    cut is the answer to it: whether the generated text ended with neither an end token nor a stop string.
     """
 
     ids: Sequence[int] | None = None
@@ -27,6 +29,7 @@ class Asked:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    cut: bool = True
 
     def processors(self, prompt: int) -> list[Any]:
         """What model.generate takes as logits_processor; prompt: the number of its tokens, which count for nothing."""
@@ -45,7 +48,6 @@ class Asked:
         return [process for process, given in wanted if given]
 
 
-NOTHING = Asked()
 _asked: dict[str, Asked] = {}
 
 
@@ -61,4 +63,4 @@ def asking(request_id: str, asked: Asked) -> Iterator[None]:
 
 def of(request_id: str) -> Asked:
     """What was noted for this request; nothing, if nothing was."""
-    return _asked.get(request_id, NOTHING)
+    return _asked.get(request_id) or Asked()

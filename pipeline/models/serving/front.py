@@ -18,7 +18,7 @@ from ktconvert.pipeline.models.serving import access, schemas, scoring
 from ktconvert.pipeline.models.serving.asked import Asked, asking
 from ktconvert.pipeline.models.serving.clients import Application, Message, Receive, Send
 from ktconvert.pipeline.models.serving.errors import Refused
-from ktconvert.pipeline.models.serving.replies import FAILED, Streamed, Whole, mark, marked, respond, with_usage
+from ktconvert.pipeline.models.serving.replies import FAILED, Streamed, Whole, finished, of_response, of_text, respond
 from ktconvert.pipeline.models.serving.served import Served
 
 BODY = 1 << 20  # bytes of a request, at least
@@ -173,15 +173,13 @@ class Front:
     ) -> None:
         """transformers' answer to this body, to the client. length: of the prompt; ids: itself, in place of a text."""
         body |= {"model": self.served.name, "stream": request.stream, "generation_config": json.dumps(config)}
-        asked, most = _asked(request, ids), config["max_new_tokens"]
-        chat = isinstance(request, schemas.Generation)
+        asked, is_text = _asked(request, ids), isinstance(request, schemas.Generation)
         if not request.stream:
             answer = Whole()
             await self._hand_on(call, body, name, asked, answer.send)
-            whole = answer.json()
-            return await respond(call.send, 200, whole if chat else mark(whole, most), x_request_id=name)
-        usage = chat and request.stream_options is not None and request.stream_options.include_usage
-        stream = Streamed(call.send, with_usage(usage, length) if chat else marked(most), done=chat)
+            return await respond(call.send, 200, finished(answer.json(), asked.cut), x_request_id=name)
+        usage = is_text and request.stream_options is not None and request.stream_options.include_usage
+        stream = Streamed(call.send, of_text(asked, usage, length) if is_text else of_response(asked), done=is_text)
         await self._hand_on(call, body, name, asked, stream.send)
         stream.check()
 
@@ -204,13 +202,15 @@ class Front:
 
     async def _one(self, call: Call, request: Any, prompt: Any, ids: list[int], config: Any, name: str) -> Any:
         """The completion of one prompt: transformers' own, or ours where logarithms of probabilities are wanted."""
+        asked = _asked(request, ids)
         if request.logprobs is not None or request.max_tokens == 0:
-            with asking(name, _asked(request, ids)):
-                return await scoring.completion(self.served, self.generator, request, ids, config, name)
+            with asking(name, asked):
+                whole = await scoring.completion(self.served, self.generator, request, ids, config, name)
+            return finished(whole, asked.cut)
         body = {"prompt": PLACEHOLDER, "model": self.served.name, "generation_config": json.dumps(config)}
         answer = Whole()
-        await self._hand_on(call, body, name, _asked(request, ids), answer.send)
-        whole = answer.json()
+        await self._hand_on(call, body, name, asked, answer.send)
+        whole = finished(answer.json(), asked.cut)
         if request.echo:
             said = prompt if isinstance(prompt, str) else await self.served.apart(self.served.tokenizer.decode, ids)
             whole["choices"][0]["text"] = said + whole["choices"][0]["text"]

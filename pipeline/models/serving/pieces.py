@@ -34,7 +34,8 @@ class Pieces:
     def __init__(self, tokenizer: Any, parser: Any, ends: Sequence[int], stop: Sequence[str]) -> None:
         self.tokenizer, self.parser = getattr(tokenizer, "tokenizer", tokenizer), parser
         self.ends, self.stop = frozenset(ends), tuple(stop)
-        self.stopped = False
+        self.stopped = False  # at a stop string
+        self.ended = False  # there, or with an end token; else the text is cut off
         self._ids: list[int] = []
         self._said = 0  # ids of which the text was given
         self._held = ""  # text that may be the beginning of a stop string
@@ -42,7 +43,8 @@ class Pieces:
 
     def put(self, token: int) -> list[Any]:
         """What this token completes. After a stop string nothing comes any more."""
-        if self.stopped or token in self.ends:
+        self.ended = self.stopped or token in self.ends
+        if self.ended:
             return []
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
@@ -72,7 +74,7 @@ class Pieces:
         text = self._held + text
         found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
         if found:
-            self.stopped, self._held = True, ""
+            self.stopped, self.ended, self._held = True, True, ""
             return self._parsed(text[: min(found)])
         held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         self._held = text[len(text) - held :]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ktconvert.pipeline.models.serving.asked import Asked
 from ktconvert.pipeline.models.serving.clients import Message, Send
 from ktconvert.pipeline.models.serving.errors import Refused
 
@@ -89,34 +90,42 @@ class Streamed:
             yield b"data: " + json.dumps(changed).encode() + b"\n\n"
 
 
-def mark(response: dict[str, Any], most: int) -> dict[str, Any]:
-    """An answer of /v1/responses, incomplete if it was cut off at `most` tokens; theirs call it completed."""
-    if (response.get("usage") or {}).get("output_tokens", 0) < most:
-        return response
-    return {**response, "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
+    """A whole answer, or the last event of a stream, which says whether it was cut off. Theirs call a response always
+    completed, and a text cut off that ends with the last token that was permitted.
+    """
+    if answer.get("object") == "response":
+        reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return {**answer, **reason} if cut else answer
+    for choice in answer["choices"]:
+        if choice.get("finish_reason", "stop") in ("stop", "length"):
+            choice["finish_reason"] = "length" if cut else "stop"
+    return answer
 
 
-def marked(most: int) -> Callable[[Any], Iterator[Any]]:
-    """Of the events of /v1/responses: the last one says whether the answer was cut off at `most` tokens."""
+def of_response(asked: Asked) -> Callable[[Any], Iterator[Any]]:
+    """Of the events of /v1/responses: the last one says whether the answer was cut off."""
 
     def edit(piece: Any) -> Iterator[Any]:
         if piece.get("type") == "response.completed":
-            piece["response"] = mark(piece["response"], most)
+            piece["response"] = finished(piece["response"], asked.cut)
             piece["type"] = f"response.{piece['response']['status']}"
         yield piece
 
     return edit
 
 
-def with_usage(wanted: bool, prompt: int) -> Callable[[Any], Iterator[Any]]:
+def of_text(asked: Asked, with_usage: bool, prompt: int) -> Callable[[Any], Iterator[Any]]:
     """Of a stream of chat.completion.chunk or text_completion: numbers of tokens in a last event of their own, or
     nowhere, where theirs stand in the last event with a choice. prompt: the number of its tokens.
     """
 
     def edit(piece: Any) -> Iterator[Any]:
+        if any(choice.get("finish_reason") for choice in piece.get("choices", ())):
+            finished(piece, asked.cut)
         usage = piece.pop("usage", None)
         yield piece
-        if wanted and usage is not None:
+        if with_usage and usage is not None:
             usage |= {"prompt_tokens": prompt, "total_tokens": prompt + usage["completion_tokens"]}
             yield {**piece, "choices": [], "usage": usage}
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from ktconvert.pipeline.models.serving import asked
 from ktconvert.pipeline.models.serving.errors import Refused, ending
 from ktconvert.pipeline.models.serving.served import Served
 
@@ -39,13 +40,15 @@ class Scores:
 async def completion(
     served: Served, generator: Any, request: Any, ids: list[int], config: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """One prompt's answer: what is generated after `ids`, if anything, then all of it read once more. The one likeliest
-    token, for which lm-eval asks, comes of the same pass.
+    """One prompt's answer, but for how it ended: what is generated after `ids`, if anything, then all of it read once
+    more. The one likeliest token, for which lm-eval asks, comes of the same pass.
 
     Raises Refused for a text so long that its logits would not fit.
     """
     import torch
     import transformers
+
+    from ktconvert.pipeline.models.serving.pieces import Pieces, spoken
 
     count, wanted = config["max_new_tokens"], request.logprobs is not None
     most = MOST // served.vocabulary
@@ -67,11 +70,12 @@ async def completion(
         logprobs = await served.apart(_told, served.tokenizer, scores, 0 if request.echo else len(ids))
         if one_more:
             new = scores.ids[len(ids) :]
-            text = await served.apart(served.tokenizer.decode, new, skip_special_tokens=True)
+            pieces = Pieces(served.tokenizer, None, generator.ends(settings(**config)), ())
+            text = "".join(await served.apart(spoken, pieces, new))
+            asked.of(name).cut = not pieces.ended
     if request.echo:
         text = await served.apart(served.tokenizer.decode, ids) + text
-    finish = "length" if len(new) >= count else "stop"
-    choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    choice = {"index": 0, "text": text, "logprobs": logprobs}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
     whole = {"id": name, "object": "text_completion", "created": int(time.time()), "model": served.name}
     return {**whole, "choices": [choice], "usage": usage}

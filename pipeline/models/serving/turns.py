@@ -153,6 +153,11 @@ class Turns(utils.BaseGenerateManager):
         """By the client of this request, until it goes."""
         return Wanted()
 
+    def ends(self, config: Any) -> Sequence[int]:
+        """The ids that end an answer by this generation config."""
+        own = self.model.generation_config.eos_token_id
+        return _listed(own if config.eos_token_id is None else config.eos_token_id)
+
     def submit(self, wanted: Wanted, work: Callable[[], Any]) -> Future[Any]:
         """Have `work` done in its turn. Its passes through the model raise Ended when nobody wants it any more."""
         future: Future[Any] = Future()
@@ -188,8 +193,7 @@ class Turns(utils.BaseGenerateManager):
             del job, work, future  # with the prompt and the answer, while this thread waits for the next one
 
     def _answer(self, config: Any, parser: Any, say: Callable[[Any], None]) -> Answer:
-        ends = config.eos_token_id if config.eos_token_id is not None else self.model.generation_config.eos_token_id
-        return Answer(Pieces(self.processor, parser, _listed(ends), _listed(config.stop_strings)), say)
+        return Answer(Pieces(self.processor, parser, self.ends(config), _listed(config.stop_strings)), say)
 
     def _generate(self, answer: Answer, inputs: Any, config: Any, wish: asked.Asked) -> None:
         """Generate until the end, or until nobody waits. Raises Refused if the server ends before it does."""
@@ -213,6 +217,7 @@ class Turns(utils.BaseGenerateManager):
             raise ending()
         for piece in answer.pieces.end():
             answer.say(piece)
+        wish.cut = not answer.pieces.ended
 
     def _check(self, *_: Any) -> None:
         """Raises Ended in a thread whose work nobody waits for."""
