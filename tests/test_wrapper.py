@@ -235,6 +235,16 @@ def test_masked_experts_add_nothing_and_the_mask_may_change(converted: Callable[
     )
     masked.gpu_experts_mask.copy_(torch.zeros(EXPERTS, dtype=torch.bool))  # as SGLang does
     assert same(masked.forward(hidden, ids, weights), everything.forward(hidden, ids, weights))
+    masked.gpu_experts_mask = mask  # a copy
+    mask[:] = False
+    assert masked.num_gpu_experts == 2 and same(
+        masked.forward(hidden, ids, weights),
+        everything.forward(hidden, ids.masked_fill(masked.gpu_experts_mask[ids], -1), weights),
+    )
+    with pytest.raises(ValueError, match=r"gpu_experts_mask must have shape \(8,\)"):
+        masked.gpu_experts_mask = torch.zeros(3)
+    masked.gpu_experts_mask = None
+    assert same(masked.forward(hidden, ids, weights), everything.forward(hidden, ids, weights))
     no_experts = torch.tensor([[-1, EXPERTS]] * 20)
     assert not everything.forward(hidden, no_experts, weights).any()
 
@@ -398,19 +408,61 @@ def test_what_is_left_is_added_once_and_only_by_the_next_layer(converted: Callab
     assert same(second.forward(*batch), alone)
     first.forward(*batch)
     assert same(first.forward(*batch), first.forward(*batch))  # nothing comes before layer 0
-    loaded(path, layer_idx=0)  # a new layer 0 has left nothing
-    assert same(second.forward(*batch), alone)
     first.forward(*batch)
     KTMoEWrapper.clear_buffer_cache()
     assert same(second.forward(*batch), alone)
 
 
-def test_models_do_not_mix(converted: Callable[..., Path]) -> None:
-    batch = inputs(4)
-    other = loaded(converted("int4", 1), layer_idx=1, method="AMXINT4")
-    alone = other.forward(*batch)
-    loaded(converted("int8", 1), max_deferred_experts_per_token=1).forward(*batch)
-    assert same(other.forward(*batch), alone)
+@pytest.mark.parametrize("order", ["one by one", "layer by layer", "after an unused layer"])
+@pytest.mark.parametrize("way", ["forward", "submit"])
+def test_models_do_not_mix(converted: Callable[..., Path], way: str, order: str) -> None:
+    """A model that is loaded twice, and computes layer by layer with other inputs, has the sums of its own."""
+    path = converted("int8", 1)
+    layers = [{"layer_idx": 0, "max_deferred_experts_per_token": 1}, {"layer_idx": 1}]
+    batches = [inputs(4, seed) for seed in (0, 1)]
+    want = []
+    for hidden, ids, weights in batches:
+        alone = [loaded(path, **layer) for layer in layers]
+        want.append([hidden := wrapper.forward(hidden, ids, weights) for wrapper in alone])
+    del alone
+    unused = [loaded(path, **layers[0])] if order == "after an unused layer" else []
+    if order == "layer by layer":
+        models = list(zip(*[[loaded(path, **layer) for _ in batches] for layer in layers], strict=True))
+    else:
+        models = [tuple(loaded(path, **layer) for layer in layers) for _ in batches]
+    outs = [hidden for hidden, _, _ in batches]
+    for layer in range(2):
+        for number, (model, (_, ids, weights)) in enumerate(zip(models, batches, strict=True)):
+            if way == "forward":
+                outs[number] = model[layer].forward(outs[number], ids, weights)
+            else:
+                model[layer].submit_forward(outs[number], ids, weights)
+                outs[number] = model[layer].sync_forward(outs[number])
+        assert all(same(got, each[layer]) for got, each in zip(outs, want, strict=True))
+    del unused
+
+
+def test_a_layer_that_takes_the_place_of_another(converted: Callable[..., Path]) -> None:
+    path, batch = converted("int8", 1), inputs(4)
+    first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
+    alone = second.forward(*batch)
+    first.forward(*batch)
+    want = second.forward(*batch)
+    first.forward(*batch)
+    del first
+    first = loaded(path, max_deferred_experts_per_token=1)  # has left nothing yet
+    first.forward(*batch)
+    assert same(second.forward(*batch), want) and not same(want, alone)
+    first.max_deferred_experts_per_token = 0  # may change at any time, as in kt-kernel
+    first.forward(*batch)
+    assert same(second.forward(*batch), alone)
+
+
+def test_experts_that_no_layer_would_add_are_a_warning(converted: Callable[..., Path]) -> None:
+    path = converted("int8", 1)
+    last = loaded(path, layer_idx=1, max_deferred_experts_per_token=1)
+    with pytest.warns(UserWarning, match=r"layer 1 of .* its model has no layer 2 .* max_deferred_experts_per_token=0"):
+        last.forward(*inputs(4))
 
 
 def test_the_next_layer_must_get_the_same_tokens(converted: Callable[..., Path]) -> None:

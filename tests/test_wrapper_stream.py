@@ -21,7 +21,7 @@ from ktconvert.native_quant import KTMoEWrapper
 from ktconvert.native_quant._ktq import ffi
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.jobs import Job
-from ktconvert.native_quant.runtime.streams import SUBMIT, WAIT, Buffers
+from ktconvert.native_quant.runtime.streams import SUBMIT, WAIT, BufferCache
 
 EXPERTS, HIDDEN, TOPK, LAYERS = 8, 256, 2, 2
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
@@ -86,6 +86,11 @@ def run(wrappers: list[KTMoEWrapper], batch: Batch) -> list[torch.Tensor]:
         hidden = wrapper.forward(hidden, ids, weights)
         outs.append(hidden)
     return outs
+
+
+def buffers_of(wrapper: KTMoEWrapper) -> BufferCache:
+    """Those of its model."""
+    return wrapper._place.model.buffers
 
 
 class Stream:
@@ -154,6 +159,21 @@ def test_layers_with_their_own_threads_wait_for_each_other(folder: str, stream: 
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
 
 
+def test_models_of_one_directory_take_turns(folder: str, stream: Stream) -> None:
+    """Layer by layer, both submitted before either result is taken."""
+    models, batches = [model(folder, 1), model(folder, 1)], [inputs(5, 1), inputs(5, 2)]
+    want = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
+    hidden = [batch[0] for batch in batches]
+    for layer in range(LAYERS):
+        streams_of = [each[layer]._stream for each in models]
+        for on, x, (_, ids, weights) in zip(streams_of, hidden, batches, strict=True):
+            assert on is not None
+            on.submit(x, ids, weights, 7)
+        hidden = [on.sync(x, 7) for on, x in zip(streams_of, hidden, strict=True) if on is not None]
+        assert all(same(got, outs[layer]) for got, outs in zip(hidden, want, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:layer 0 of .* defers experts")
 def test_an_uncollected_deferred_job_is_awaited(folder: str, stream: Stream) -> None:
     first = model(folder, 1)[:1]
     batch = inputs(5, 3)
@@ -168,7 +188,7 @@ def test_what_a_graph_recorded_runs_again(folder: str, stream: Stream, defer: in
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     stream.run(wrappers, inputs(4, 0))
-    (buffers,) = Buffers.kept.values()
+    (buffers,) = buffers_of(wrappers[0]).kept.values()
     wrappers_again = model(folder, defer)
     for seed in (1, 2):
         _, ids, weights = batch = inputs(4, seed)
@@ -185,7 +205,7 @@ def test_what_a_graph_recorded_runs_again(folder: str, stream: Stream, defer: in
         stream.replay()
         assert same(buffers.out[0], want[0]) and same(buffers.out[1], want[1])
     stream.run(wrappers, inputs(9, 0))
-    assert list(Buffers.kept.values()) == [buffers]  # another size did not take their place
+    assert list(buffers_of(wrappers[1]).kept.values()) == [buffers]  # another size did not take their place
 
 
 def test_only_the_last_size_is_kept_unless_it_is_captured(folder: str, stream: Stream) -> None:
@@ -193,8 +213,8 @@ def test_only_the_last_size_is_kept_unless_it_is_captured(folder: str, stream: S
     wrappers = model(folder, 0)
     for tokens in (2, 3, 4, 5, 2, 6):
         stream.run(wrappers, inputs(tokens, 0))
-    assert sorted(key[-1] for key in Buffers.kept) == [2, 4]
-    assert [tokens for tokens, _ in Buffers.last.values()] == [6]
+    assert sorted(key[-1] for key in buffers_of(wrappers[0]).kept) == [2, 4]
+    assert [tokens for tokens, _ in buffers_of(wrappers[0]).last.values()] == [6]
     assert wrappers[0]._stream is not None and len(wrappers[0]._stream._jobs) == 3
     KTMoEWrapper.clear_buffer_cache()
     stream.log.clear()

@@ -7,14 +7,14 @@ that is immediate for one token of a batch is immediate for all of them. The las
 be added: give it d = 0, as SGLang does.
 
 Unlike kt-kernel we add deferred experts only once (kt-kernel adds them with every call of layer L), raise ValueError
-where the next layer is called with another number of tokens (kt-kernel reads another buffer), and distinguish models by
-their weight_path.
+where the next layer is called with another number of tokens (kt-kernel reads another buffer), and keep those of several
+models apart (models.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ktconvert.native_quant.runtime.jobs import Job
 from ktconvert.native_quant.runtime.pool import Pool
@@ -59,17 +59,3 @@ class Deferred:
     pool: Pool
     out: torch.Tensor
     device: torch.device
-
-    pending: ClassVar[dict[tuple[str, int], Deferred]] = {}
-
-    @classmethod
-    def take(cls, model: str, layer: int, tokens: int, device: torch.device) -> Deferred | None:
-        """The deferred experts of the layer before `layer`, if any; they are removed from `pending`."""
-        deferred = cls.pending.pop((model, layer - 1), None)
-        if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
-            raise ValueError(
-                f"layer {layer} was called with {tokens} tokens on {device}, but layer {layer - 1} deferred experts of "
-                f"{len(deferred.out)} tokens on {deferred.device} to it; "
-                "call the layers one after the other with the same tokens"
-            )
-        return deferred

@@ -9,21 +9,22 @@ from ktconvert.native_quant.runtime import deferred
 from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.jobs import Job
+from ktconvert.native_quant.runtime.models import Place
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layer:
     """A wrapper's settings, for on_cpu and on_stream.
 
-    mask: bool [E] on the CPU, experts to skip, read at each forward.
+    mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: experts of a token that a forward may
+    leave to the next layer.
     """
 
     experts: Experts
-    model: str
-    index: int
+    place: Place
     mask: torch.Tensor
     topk: int
     may_defer: int
@@ -62,7 +63,7 @@ class OnCpu:
         """Compute and return the result; deferred experts are computed in the background."""
         layer = self._layer
         hidden, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
-        previous = self._previous(hidden) if Deferred.pending else None
+        previous = self._previous(hidden) if layer.place.model.pending else None
         if previous is not None:
             previous.job.wait()
         out = self._empty_like(hidden) if previous is None else previous.out
@@ -92,7 +93,7 @@ class OnCpu:
     def sync(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Wait for the forward of the last submit() and return its result."""
         if self._submitted is None:
-            raise RuntimeError(f"layer {self._layer.index}: sync_forward without a submit_forward before it")
+            raise RuntimeError(f"layer {self._layer.place.layer}: sync_forward without a submit_forward before it")
         (job, previous, out), self._submitted = self._submitted, None
         job.wait()
         if previous is not None:
@@ -116,14 +117,14 @@ class OnCpu:
         return hidden, ids, weights
 
     def _previous(self, hidden: torch.Tensor) -> Deferred | None:
-        return Deferred.take(self._layer.model, self._layer.index, len(hidden), self._cpu)
+        return self._layer.place.take(len(hidden), self._cpu)
 
     def _defer(self, hidden: torch.Tensor, later: torch.Tensor, weights: torch.Tensor) -> None:
         """Start the deferred experts, which the next layer adds. No one else may write to the tensors."""
         layer, out = self._layer, self._empty_like(hidden)
         job = layer.experts.job(layer.call(hidden, later, weights, out), (hidden, later, weights, out, layer.mask))
         job.submit()
-        Deferred.pending[layer.model, layer.index] = Deferred(job, layer.experts.pool, out, self._cpu)
+        layer.place.leave(Deferred(job, layer.experts.pool, out, self._cpu))
 
 
 def check_shapes(

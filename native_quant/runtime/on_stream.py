@@ -21,7 +21,7 @@ class OnStream:
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
-        self._place = layer.index % DEPTH  # which of the two sets this layer uses
+        self._place = layer.place.layer % DEPTH  # which of the two sets this layer uses
         self._jobs: weakref.WeakKeyDictionary[Buffers, dict[str, Job]] = weakref.WeakKeyDictionary()
         self._submitted: tuple[Job, Buffers] | None = None
         self._device: torch.device | None = None
@@ -34,7 +34,7 @@ class OnStream:
     def sync(self, hidden_states: torch.Tensor, cuda_stream: Any) -> torch.Tensor:
         """A tensor that holds the result once the stream reaches this point."""
         if self._submitted is None:
-            raise RuntimeError(f"layer {self._layer.index}: sync_forward without a submit_forward before it")
+            raise RuntimeError(f"layer {self._layer.place.layer}: sync_forward without a submit_forward before it")
         (job, buffers), self._submitted = self._submitted, None
         with streams.current(hidden_states.device, cuda_stream) as stream:
             streams.launch(stream, WAIT, job)
@@ -49,8 +49,8 @@ class OnStream:
         tokens, topk = shape[:-1].numel(), pairs[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device
-        buffers = Buffers.get(layer.model, hidden.device, tokens, layer.experts.hidden, topk)
-        previous = Deferred.take(layer.model, layer.index, tokens, hidden.device)
+        buffers = layer.place.model.buffers.get(hidden.device, tokens, layer.experts.hidden, topk)
+        previous = layer.place.take(tokens, hidden.device)
         if previous is not None and previous.pool is not layer.experts.pool:
             streams.launch(stream, WAIT, previous.job)  # only jobs of the same pool run in order
         for reader in buffers.readers[here]:
@@ -71,9 +71,7 @@ class OnStream:
             late = self._job(buffers, "late")
             streams.launch(stream, SUBMIT, late)
             buffers.readers[here].append(late)
-            Deferred.pending[layer.model, layer.index] = Deferred(
-                late, layer.experts.pool, buffers.out[following], hidden.device
-            )
+            layer.place.leave(Deferred(late, layer.experts.pool, buffers.out[following], hidden.device))
         self._submitted = (job, buffers)
 
     def _job(self, buffers: Buffers, kind: str) -> Job:

@@ -93,36 +93,9 @@ class Buffers:
     out: list[torch.Tensor]
     readers: list[list[Job]] = field(default_factory=lambda: [[] for _ in range(DEPTH)])
 
-    # Buffers for the sizes of captured graphs are kept; of the other sizes each model keeps only the last it used.
-    captured_sizes: ClassVar[list[int]] = []
-    kept: ClassVar[dict[tuple[Any, ...], Buffers]] = {}
-    last: ClassVar[dict[tuple[Any, ...], tuple[int, Buffers]]] = {}
-
     @classmethod
-    def get(cls, model: str, device: torch.device, tokens: int, hidden: int, topk: int) -> Buffers:
-        """The model's buffers for this many tokens. Buffers used under graph capture are kept until clear()."""
-        key = (model, device, hidden, topk)
-        kept = cls.kept.get((*key, tokens))
-        if kept is not None:
-            return kept
-        in_graph = capturing()
-        last_tokens, old = cls.last.get(key, (None, None))
-        if last_tokens == tokens and old is not None:
-            buffers = old
-        else:
-            if old is not None and not in_graph:
-                finish(device)  # the old ones may still be in use
-            buffers = cls._allocate(tokens, hidden, topk)
-        if in_graph or tokens in cls.captured_sizes:
-            cls.kept[(*key, tokens)] = buffers
-            if buffers is old:
-                del cls.last[key]
-        elif buffers is not old:
-            cls.last[key] = (tokens, buffers)
-        return buffers
-
-    @classmethod
-    def _allocate(cls, tokens: int, hidden: int, topk: int) -> Buffers:
+    def allocate(cls, tokens: int, hidden: int, topk: int) -> Buffers:
+        """New ones."""
         import torch
 
         def pinned(columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -134,13 +107,47 @@ class Buffers:
             pinned(hidden, torch.bfloat16), ids, late, pinned(topk, torch.float32), pinned(hidden, torch.bfloat16)
         )
 
-    @classmethod
-    def clear(cls) -> None:
+
+class BufferCache:
+    """The buffers of one model, by device and sizes.
+
+    Those for the sizes of captured graphs are kept; of the other sizes only the last that was used is.
+    """
+
+    captured_sizes: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[Any, ...], Buffers] = {}
+        self.last: dict[tuple[Any, ...], tuple[int, Buffers]] = {}
+
+    def get(self, device: torch.device, tokens: int, hidden: int, topk: int) -> Buffers:
+        """The buffers for this many tokens. Those used under graph capture are kept until clear()."""
+        key = (device, hidden, topk)
+        kept = self.kept.get((*key, tokens))
+        if kept is not None:
+            return kept
+        in_graph = capturing()
+        last_tokens, old = self.last.get(key, (None, None))
+        if last_tokens == tokens and old is not None:
+            buffers = old
+        else:
+            if old is not None and not in_graph:
+                finish(device)  # the old ones may still be in use
+            buffers = Buffers.allocate(tokens, hidden, topk)
+        if in_graph or tokens in self.captured_sizes:
+            self.kept[(*key, tokens)] = buffers
+            if buffers is old:
+                del self.last[key]
+        elif buffers is not old:
+            self.last[key] = (tokens, buffers)
+        return buffers
+
+    def clear(self) -> None:
         """Free all buffers once the GPU is done with them. Graphs captured with them must not be replayed any more."""
-        for device in {key[1] for key in (*cls.kept, *cls.last)}:
+        for device in {key[0] for key in (*self.kept, *self.last)}:
             finish(device)
-        cls.kept.clear()
-        cls.last.clear()
+        self.kept.clear()
+        self.last.clear()
 
 
 def finish(device: torch.device) -> None:

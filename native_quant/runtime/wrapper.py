@@ -9,12 +9,12 @@ import numpy as np
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import deferred, kt_methods
-from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.models import Place
 from ktconvert.native_quant.runtime.on_cpu import Layer, OnCpu
 from ktconvert.native_quant.runtime.on_stream import OnStream
 from ktconvert.native_quant.runtime.pool import Pool, checked_nodes, shared_pool
-from ktconvert.native_quant.runtime.streams import Buffers
+from ktconvert.native_quant.runtime.streams import BufferCache
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,8 @@ class KTMoEWrapper:
     """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
 
     gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; left out: the first
-                       num_gpu_experts, as in kt-kernel before 0.6. Its copy `self.gpu_experts_mask` may be written to.
+                       num_gpu_experts, as in kt-kernel before 0.6. Its copy, `self.gpu_experts_mask`, may be written to
+                       or assigned.
     cpuinfer_threads   threads; wrappers with the same number and nodes share them, others have their own
     threadpool_count   NUMA parts that load_weights_from_tensors packs or a checkpoint is cut into, and nodes to spread
                        the threads over: those that numa_nodes names, else the first ones with CPUs that this process
@@ -108,15 +109,44 @@ class KTMoEWrapper:
         self.hidden_size, self.moe_intermediate_size = hidden_size, moe_intermediate_size
         self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
         self.chunked_prefill_size, self.method = chunked_prefill_size, method
-        self.max_deferred_experts_per_token = int(max_deferred_experts_per_token or 0)
+        self._may_defer = int(max_deferred_experts_per_token or 0)
         self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
-        self.gpu_experts_mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
-        self.num_gpu_experts = int(self.gpu_experts_mask.sum())
+        self._mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self._pool = _pool(cpuinfer_threads, threadpool_count, numa_nodes)
         self.moe: Experts | None = None  # kt-kernel's name for the object that computes
+        self._layer: Layer | None = None
         self._cpu: OnCpu | None = None
         self._stream: OnStream | None = None
-        Deferred.pending.pop((self.weight_path, layer_idx), None)
+        self._place = Place(self.weight_path, layer_idx)
+
+    # --- what may change at any time ------------------------------------------------------------------
+
+    @property
+    def gpu_experts_mask(self) -> torch.Tensor:
+        """Experts that are skipped, bool [num_experts] on the CPU. It may be written to, and another may be assigned,
+        which is copied into it; ValueError for another shape.
+        """
+        return self._mask
+
+    @gpu_experts_mask.setter
+    def gpu_experts_mask(self, mask: torch.Tensor | None) -> None:
+        self._mask.copy_(_mask(mask, self.num_experts, 0))
+
+    @property
+    def num_gpu_experts(self) -> int:
+        """How many experts are skipped."""
+        return int(self._mask.sum())
+
+    @property
+    def max_deferred_experts_per_token(self) -> int:
+        """Experts of a token that may be left to the next layer."""
+        return self._may_defer
+
+    @max_deferred_experts_per_token.setter
+    def max_deferred_experts_per_token(self, number: int | None) -> None:
+        self._may_defer = int(number or 0)
+        if self._layer is not None:
+            self._layer.may_defer = self._may_defer
 
     # --- weights -----------------------------------------------------------------------------------
 
@@ -193,12 +223,12 @@ class KTMoEWrapper:
     def _install(self, experts: Experts) -> None:
         layer = Layer(
             experts,
-            self.weight_path,
-            self.layer_idx,
-            self.gpu_experts_mask,
+            self._place,
+            self._mask,
             self.num_experts_per_tok,
-            self.max_deferred_experts_per_token,
+            self._may_defer,
         )
+        self._layer = layer
         self._cpu, self._stream, self.moe = OnCpu(layer), OnStream(layer), experts
 
     # --- computing ---------------------------------------------------------------------------------
@@ -252,18 +282,17 @@ class KTMoEWrapper:
     @staticmethod
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
         """Numbers of tokens for which CUDA graphs will be captured: their pinned buffers are kept."""
-        Buffers.captured_sizes = capture_bs
+        BufferCache.captured_sizes = capture_bs
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
         """The numbers of tokens that were passed to set_capture_batch_sizes."""
-        return Buffers.captured_sizes
+        return BufferCache.captured_sizes
 
     @staticmethod
     def clear_buffer_cache() -> None:
         """Free all pinned buffers. CUDA graphs captured before must not be replayed any more."""
-        Deferred.pending.clear()
-        Buffers.clear()
+        Place.clear()
 
     @staticmethod
     def clear_sft_buffer_cache() -> None:

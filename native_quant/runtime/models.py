@@ -1,0 +1,120 @@
+"""Which wrappers are the layers of one model, and what these share: kt-kernel's interface names a directory and a
+number only, and several models of a process may have the same ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ktconvert.native_quant.runtime.deferred import Deferred
+from ktconvert.native_quant.runtime.streams import BufferCache
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Model:
+    """What the layers of a model share.
+
+    pending   by layer, its deferred experts that no layer has added yet
+    buffers   pinned memory
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[int, Deferred] = {}
+        self.buffers = BufferCache()
+
+
+class Place:
+    """A wrapper's place in its model: the weight_path, and the layer's number.
+
+    Those with one weight_path are dealt out to models when the first of them computes: as many models as there are
+    wrappers of one layer, each with the layers that were made in ascending order; one that is made later joins the
+    first model that has no wrapper of its layer (any more).
+    """
+
+    _made: ClassVar[weakref.WeakValueDictionary[int, Place]] = weakref.WeakValueDictionary()  # in their order
+    _numbers: ClassVar[itertools.count[int]] = itertools.count()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, path: str, layer: int) -> None:
+        self.path, self.layer = path, layer
+        self._model: Model | None = None
+        self._has_next: bool | None = None
+        with self._lock:
+            self._made[next(self._numbers)] = self
+
+    @property
+    def model(self) -> Model:
+        """The model that this layer belongs to."""
+        if self._model is None:
+            with self._lock:
+                self._deal(self.path)
+        assert self._model is not None
+        return self._model
+
+    def take(self, tokens: int, device: torch.device) -> Deferred | None:
+        """The deferred experts of the layer before this one, if any; from then on they are added.
+
+        Raises ValueError where they are those of another number of tokens, or on another device.
+        """
+        deferred = self.model.pending.pop(self.layer - 1, None)
+        if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
+            raise ValueError(
+                f"layer {self.layer} was called with {tokens} tokens on {device}, but layer {self.layer - 1} deferred "
+                f"experts of {len(deferred.out)} tokens on {deferred.device} to it; "
+                "call the layers one after the other with the same tokens"
+            )
+        return deferred
+
+    def leave(self, deferred: Deferred) -> None:
+        """Keep this layer's deferred experts for the next one. A warning, once, where there is none."""
+        self.model.pending[self.layer] = deferred
+        if self._has_next is None:
+            with self._lock:
+                self._has_next = self.layer + 1 in _layers(self.model, list(self._made.values()))
+            if not self._has_next:
+                warnings.warn(
+                    f"layer {self.layer} of {self.path} defers experts, and its model has no layer {self.layer + 1} "
+                    "that would add them: they are left out. Give the last layer max_deferred_experts_per_token=0, and "
+                    "make the layers of a model in their order.",
+                    stacklevel=4,
+                )
+
+    @classmethod
+    def _deal(cls, path: str) -> None:
+        places = [place for place in cls._made.values() if place.path == path]
+        groups: list[list[Place]] = []
+        for place in reversed([place for place in places if place._model is None]):
+            group = next((group for group in groups if place.layer < group[-1].layer), None)
+            if group is None:
+                groups.append([place])
+            else:
+                group.append(place)
+        for group in reversed(groups):
+            layers = {place.layer for place in group}
+            models = dict.fromkeys(place._model for place in places if place._model is not None)
+            joined = next((model for model in models if not layers & _layers(model, places)), None) or Model()
+            for place in group:
+                place._model = joined
+                joined.pending.pop(place.layer, None)  # of the one that it takes the place of
+
+    @classmethod
+    def clear(cls) -> None:
+        """Forget all deferred experts, and free all pinned buffers."""
+        with cls._lock:
+            models = {place._model for place in cls._made.values() if place._model is not None}
+        for model in models:
+            model.pending.clear()
+            model.buffers.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        return Place(self.path, self.layer)
+
+
+def _layers(model: Model, places: list[Place]) -> set[int]:
+    return {place.layer for place in places if place._model is model}
