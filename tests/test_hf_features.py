@@ -200,6 +200,27 @@ def test_exported_saved_and_run_elsewhere(example: Path, weights: Path, tmp_path
     assert re.match(rf"no experts are loaded as 'layer 0 of {weights}.*' in this process", done.stdout)
 
 
+def test_a_recorded_program_takes_no_other_directory(weights: Path, tmp_path: Path) -> None:
+    """Whatever the directories are called: also by bytes that are no UTF-8."""
+    for one, other in (("out #1", "out #2"), ("out #2", "out"), ("out", "out #2"), ("\udcff #2", "\udcff #3")):
+        for name in (one, other):
+            (tmp_path / name).unlink(missing_ok=True)
+            (tmp_path / name).symlink_to(weights)
+        module = RoutedExperts(0, Experts.load(tmp_path / one, 0))
+        arguments = torch.ones(1, module.experts.hidden), torch.tensor([[0, 5]]), torch.ones(1, 2)
+        want = module(*arguments)
+        with torch.no_grad():
+            program = torch.export.export(module, arguments, strict=False).module()
+        del module
+        gc.collect()
+        kept = RoutedExperts(0, Experts.load(tmp_path / other, 0))
+        with pytest.raises(RuntimeError, match="no experts are loaded as 'layer 0 of "):
+            program(*arguments)
+        kept = RoutedExperts(0, Experts.load(tmp_path / one, 0))
+        assert torch.equal(program(*arguments), want)
+        del kept
+
+
 @pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
 def test_a_trace_holds_no_constants(model: Any) -> None:
     """torch.jit.trace would keep what the experts gave for the example; it is used with other tokens here."""

@@ -45,11 +45,11 @@ class RoutedExperts(torch.nn.Module):
         experts, hot = self.experts, 0 if self.hot is None else len(self.hot)
         name = f"layer {self.layer} of {experts.source or f'experts in memory {id(experts.packed):x}'}"
         settings = ", exact" * experts.exact + f", {hot} hot" * bool(hot)
-        self._name = hf_operator.register(self, name + settings)
+        self._handle = hf_operator.register(self, name + settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._register()  # a copy of a model shares the weights and has a name of its own
+        self._register()  # a copy of a model shares the weights and has a handle of its own
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -65,7 +65,7 @@ class RoutedExperts(torch.nn.Module):
         if hf_operator.is_direct(hidden, weights):
             out = self.compute(hidden, ids, weights)
         else:
-            out = hf_operator.routed_experts(hidden, ids, weights, self._name)
+            out = hf_operator.routed_experts(hidden, ids, weights, self._handle)
         return out.reshape(hidden_states.shape)
 
     def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
