@@ -15,6 +15,8 @@ class Lib:
     KTQ_ECLOSED: int
     KTQ_EFORK: int
     KTQ_ERANGE: int
+    KTQ_MOST_PARTS: int
+    KTQ_MOST_TOPK: int
     KTQ_POOL_THREADS: int
     KTQ_CPU_BYTES: int
     KTQ_BF16: int

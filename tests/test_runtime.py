@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from safetensors import safe_open
 
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
@@ -329,6 +330,25 @@ def test_arrays_that_do_not_fit_are_refused(make: Make) -> None:
         experts.forward(x, ids, weights, skip=np.zeros(7, bool))
     with pytest.raises(ValueError, match="order"):
         Experts(experts.packed, order=np.arange(7))
+
+
+def test_as_many_parts_and_experts_per_token_as_a_forward_takes(make: Make) -> None:
+    rng = np.random.default_rng(3)
+
+    def experts(parts: int, groups: int = 1) -> Experts:
+        sizes = (1, 32 * parts, 32), (1, 32 * parts, 32), (1, 32, 32 * parts)
+        weights = (rng.integers(0x3C00, 0x3D00, size).astype(np.uint16) for size in sizes)
+        return Experts.from_bf16(*weights, method="BF16", parts=parts, pool=grouped(2, groups))
+
+    x, ids = np.full((3, 32), 0x3F80, np.uint16), np.zeros((3, 4096), np.int64)
+    shares = np.full(ids.shape, 1 / 4096, np.float32)
+    for groups in (1, 2):
+        assert experts(64, groups).forward(x, ids, shares).any()
+    with pytest.raises(UnsupportedError, match="layer 0 has 65 NUMA parts, and this runtime adds up 64 at most"):
+        experts(65)
+    one, x, ids, shares = make(tokens=1)
+    with pytest.raises(ValueError, match="4097 experts per token are more than a forward takes, 4096"):
+        one.forward(x, np.zeros((1, 4097), np.int64), np.zeros((1, 4097), np.float32))
 
 
 def test_subnormals_of_the_caller_stay(make: Make) -> None:

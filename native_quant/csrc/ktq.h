@@ -1,9 +1,11 @@
-/* ktq: linears in any encoding in, kt-kernel's AMXINT8 and AMXINT4 bytes out.
+/* ktq: linears in any encoding to packed experts (AMXINT4, AMXINT8, MXFP4, FP8, BF16), codes and scales of other
+ * quantizers, and the forward of routed experts in these formats.
  *
- * Buffers in, buffers out: nothing is allocated, printed or kept but the choice of instruction set. Every function may
- * be called from many threads at once. What the numbers mean: quantizers/NUMERICS.md. Where the bytes lie:
- * layouts/FORMAT.md. The text between the two markers is what Python (cffi, _build.py) reads: plain C without
- * directives.
+ * Conversions are buffers in, buffers out: they allocate, print and keep nothing. What is kept: the choice of
+ * instruction set; pools with their threads and memory, and jobs, until they are freed; the table of mapped files. Only
+ * the handler of SIGBUS prints. Every function may be called from many threads at once. What the numbers mean:
+ * quantizers/NUMERICS.md. Where the bytes lie: layouts/FORMAT.md. The text between the two markers is what Python (cffi,
+ * _build.py) reads: plain C without directives but `#define NAME NUMBER`.
  */
 #ifndef KTQ_H
 #define KTQ_H
@@ -194,6 +196,7 @@ enum {
     KTQ_FORMAT_NVFP4
 };
 enum { KTQ_NVFP4_HEADER = 64 };
+enum { KTQ_MOST_PARTS = 64, KTQ_MOST_TOPK = 4096 }; /* of a layer; experts of a token */
 
 /* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. Scales are NULL where the
    format has none. */
@@ -202,7 +205,7 @@ typedef struct {
     const void *gate_scale, *up_scale, *down_scale;
 } ktq_expert;
 
-/* The routed experts of a layer: parts[part * experts + expert], each part with `width` columns of the intermediate
+/* The routed experts of a layer: expert[part * experts + expert], each part with `width` columns of the intermediate
  * size. */
 typedef struct {
     int format; /* KTQ_FORMAT_* */

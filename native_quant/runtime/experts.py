@@ -184,7 +184,12 @@ class Experts:
         return Job(job[0], (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
-        """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none."""
+        """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none.
+
+        Raises ValueError for more experts per token than a forward takes.
+        """
+        if topk > lib.KTQ_MOST_TOPK:
+            raise ValueError(f"{topk} experts per token are more than a forward takes, {lib.KTQ_MOST_TOPK}")
         return ffi.new(
             "ktq_call *",
             (

@@ -38,7 +38,7 @@ from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stated import require_as_in_manifest, require_as_in_metadata
 from ktconvert.native_quant.runtime.wanted import Wanted
-from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_columns, opened_output
+from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_limits, opened_output
 from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]
@@ -127,7 +127,7 @@ def _load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     wanted.require_sizes(path, layer, (count, h, i), "tensors")
     _check_stated(path, model, layer, native, wanted.swiglu)
     grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, wanted.parts, len(pool.nodes)))
-    check_columns(native.name, grid)
+    check_limits(native.name, grid)
     sizes = {
         (part, tensor.suffix): tensor.nbytes
         for part in grid.all_parts(range(count))

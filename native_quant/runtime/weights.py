@@ -23,6 +23,7 @@ from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.strip_form import StripForm
 from ktconvert.native_quant import machine
+from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime import kt_methods, scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
@@ -216,11 +217,16 @@ def pack(
 def check_sizes(form: Form, grid: ExpertGrid) -> None:
     """Raises UnsupportedError where the kernels cannot compute a layer of this size."""
     require_legal(form, grid.hidden, grid.intermediate, grid.numa)
-    check_columns(form.name, grid)
+    check_limits(form.name, grid)
 
 
-def check_columns(method: str, grid: ExpertGrid) -> None:
-    """Raises UnsupportedError for more columns than a sum can have."""
+def check_limits(method: str, grid: ExpertGrid) -> None:
+    """Raises UnsupportedError for more columns than a sum can have, and for more NUMA parts than a forward adds up."""
+    if grid.numa > lib.KTQ_MOST_PARTS:
+        raise UnsupportedError(
+            f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most; "
+            "make fewer (`ktconvert resplit`)."
+        )
     if max(grid.hidden, grid.intermediate // grid.numa) > MAX_COLUMNS:
         raise UnsupportedError(
             f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {method}; "

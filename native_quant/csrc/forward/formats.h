@@ -21,9 +21,12 @@ typedef struct {
 
 enum { KT_MOST_SUM_COLUMNS = 128 };
 
-/* kt_bf16_gemm's sum_columns. Scales of 16 columns (NVFP4) are multiplied into the weights. */
+/* kt_bf16_gemm's sum_columns: the largest power of two that divides the columns of a scale, but not more than a sum can
+ * have. Where that is less than KT_SUM_COLUMNS (NVFP4: 16), `panel` multiplies these scales into the weights, and those
+ * that it leaves are of the whole row, as where there are no columns. */
 static inline int64_t kt_sum_columns(const kt_format *format) {
-    return format->scale_columns == KT_SUM_COLUMNS ? KT_SUM_COLUMNS : KT_MOST_SUM_COLUMNS;
+    int64_t power = format->scale_columns & -format->scale_columns;
+    return power >= KT_SUM_COLUMNS && power < KT_MOST_SUM_COLUMNS ? power : KT_MOST_SUM_COLUMNS;
 }
 
 /* NULL: there is none of this number. */

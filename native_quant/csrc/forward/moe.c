@@ -12,16 +12,16 @@
 
 #include "moe.h"
 
-enum { MAX_PARTS = 64, MAX_TOPK = 4096, TASKS_PER_THREAD = 8, MIN_PANEL = 128 };
+enum { TASKS_PER_THREAD = 8, MIN_PANEL = 128 };
 /* Bytes of a pass's rows, which bounds its tokens; and of y, which is read again soon after it was written. */
 enum { ROWS_BUDGET = 256 << 20, PANELS_BUDGET = 16 << 20 };
 /* A strip costs its bytes from memory as much as this many tokens cost work. */
 enum { STRIP_COST = 16 };
 
 static int check(const ktq_moe *moe, const ktq_call *call) {
-    if (!moe || !call || !moe->expert || call->tokens < 0 || call->topk < 1 || call->topk > MAX_TOPK) return KTQ_EINVAL;
+    if (!moe || !call || !moe->expert || call->tokens < 0 || call->topk < 1 || call->topk > KTQ_MOST_TOPK) return KTQ_EINVAL;
     if (moe->hidden > KT_MAX_COLUMNS || moe->width > KT_MAX_COLUMNS) return KTQ_EINVAL;
-    if (moe->experts < 1 || moe->parts < 1 || moe->parts > MAX_PARTS) return KTQ_EINVAL;
+    if (moe->experts < 1 || moe->parts < 1 || moe->parts > KTQ_MOST_PARTS) return KTQ_EINVAL;
     if (call->tokens && (!call->hidden || !call->ids || !call->weights || !call->out)) return KTQ_EINVAL;
     const kt_format *format = kt_format_of(moe->format);
     if (!format) return KTQ_EINVAL;

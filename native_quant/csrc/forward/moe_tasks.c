@@ -63,7 +63,7 @@ static void merge_parts(const kt_pass *pass, int64_t parts, float *const *sums, 
 static void combine(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     int64_t topk = pass->call->topk, hidden = pass->moe->hidden, column = task->panel * pass->panel_columns;
     int64_t columns = hidden - column < pass->panel_columns ? hidden - column : pass->panel_columns;
-    float *sums[64];
+    float *sums[KTQ_MOST_PARTS];
     wait_for(&group->down_left[task->panel]);
     for (int64_t t = task->first; t < task->first + task->count; t++) {
         for (int64_t part = 0; part < group->parts; part++) {
@@ -86,7 +86,7 @@ static void combine(const kt_pass *pass, kt_group *group, const kt_task *task, c
 }
 
 static void merge(const kt_pass *pass, int64_t task) {
-    float *sums[64];
+    float *sums[KTQ_MOST_PARTS];
     int64_t hidden = pass->moe->hidden;
     for (int64_t t = task * KT_ROW_BLOCK; t < (task + 1) * KT_ROW_BLOCK && t < pass->tokens; t++) {
         for (int64_t part = 0; part < pass->moe->parts; part++)
