@@ -3,6 +3,7 @@ the same numbers."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -176,6 +177,18 @@ def test_a_header_that_says_something_else(name: str, value: str, damaged: Path)
     edit_header(shard_of(damaged), lambda header: header["__metadata__"].update({name: value}))
     with pytest.raises(UnsupportedError, match=f"{name} {value}"):
         Experts.load(damaged, 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("activation", "gelu"), ("activation", "situ"), ("weights_on", "input")])
+def test_loose_files_whose_manifest_says_something_else(
+    name: str, value: str, outputs: Outputs, tmp_path: Path
+) -> None:
+    shutil.copytree(outputs["int8", "loose"], tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    about["model"][name] = value
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(about))
+    with pytest.raises(UnsupportedError, match=f"manifest.json: its model says {name} {value}"):
+        Experts.load(tmp_path / "out", 0)
 
 
 def test_a_shard_that_was_written_again_in_place(damaged: Path) -> None:

@@ -22,7 +22,7 @@ def require_as_in_manifest(output: Output, measured: Measure) -> None:
 
 def require_as_in_metadata(output: Output, layer: int, measured: Measure, swiglu: Swiglu) -> None:
     """Raises UnsupportedError where the metadata in our own shards are not what their byte counts say, and what the
-    layer is to compute.
+    layer is to compute. Loose files have none: the manifest says what their experts compute.
     """
     count, hidden, intermediate = measured.shapes[layer]
     actual = {
@@ -34,9 +34,11 @@ def require_as_in_metadata(output: Output, layer: int, measured: Measure, swiglu
         "weights_on": "output",
         "activation": kt_methods.activation(swiglu),
     }
-    for shard, metadata in output.metadata.items():
-        if metadata.get("layer") != str(layer):
-            continue
+    of_layer = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
+    if output.loose:
+        computed = {name: output.facts.get(name, "not recorded") for name in ("activation", "weights_on")}
+        of_layer = {manifest.NAME: {name: said for name, said in computed.items() if said != "not recorded"}}
+    for shard, metadata in of_layer.items():
         if "activation" in metadata and _is_stated(output, layer, measured.method, metadata["activation"], swiglu):
             actual["activation"] = metadata["activation"]
         for name, value in actual.items():
@@ -44,7 +46,7 @@ def require_as_in_metadata(output: Output, layer: int, measured: Measure, swiglu
                 given = name == "activation" and measured.method in kt_methods.LIMITED
                 remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them" if given else AGAIN
                 raise UnsupportedError(
-                    f"{output.root / shard}: its header says {name} {metadata[name]}, "
+                    f"{output.root / shard}: its {'model' if output.loose else 'header'} says {name} {metadata[name]}, "
                     f"its bytes and this runtime say {value}; {remedy}."
                 )
 
