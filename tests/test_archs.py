@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.arch_file import load_arch_file
+from ktconvert.layouts.checkpoints.arch_file import load_arch_file, parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, PREFIXES, Arch, Fused, Separate, Style
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
@@ -177,7 +177,7 @@ def test_refused_rows(arch: Arch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["DeepSeek-V4", "MiniMax-M3", "Llama-4", "Step-3.5, 3.7", "Gemma-4 26B-A4B", "Inkling 2"]
+    "name", ["DeepSeek-V4", "MiniMax-M3", "Llama-4", "Step-3.5, 3.7", "Gemma-4 26B-A4B", "Inkling 2", "Kimi-K3"]
 )
 def test_other_activations_are_reported(name: str, tmp_path: Path) -> None:
     arch = ROWS[name]
@@ -196,6 +196,51 @@ def test_the_config_may_name_another_activation(config: dict[str, Any], activati
     model.config.update(config)
     parsed = model.read(tmp_path)
     assert (parsed.activation, parsed.plain) == (activation, activation == "silu")
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("Kimi-K3", {"hidden_act": "situ"}),
+        ("Gemma-4 26B-A4B", {"hidden_activation": "gelu_pytorch_tanh"}),
+        ("Grok-1, Grok-2", {"hidden_act": "gelu"}),
+        ("MiniMax-M3", {"hidden_act": "swigluoai"}),
+        ("MiniMax-M3", {"hidden_act": "silu"}),  # as transformers writes it
+        ("DeepSeek-V4", {"hidden_act": "silu", "swiglu_limit": 10.0}),
+        ("JetMoE", {"activation_function": "silu"}),
+        ("Mixtral", {"hidden_act": None}),
+    ],
+)
+def test_the_row_and_the_config_agree(name: str, called: dict[str, Any], tmp_path: Path) -> None:
+    model = Model(ROWS[name], ROWS[name].stored[0])
+    model.config.update(called)
+    assert model.read(tmp_path).activation == ROWS[name].activation
+
+
+@pytest.mark.parametrize(
+    ("name", "called", "error", "words"),
+    [
+        ("Mixtral", {"hidden_act": "relu2"}, UnsupportedError, 'hidden_act = "relu2", an activation that is not known'),
+        ("Mixtral", {"hidden_act": ["silu"]}, UnsupportedError, r'hidden_act = \["silu"\], an activation that is not'),
+        ("Kimi-K3", {"hidden_act": "xielu"}, UnsupportedError, 'hidden_act = "xielu", an activation that is not known'),
+        ("Kimi-K3", {"hidden_act": "silu"}, InputError, r"and experts of Kimi-K3 compute 4 \* tanh\(gate / 4\)"),
+        (
+            "Gemma-4 26B-A4B",
+            {"hidden_activation": "silu"},
+            InputError,
+            r"of Gemma-4 26B-A4B compute gelu\(gate\) \* up",
+        ),
+        ("MiniMax-M3", {"hidden_act": "gelu"}, InputError, "and experts of MiniMax-M3 compute"),
+    ],
+)
+def test_an_activation_that_is_unknown_or_contradicts_the_row(
+    name: str, called: dict[str, Any], error: type[KtconvertError], words: str, tmp_path: Path
+) -> None:
+    """No activation is taken for another: the option that decides is named."""
+    model = Model(ROWS[name], ROWS[name].stored[0])
+    model.config.update(called)
+    with pytest.raises(error, match=words + r".*; say with --arch-file what the experts compute: activation = 'silu',"):
+        model.read(tmp_path)
 
 
 def test_clip_limits_that_are_all_zero_are_none(tmp_path: Path) -> None:
@@ -749,6 +794,17 @@ def test_row_from_a_file(tmp_path: Path) -> None:
     parsed = model.read(tmp_path / "model", (arch, *ARCHS))
     assert parsed.arch is arch and parsed.activation == "gelu"
     check(model, parsed)
+
+
+@pytest.mark.parametrize(("activation", "called"), [("gelu", "relu2"), ("silu", "situ"), ("silu", "gelu")])
+def test_the_activation_of_a_row_from_a_file_decides(activation: str, called: str, tmp_path: Path) -> None:
+    arch = parse_arch(ROW.replace('"gelu"', f'"{activation}"'))
+    model = Model(arch, arch.stored[0], "")
+    model.config["hidden_act"] = called
+    assert model.read(tmp_path / "said", (arch, *ARCHS)).activation == activation
+    silent = parse_arch(ROW.replace('activation = "gelu"', ""))
+    if called != "relu2":
+        assert model.read(tmp_path / "silent", (silent, *ARCHS)).activation == called
 
 
 def test_row_from_a_file_for_any_checkpoint(tmp_path: Path) -> None:

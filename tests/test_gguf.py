@@ -236,6 +236,7 @@ def test_a_file_of_a_hub_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("llama4", "Llama-4", "with routing weights on their input"),
         ("gemma4", "Gemma-4 26B-A4B", "compute gelu(gate)"),
         ("smallthinker", "SmallThinker", "compute relu(gate)"),
+        ("kimi-k3", "Kimi-K3", "compute 4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)"),
         ("brandnew", "gguf:brandnew", "is not in the table of architectures; its experts are stored as in any GGUF"),
     ],
 )
@@ -244,6 +245,18 @@ def test_the_activation_is_that_of_the_architecture(arch: str, family: str, word
     moe = recognised(small(tmp_path / "m.gguf", arch=arch, **more))
     assert moe.arch.name == family
     assert (words or "") in " ".join(moe.notes) and (words is None) == (moe.notes == ())
+
+
+def test_the_activation_of_the_metadata_is_that_of_the_row(tmp_path: Path) -> None:
+    for arch, called in (("kimi-k3", "situ"), ("gemma4", "gelu"), ("qwen3moe", "silu")):
+        assert recognised(small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=called)).activation == called
+    assert recognised(small(tmp_path / "other.gguf", hidden_activation="situ")).activation == "situ"
+    with pytest.raises(
+        UnsupportedError, match='hidden_act = "relu2", an activation that is not known; say with --arch'
+    ):
+        recognised(small(tmp_path / "unknown.gguf", hidden_activation="relu2"))
+    with pytest.raises(InputError, match='hidden_act = "silu", and experts of Kimi-K3 compute'):
+        recognised(small(tmp_path / "wrong.gguf", arch="kimi-k3", hidden_activation="silu"))
 
 
 def test_gpt_oss_and_biases_are_refused(tmp_path: Path) -> None:
@@ -346,6 +359,60 @@ def test_config_of_another_model(tmp_path: Path, example: Path) -> None:
         recognised(source, str(tmp_path / "none"))
     with pytest.raises(UsageError, match="--config"):
         recognised(example, str(tmp_path / "width"))
+
+
+OTHER_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        {"model_type": "mixtral", "num_local_experts": E, "intermediate_size": I},
+        "config.json is of Mixtral, and the weights' own header says general.architecture = qwen3moe, "
+        "Qwen3-MoE, Qwen3-Coder",
+    ),
+    "layers": ({"num_hidden_layers": 3}, "num_hidden_layers = 3, and the weights are of 2 layers by their own header"),
+    "experts": ({"num_experts": 3}, "num_experts = 3, and the weights' own header expert_count = 2"),
+    "hidden size": ({"hidden_size": 256}, "hidden_size = 256, and the weights' own header embedding_length = 512"),
+    "expert width": (
+        {"moe_intermediate_size": 300},
+        "moe_intermediate_size = 300, and the weights' own header expert_feed_forward_length = 256",
+    ),
+    "dense width": (
+        {"intermediate_size": 2048},
+        "intermediate_size = 2048, and the weights' own header feed_forward_length = 1024",
+    ),
+    "first dense layers": (
+        {"first_k_dense_replace": 1},
+        "first_k_dense_replace = 1, and the weights' own header leading_dense_block_count = 0",
+    ),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = gelu, and the weights' own header silu"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_CONFIGS)
+@pytest.mark.parametrize("beside", [False, True], ids=["--config", "beside the file"])
+def test_a_config_that_contradicts_the_metadata(what: str, beside: bool, tmp_path: Path, cli: Cli) -> None:
+    """Tensors alone would not show it: they fit the config in all but what it says of the others."""
+    changed, words = OTHER_CONFIGS[what]
+    of = hugging_face(tmp_path / "hf", **changed)
+    (of / "model.safetensors").unlink()
+    folder = of if beside else tmp_path
+    source = small(folder / "m.gguf", leading_dense_block_count=0, hidden_activation="silu")
+    done = cli("cpu", "-i", source, "-o", tmp_path / "out", *([] if beside else ["--config", of]), code=5)
+    assert f"{words}; they are not of one model" in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arch", "family", "changed"),
+    [
+        ("deepseek2", "kimi_k2", {"n_routed_experts": E}),
+        ("deepseek2", "glm4_moe_lite", {"num_nextn_predict_layers": 1, "num_hidden_layers": 1}),
+        ("glm4moe", "glm4v_moe", {"first_k_dense_replace": 0}),
+        ("qwen3vlmoe", "qwen3_omni_moe", {}),
+        ("qwen3moe", "unheard_of", {"intermediate_size": [1024, 1024]}),
+        ("brandnew", "qwen3_moe", {"intermediate_size": 1024}),
+    ],
+)
+def test_families_that_share_an_architecture(arch: str, family: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    source = small(tmp_path / "m.gguf", arch=arch, leading_dense_block_count=0)
+    assert recognised(source, str(hugging_face(tmp_path / "hf", model_type=family, **changed))).shape(0) == (E, H, I)
 
 
 def test_config_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 name = "My-MoE"
 matches = ["my_moe"]              # model_type or architectures; left out: any checkpoint
-activation = "silu"               # optional, as are weights_on, layers, experts, width, hidden
+activation = "silu"               # whatever config.json calls it; optional, as are weights_on, layers, experts, width,
+                                  # hidden and instead
 
 [[stored]]
 style = "separate"                # or "fused" (gate_up, down) or "stacked" (gate, up, down in 3-D)
@@ -28,6 +29,7 @@ STYLES: dict[str, type[Separate] | type[Fused] | type[Stacked]] = {
     "stacked": Stacked,
 }
 LISTS = ("matches", "layers", "experts", "width", "hidden")
+NO_KEYS = ("refusal", "shares", "decides")  # fields of a row that a file does not give
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 
@@ -49,7 +51,7 @@ def parse_arch(text: str, path: str = "--arch-file") -> Arch:
         raise InputError(f"{path}: not valid TOML ({e})") from None
     except RecursionError:
         raise InputError(f"{path}: not valid TOML (nested too deeply)") from None
-    known = [f.name for f in fields(Arch) if f.name != "refusal"]
+    known = [f.name for f in fields(Arch) if f.name not in NO_KEYS]
     _only(path, tree, known, "")
     name = tree.pop("name", None)
     if not isinstance(name, str) or not name:
@@ -57,7 +59,7 @@ def parse_arch(text: str, path: str = "--arch-file") -> Arch:
     stored = tree.pop("stored", None)
     if not isinstance(stored, list) or not stored:
         raise InputError(f"{path}: needs at least one [[stored]] table that says where the experts are")
-    row: dict[str, Any] = {"matches": ()}
+    row: dict[str, Any] = {"matches": (), "decides": "activation" in tree}
     for key, value in tree.items():
         if key in LISTS:
             if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):

@@ -80,7 +80,9 @@ class Arch:
     stored       the ways its experts are published in safetensors; the tensors say which one it is.
     layers       config keys of the number of layers; what lies beyond is MTP.
     experts, width, hidden   config keys of E, I and H, to be compared with the tensors' shapes.
-    activation   key of ACTIVATIONS.
+    shares       general.architecture of GGUFs that llama.cpp's converter writes for it, too; another row's.
+    activation   key of ACTIVATIONS; silu gives way to another that config.json names.
+    decides      the activation is this one, whatever config.json calls it: an --arch-file may say so.
     weights_on   where a token's routing weight is multiplied: "output" or "input" of the expert.
     instead      what to use where activation or weights_on is not what kt-kernel's AMX experts compute.
     refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
@@ -94,13 +96,17 @@ class Arch:
     experts: tuple[str, ...] = NUM_EXPERTS
     width: tuple[str, ...] = MOE_WIDTH
     hidden: tuple[str, ...] = HIDDEN
+    shares: tuple[str, ...] = ()
     activation: str = "silu"
+    decides: bool = False
     weights_on: str = "output"
     instead: str = "serve the original checkpoint without AMXINT4 and AMXINT8"
     refusal: str | None = None
 
 
 # What an expert computes before down_proj. Only the first is what kt-kernel's AMXINT4 and AMXINT8 compute.
+# Kimi-K3's situ, with the betas 4 and 25 of its config.json: SituAndMul of its modeling_kimi_linear.py, as torchtitan's
+# tests of kimi_k3 quote it, and pull request 67 of sgl-project/DeepGEMM.
 ACTIVATIONS = {
     "silu": "silu(gate) * up",
     "gelu": "gelu(gate) * up",
@@ -108,7 +114,20 @@ ACTIVATIONS = {
     "swiglu_oai": "gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped",
     "swiglu_limit": "silu(gate) * up with gate and up clamped to a limit",
     "swiglu_softcap": "softcap(gate) * sigmoid(gate) * softcap(up)",
+    "situ": "4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)",
 }
+# What config.json calls it (hidden_act) -> what that may be, first of a row that has silu: gpt-oss and others say silu,
+# and clamp.
+_SILU = ("silu", "swiglu_limit", "swiglu_oai", "swiglu_softcap")
+HIDDEN_ACTS = {
+    **dict.fromkeys(("silu", "swish", "swiglu"), _SILU),
+    **dict.fromkeys(("swigluoai", "swiglu_oai"), ("swiglu_oai", "swiglu_limit")),
+    **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_tanh", "gelu_python"), ("gelu",)),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh"), ("gelu",)),
+    "relu": ("relu",),
+    "situ": ("situ",),
+}
+HIDDEN_ACT = ("hidden_act", "hidden_activation", "activation_function")  # config keys of it
 
 
 def _separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Separate:
@@ -153,7 +172,7 @@ ELSEWHERE = "no method of kt-kernel has it; keep these experts on the GPU, or us
 
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),
-    Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM", "gguf:deepseek32"), MLP),
+    Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM", "gguf:deepseek32"), MLP, shares=("deepseek2",)),
     Arch(
         "DeepSeek-V4",
         ("deepseek_v4", "DeepseekV4ForCausalLM", "gguf:deepseek4"),
@@ -161,10 +180,21 @@ ARCHS = (
         activation="swiglu_limit",
         instead=NATIVE_MXFP4,
     ),
-    Arch("DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP),
-    Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP),
-    Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP),
-    Arch("Kimi-K3", ("kimi_k3", "KimiK3ForConditionalGeneration", "gguf:kimi-k3"), SPARSE),
+    Arch(
+        "DeepSeek-V2, V2-Lite, VL2",
+        ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"),
+        MLP,
+        shares=("deepseek2",),
+    ),
+    Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP, shares=("deepseek2",)),
+    Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP, shares=("deepseek2",)),
+    Arch(
+        "Kimi-K3",
+        ("kimi_k3", "KimiK3ForConditionalGeneration", "gguf:kimi-k3"),
+        SPARSE,
+        activation="situ",
+        instead=ELSEWHERE,
+    ),
     Arch("Qwen2-MoE", ("qwen2_moe", "Qwen2MoeForCausalLM", "gguf:qwen2moe"), MLP),
     Arch("Qwen3-MoE, Qwen3-Coder", ("qwen3_moe", "Qwen3MoeForCausalLM", "gguf:qwen3moe"), MLP),
     Arch("Qwen3-Next, Coder-Next", ("qwen3_next", "Qwen3NextForCausalLM", "gguf:qwen3next"), MLP),
@@ -173,7 +203,7 @@ ARCHS = (
         ("qwen3_vl_moe", "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration", "gguf:qwen3vlmoe"),
         MLP,
     ),
-    Arch("Qwen3-Omni (thinker)", ("qwen3_omni_moe", "qwen3_omni_moe_thinker"), MLP),
+    Arch("Qwen3-Omni (thinker)", ("qwen3_omni_moe", "qwen3_omni_moe_thinker"), MLP, shares=("qwen3vlmoe", "qwen3moe")),
     Arch(
         "Qwen3.5, 3.6, 3.8 MoE",
         ("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", "gguf:qwen35moe"),
@@ -181,8 +211,10 @@ ARCHS = (
     ),
     Arch("Qwen3.8-Flash-Next", ("qwen4_exp", "qwen4_exp_text", "Qwen4ExpForConditionalGeneration"), MLP),
     Arch("GLM-4.5, 4.6, 4.7", ("glm4_moe", "Glm4MoeForCausalLM", "gguf:glm4moe"), MLP),
-    Arch("GLM-4.5V, 4.6V", ("glm4v_moe", "glm4v_moe_text", "Glm4vMoeForConditionalGeneration"), MLP),
-    Arch("GLM-4.7-Flash", ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), MLP),
+    Arch(
+        "GLM-4.5V, 4.6V", ("glm4v_moe", "glm4v_moe_text", "Glm4vMoeForConditionalGeneration"), MLP, shares=("glm4moe",)
+    ),
+    Arch("GLM-4.7-Flash", ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), MLP, shares=("deepseek2",)),
     Arch("GLM-5, 5.1, 5.2", ("glm_moe_dsa", "GlmMoeDsaForCausalLM", "gguf:glm-dsa"), MLP),
     Arch(
         "MiniMax-M2, 2.1, 2.5, 2.7",
@@ -226,6 +258,7 @@ ARCHS = (
         "Mistral-Large-3, Mistral 4",
         ("mistral4", "mistral_large_3", "Mistral4ForCausalLM", "gguf:mistral4"),
         (*MLP, *BARE_W),
+        shares=("deepseek2",),
     ),
     Arch("Hunyuan-A13B", ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "gguf:hunyuan-moe"), MLP),
     Arch("Hy3", ("hy_v3", "HYV3ForCausalLM"), MLP),
@@ -277,7 +310,7 @@ ARCHS = (
     Arch("OLMoE", ("olmoe", "OlmoeForCausalLM", "gguf:olmoe"), MLP, width=DENSE_WIDTH),
     Arch("Phi-3.5-MoE", ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM", "gguf:phimoe"), SPARSE, width=DENSE_WIDTH),
     Arch("Jamba", ("jamba", "JambaForCausalLM", "gguf:jamba"), FEED_FORWARD, width=DENSE_WIDTH),
-    Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP),
+    Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP, shares=("glm4moe",)),
     Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM", "gguf:afmoe"), MLP),
     Arch("Laguna", ("laguna", "LagunaForCausalLM"), MLP),
     Arch("Granite 3 MoE, 4 H", ("granitemoe", "granitemoeshared", "granitemoehybrid"), GRANITE, width=DENSE_WIDTH),

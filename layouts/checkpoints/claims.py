@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.archs import ARCHS, HIDDEN, NUM_EXPERTS, NUM_LAYERS, Arch
+from ktconvert.layouts.checkpoints.archs import (
+    ARCHS,
+    HIDDEN,
+    HIDDEN_ACT,
+    HIDDEN_ACTS,
+    MOE_WIDTH,
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    Arch,
+)
+from ktconvert.layouts.checkpoints.containers.gguf_config import KEYS, PREFIX
 
 Config = dict[str, Any]
 Shape = tuple[int, int, int]  # experts, hidden size, expert width; 0 is unknown
@@ -68,6 +78,53 @@ def moe_layers(config: Config) -> list[int] | None:
     if limit is None or all(cfg.find(config, (key,)) is None for key in DENSE):
         return None
     return [layer for layer in range(min(limit[1], 10_000)) if _dense_by(config, layer) is None]
+
+
+# What a weight file states, under config.json's name -> the keys of a config.json that may hold the same number.
+SAME: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": HIDDEN[1:],
+    "routed_expert_hidden_size": HIDDEN[:1],
+    "num_experts": NUM_EXPERTS,
+    "moe_intermediate_size": (*MOE_WIDTH, "intermediate_size", "moe_ffn_hidden_size"),
+    "intermediate_size": ("intermediate_size", "intermediate_size_mlp", "ffn_hidden_size", "moe_ffn_hidden_size"),
+    "first_k_dense_replace": tuple(key for key, is_dense in DENSE.items() if is_dense is _below),
+}
+
+
+def contradiction(config: Config, stated: Config, arch: Arch) -> str | None:
+    """Where a config.json is of another model than weight files say of themselves (stated), or None. Of two numbers
+    and names one must be known to be wrong: llama.cpp calls several families by one name.
+    """
+    own, other = family(stated), family(config)
+    called = stated.get("model_type", "")
+    if own and other and own is not other and _in_gguf(other) and called.removeprefix(PREFIX) not in other.shares:
+        return (
+            f"config.json is of {other.name}, and the weights' own header says general.architecture = "
+            f"{called.removeprefix(PREFIX)}, {own.name}"
+        )
+    limit, blocks = cfg.number(config, arch.layers), cfg.number(stated, NUM_LAYERS)
+    mtp = cfg.number(config, ("num_nextn_predict_layers",))
+    if limit and blocks and blocks[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
+        return (
+            f"config.json says {limit[0]} = {limit[1]}, and the weights are of {blocks[1]} layers by their own header"
+        )
+    for name, keys in SAME.items():
+        number = stated.get(name)
+        said = {key: n[1] for key in keys if (n := cfg.find(config, (key,))) is not None and type(n[1]) is int}
+        if type(number) is int and said and number not in said.values():
+            key = next(iter(said))
+            return f"config.json says {key} = {said[key]}, and the weights' own header {KEYS[name]} = {number}"
+    acts = [cfg.find(each, HIDDEN_ACT) for each in (config, stated)]
+    if acts[0] and acts[1]:
+        one, two = ({*HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
+        if not one & two:
+            return f"config.json says {acts[0][0]} = {acts[0][1]}, and the weights' own header {acts[1][1]}"
+    return None
+
+
+def _in_gguf(arch: Arch) -> bool:
+    """Whether it is known what llama.cpp calls this family."""
+    return bool(arch.shares) or any(name.startswith(PREFIX) for name in arch.matches)
 
 
 def layer_problems(config: Config, layers: Iterable[int]) -> Iterator[str]:

@@ -5,17 +5,20 @@ The tensors decide; the config is compared with them, and where the two disagree
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import (
     ACTIVATIONS,
     ARCHS,
     GGUF_STYLES,
-    NUM_LAYERS,
+    HIDDEN_ACT,
+    HIDDEN_ACTS,
     Arch,
     Fused,
     Separate,
@@ -30,7 +33,6 @@ from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant.matrix import Matrix
 
-PLAIN_ACTIVATIONS = ("silu", "swish")
 PROJECTIONS = ("gate", "up", "down")
 
 
@@ -51,7 +53,7 @@ class MoeModel:
     mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors names the expert tensors of these
                  and of blocks called mtp.
     dtypes       the names of the encodings that expert weights are stored in, sorted.
-    activation   key of ACTIVATIONS, or the config's name of it.
+    activation   key of ACTIVATIONS.
     weights_on   "output" or "input".
     notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output.
     quantization what config.json says about quantization.
@@ -186,7 +188,8 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         arch, seen = _generic(source, archs, arch, notes)
     assert arch is not None
     limit = cfg.number(source.config, arch.layers)
-    _same_layers(source, limit)
+    if source.has_config and (why := claims.contradiction(source.config, source.stated, arch)) is not None:
+        raise InputError(f"{why}; they are not of one model")
     refuse_formats((kind, name) for (kind, n), name in seen.foreign.items() if limit is None or n < limit[1])
     prefix, layers, mtp = _converted(seen, limit)
     stored = {n: seen.layers[prefix, n] for n in layers}
@@ -211,7 +214,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if activation != "silu" or weights_on != "output":
         where = "" if weights_on == "output" else ", with routing weights on their input"
         of_amx.append(
-            f"The experts of {arch.name} compute {ACTIVATIONS.get(activation, activation)}{where}; kt-kernel's AMXINT4 "
+            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 "
             "and AMXINT8 would compute something else, silu(gate) * up with routing weights on the output: "
             f"{arch.instead}."
         )
@@ -231,17 +234,6 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         refusal=refusal,
         moe_layers=moe_layers,
     )
-
-
-def _same_layers(source: TensorSource, limit: tuple[str, int] | None) -> None:
-    """Raises InputError where config.json has another number of layers than the weight files say they hold."""
-    stated = cfg.number(source.stated, NUM_LAYERS)
-    mtp = cfg.number(source.config, ("num_nextn_predict_layers",))
-    if limit and stated and stated[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
-        raise InputError(
-            f"config.json says {limit[0]} = {limit[1]}, and the weights are of {stated[1]} layers by their own header; "
-            "they are not of one model"
-        )
 
 
 def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
@@ -301,12 +293,21 @@ def part_of(style: Style, projection: str) -> str:
 
 
 def _activation(source: TensorSource, arch: Arch) -> str:
-    """The activation by the config, else by the row."""
+    """The activation by the row and by the config; of silu, the config's. Raises UnsupportedError for one that is not
+    known, InputError where row and config contradict each other.
+    """
+    activation, named = arch.activation, cfg.find(source.config, HIDDEN_ACT)
+    if named is not None and not arch.decides:
+        remedy = f"say with --arch-file what the experts compute: activation = {', '.join(map(repr, ACTIVATIONS))}"
+        said = f"config.json says {named[0]} = {json.dumps(named[1])}"
+        meant = HIDDEN_ACTS.get(str(named[1]).lower())
+        if meant is None:
+            raise UnsupportedError(f"{said}, an activation that is not known; {remedy}")
+        if activation not in meant and activation != "silu":
+            raise InputError(f"{said}, and experts of {arch.name} compute {ACTIVATIONS[activation]}; {remedy}")
+        activation = activation if activation in meant else meant[0]
     limit = cfg.find(source.config, ("swiglu_limit", "swiglu_limits"))
-    if limit is not None and arch.activation in ("silu", "swiglu_limit"):
-        clamps = any(limit[1]) if isinstance(limit[1], list) else bool(limit[1])
-        return "swiglu_limit" if clamps else "silu"
-    recorded = cfg.find(source.config, ("hidden_act", "hidden_activation"))
-    if arch.activation != "silu" or recorded is None or not isinstance(recorded[1], str):
-        return arch.activation
-    return "silu" if recorded[1].lower() in PLAIN_ACTIVATIONS else recorded[1]
+    if limit is None or activation not in ("silu", "swiglu_limit"):
+        return activation
+    clamps = any(limit[1]) if isinstance(limit[1], list) else bool(limit[1])
+    return "swiglu_limit" if clamps else "silu"

@@ -245,7 +245,7 @@ def _check_stated(path: Path, model: MoeModel, layer: int, native: Native, swigl
             if stated and native.name in kt_methods.WITH_ALPHA:
                 remedy = f"give {kt_methods.settings(stated)}"
     elif model.activation not in ("silu", "swiglu_limit"):
-        what = f"compute {ACTIVATIONS.get(model.activation, model.activation)}"
+        what = f"compute {ACTIVATIONS[model.activation]}"
     elif stated is not None and stated != swiglu:
         what = f"clamp gate and up to {stated.limit}" if stated.limit else "clamp nothing"
         remedy = f"give {kt_methods.settings(stated)}" if native.name in kt_methods.LIMITED else remedy

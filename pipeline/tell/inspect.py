@@ -107,7 +107,7 @@ def _experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
         "expert_dtypes": list(model.dtypes),
         "shared_experts": model.has_shared_experts,
         "activation": model.activation,
-        "activation_formula": ACTIVATIONS.get(model.activation, model.activation),
+        "activation_formula": ACTIVATIONS[model.activation],
         "weights_on": model.weights_on,
         "plain": model.plain,
         "routed_bytes": routed,

@@ -18,6 +18,7 @@ KEYS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
     "swiglu_limits": "swiglu_clamp_exp",
+    "hidden_act": "hidden_activation",
 }
 LAYERS, MTP_LAYERS = "block_count", "nextn_predict_layers"  # the last blocks are the MTP part
 
