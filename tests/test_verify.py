@@ -330,6 +330,19 @@ def test_a_manifest_that_says_otherwise(change: dict[str, Any], copy: Callable[[
     assert problems(refused(output)[0], "tensors")
 
 
+@pytest.mark.parametrize("change", [{"command": "merge"}, {"settings": {}}, {"more": 1}, {"sha256": "0" * 64}])
+def test_a_manifest_that_was_changed(change: dict[str, Any], copy: Callable[[str], Path]) -> None:
+    """What it says has a hash, too; white space does not matter."""
+    output = copy("int4-merged")
+    path = output / manifest.NAME
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps(document))
+    accepted(output)
+    path.write_text(json.dumps(document | change))
+    [problem] = problems(refused(output)[0], "hashes")
+    assert problem.startswith("manifest.json is not what was written")
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": {"name": "ktconvert-manifest", "version": 1}}'])
 def test_a_damaged_manifest(text: str, copy: Callable[[str], Path]) -> None:
     output = copy("int4-merged")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.files import documents
+from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.documents import COUNT, NUMBER
 
 NAME = "manifest.json"
@@ -53,6 +53,7 @@ MANIFEST = {
     },
     "source": [{"name": str, "size": NUMBER, "header_sha256?": str, "blob?": str, "sha256?": str}],
     "files": [{"name": str, "size": NUMBER, "sha256": str}],
+    "sha256": str,
 }
 
 
@@ -77,7 +78,18 @@ def encode(
         "source": source,
         "files": sorted(files, key=lambda f: str(f["name"])),
     }
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return (json.dumps({**document, "sha256": digest(document)}, indent=2) + "\n").encode()
+
+
+def digest(document: Mapping[str, Any]) -> str:
+    """The sha256, in hex, of what a manifest says: of its JSON without white space and `sha256`, with sorted names."""
+    content = {key: value for key, value in document.items() if key != "sha256"}
+    return publish.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def is_intact(document: Mapping[str, Any]) -> bool:
+    """Whether a manifest says what it said when it was written."""
+    return bool(document["sha256"] == digest(document))
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -108,6 +120,6 @@ def read(folder: Path) -> dict[str, Any] | None:
                 raise ValueError("a file's name is too long")
     except ValueError as error:
         raise VerificationError(
-            f"{path}: not a manifest that can be understood ({error}); convert again with --overwrite."
+            f"{path}: not a manifest that can be understood ({error}); convert again with --overwrite --delete-others."
         ) from error
     return dict(document)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.files import manifest
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import Check
@@ -13,14 +15,19 @@ from ktconvert.pipeline.verify.checks import Check
 PIECE = 4 << 20  # bytes hashed between two signs of progress
 
 
-def check_hashes(files: list[dict[str, Any]], ask: Ask) -> Check:
-    """Every byte of every file of the manifest, by its sha256."""
+def check_hashes(document: Mapping[str, Any], files: list[dict[str, Any]], ask: Ask) -> Check:
+    """Every byte of these files of a manifest, by its sha256, and what the manifest itself says."""
     # The largest first: the last one alone would leave the others idle.
     ordered = sorted(files, key=lambda file: -file["size"])
     answers = ask("hashes", ordered, [file["size"] for file in ordered])
     wrong = {file["name"]: problem for file, problem in answers if problem is not None}
+    if not manifest.is_intact(document):
+        wrong[manifest.NAME] = (
+            f"{manifest.NAME} is not what was written: the sha256 of what it says is {manifest.digest(document)[:12]}, "
+            f"and it names {document['sha256'][:12]}"
+        )
     problems = tuple(wrong[name] for name in sorted(wrong))
-    return Check("hashes", f"{len(files)} files, every byte as it was written", problems)
+    return Check("hashes", f"{len(files)} files and {manifest.NAME}, every byte as it was written", problems)
 
 
 def hash_problem(root: Path, file: dict[str, Any], reporter: Reporter) -> str | None:

@@ -107,7 +107,7 @@ def _verify(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
         if whole:
             checks.append(check_numbers(output, measured.form))
         if output.manifest is not None:
-            checks.append(check_hashes(hashed, ask))
+            checks.append(check_hashes(output.manifest, hashed, ask))
         sound = whole and not any(check.problems for check in checks)
         if other is not None:
             checks.append(compare_outputs(output, measured, other, ask, reporter))
@@ -141,7 +141,8 @@ def _verify_decoded(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
     total += 0 if source is None else sum(stored.nbytes for stored in output.others.values())
     reporter.begin(total, 0)
     try:
-        checks.append(check_hashes(hashed, ask))
+        assert output.manifest is not None
+        checks.append(check_hashes(output.manifest, hashed, ask))
         if source is not None and weights_whole(output):
             notes += _other_source(output, source)
             checks.append(compare_decoded(output, source, decoded_tensors(source), ask, reporter))
