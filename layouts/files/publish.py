@@ -26,7 +26,12 @@ from ktconvert.layouts.files.shards import ALIGNMENT
 
 STAGING_BYTES = 4 << 20
 REMOVALS = 10  # tries
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Why there is no room -> what to do. The same command goes on where it stopped, or begins where nothing had begun.
+FULL = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 AT_FDCWD = -100
@@ -41,10 +46,14 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise ResourceError(
-                f"{path}: {os.strerror(error.errno)}; free some space or raise the limit, then run `ktconvert resume`."
-            ) from error
+            raise ResourceError(no_room(path, error)) from error
         raise
+
+
+def no_room(path: Path | str, error: OSError) -> str:
+    """What is said of an error of FULL."""
+    assert error.errno is not None
+    return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."
 
 
 def aligned_buffer(nbytes: int) -> Bytes:

@@ -170,8 +170,12 @@ def main() -> None:
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if isinstance(error, OSError) and code is None:
-            code = 4 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM) else 1
-            _fail(f"{error.filename or 'the system'}: {error.strerror or error}", code)
+            from ktconvert.layouts.files.publish import FULL, no_room
+
+            where = error.filename or "the system"
+            if error.errno in FULL:
+                _fail(no_room(where, error), 4)
+            _fail(f"{where}: {error.strerror or error}", 4 if error.errno == errno.ENOMEM else 1)
         if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMITED):
             _fail(
                 "the system gives this process no more threads or memory; raise its limits (ulimit -u, ulimit -v) "

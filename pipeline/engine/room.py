@@ -13,6 +13,7 @@ from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.tell.report import Reporter, size
 
 SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal and directory entries
+CUTTING = ("max_shard_size", "max_tensors")  # settings that cut an output into smaller files
 
 
 def require_disk(plan: Plan, places: Places, todo: Collection[Unit[Any]]) -> None:
@@ -30,11 +31,18 @@ def require_disk(plan: Plan, places: Places, todo: Collection[Unit[Any]]) -> Non
 
 def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], places: Places) -> None:
     """Raise ResourceError where a shard or a companion would be larger than files may be (bytes)."""
+    if limit < SLACK:
+        raise ResourceError(
+            f"{places.root}: the file size limit of {size(limit)} (ulimit -f) is below {size(SLACK)}, which headers, "
+            "index and manifest may take; raise it."
+        )
     largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
     if largest + SLACK > limit:
+        cuts = next((name for name in CUTTING if name in plan.request.settings), None)
+        smaller = "" if cuts is None else f" or set --{cuts.replace('_', '-')} lower"
         raise ResourceError(
-            f"{places.root}: a shard of {size(largest)}, with {size(SLACK)} to spare for its header, is over the "
-            f"file size limit of {size(limit)} (ulimit -f); raise it or set --max-shard-size."
+            f"{places.root}: a file of {size(largest)}, with {size(SLACK)} to spare for its header, is over the file "
+            f"size limit of {size(limit)} (ulimit -f); raise it{smaller}."
         )
     for _, path in plan.assembly.companions:
         if path.stat().st_size > limit:
