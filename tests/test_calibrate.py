@@ -267,6 +267,30 @@ def test_killed_before_every_call(attempts: Attempts) -> None:
     conversion.in_parallel(attempts.killed, range(1, len(attempts.calls) + 1))
 
 
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_data_set_in_the_output(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    dataset, _ = calibrated.data(output, "texts", calibrated.FEW)
+    before = conversion.identity(tmp_path)
+    done = servers.run(words(models["qwen3_moe"], output, dataset, "--overwrite", "--delete-others"), tmp_path / "said")
+    conversion.refused(done, 2, f"{dataset} is read", "the input is never written to")
+    (tmp_path / "said").unlink()
+    assert conversion.identity(output) == {k: v for k, v in before.items() if k.startswith(str(output))}
+
+
+def test_a_corrected_command_after_a_refusal(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+    """A calibration that found no token to begin with does not stand in the way of the next one."""
+    output, empty = tmp_path / "out", tmp_path / "empty.txt"
+    empty.write_text("")
+    done = servers.run(words(models["qwen3_moe"], output, empty), tmp_path / "said")
+    conversion.refused(done, 5, "holds no token")
+    dataset, _ = calibrated.data(tmp_path, "texts", calibrated.FEW)
+    calibrate(servers, models["qwen3_moe"], output, dataset)
+
+
 # ---- beside GPTQ -----------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +344,14 @@ def test_the_folder_of_statistics_is_not_overwritten(beside_gptq: Attempts) -> N
     whole = with_statistics(beside_gptq.model, output, beside_gptq.dataset)
     for more in ((), ("--dry-run",)):
         conversion.refused(beside_gptq.run(output, *whole, *more), 7, "out.statistics exists already")
+    for more in ((), ("--dry-run",)):
+        done = beside_gptq.run(output, *whole, "--overwrite", *more)
+        conversion.refused(done, 7, f"{taken}: --overwrite would delete 1 file", "thesis.txt", "--delete-others")
+    shutil.copy(beside_gptq.dataset, taken)
+    inside = with_statistics(beside_gptq.model, output, taken / beside_gptq.dataset.name)
+    done = beside_gptq.run(output, *inside, "--overwrite", "--delete-others")
+    conversion.refused(done, 2, str(taken / beside_gptq.dataset.name), "is read")
+    (taken / beside_gptq.dataset.name).unlink()
     assert conversion.names(taken) == ["thesis.txt"]
     inside = calibrated.arguments(beside_gptq.model, output, "W4A16", beside_gptq.dataset)
     done = beside_gptq.run(output, *inside, "--save-statistics", str(beside_gptq.model / "statistics"))

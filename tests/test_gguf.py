@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
-from rig import gguf, killpoint
+from rig import conversion, gguf, killpoint
 from rig.conversion import KTCONVERT, tree
 from rig.gguf import E, H, I, about, blocks, file, info, model, pair, values_of, write
 from rig.safetensors import bits_of, read_folder
@@ -345,6 +345,11 @@ def test_config_gives_companions_and_the_family(tmp_path: Path, cli: Cli) -> Non
     assert read_folder(tmp_path / "with") == read_folder(tmp_path / "without")
     cli("verify", tmp_path / "with", "--against", source)
     assert "nothing to do" in cli("cpu", "-i", source, "-o", tmp_path / "with", "--config", of, *one).stderr
+    before = conversion.identity(of)
+    for output in (of, of / "inside"):
+        done = cli("cpu", "-i", source, "-o", output, "--config", of, "--overwrite", "--delete-others", code=2)
+        assert f"{of}, which is read" in done.stderr
+    assert conversion.identity(of) == before
 
 
 def test_config_of_another_model(tmp_path: Path, example: Path) -> None:

@@ -4,6 +4,7 @@ untouched, the reason is one sentence with its exit code, and the unfinished con
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -69,14 +70,47 @@ def test_a_folder_of_others_is_refused_and_replaced_only_when_asked(source: Path
     (output / "thesis.txt").write_text("years")
     before = conversion.identity(output)
     for options in ((), ("--dry-run",)):
-        conversion.refused(convert(source, output, *options), 7, str(output), "--overwrite")
+        conversion.refused(convert(source, output, *options), 7, str(output), "--overwrite --delete-others")
+        words = (str(output), "1 file (5 B) that no manifest lists: thesis.txt;", "--delete-others")
+        conversion.refused(convert(source, output, "--overwrite", *options), 7, *words)
         assert conversion.identity(output) == before
         assert conversion.names(output.parent) == ["out"]
-    assert convert(source, output, "--overwrite", "--dry-run").returncode == 0
+    conversion.refused(convert(source, output, "--delete-others"), 2, "--overwrite")
+    both = ("--overwrite", "--delete-others")
+    shown = convert(source, output, *both, "--dry-run").stdout
+    assert f"remove        {output}: 1 file (5 B) that no manifest lists: thesis.txt" in shown
+    [told] = json.loads(convert(source, output, *both, "--dry-run", "--json").stdout.splitlines()[-1])["replaces"]
+    assert (told["folder"], told["listed"]["files"]) == (str(output), 0)
+    assert told["others"] == {"files": 1, "bytes": 5, "names": ["thesis.txt"]}
     assert conversion.identity(output) == before
-    assert convert(source, output, "--overwrite").returncode == 0
+    done = convert(source, output, *both)
+    assert done.returncode == 0, done.stderr
+    assert "note: --overwrite removes " in done.stderr and "thesis.txt" in done.stderr
     assert conversion.tree(output) == wanted
     assert conversion.names(output.parent) == ["out"]
+
+
+def test_what_no_manifest_lists_is_not_overwritten(tmp_path: Path, source: Path, output: Path, wanted: Any) -> None:
+    """In an output of ours: files, also in folders, and links, which are not followed."""
+    over = ("--overwrite", "--quant-method", "int8")
+    assert convert(source, output).returncode == 0
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "mine").write_text("years")
+    (output / "extra" / "notes").mkdir()
+    (output / "extra" / "notes" / "n.txt").write_text("mine")
+    (output / "far").symlink_to(tmp_path / "far")
+    before = conversion.identity(tmp_path)
+    conversion.refused(convert(source, output, *over), 7, "2 files", ": far, extra/notes/n.txt;")
+    assert conversion.identity(tmp_path) == before
+    (output / "extra" / "notes" / "n.txt").unlink()
+    (output / "far").unlink()
+    done = convert(source, output, *over)  # what its manifest lists goes without more words
+    assert done.returncode == 0, done.stderr
+    assert f"removes {output}: {sum(data is not None for data in wanted.values())} files (" in done.stderr
+    (output / "far").symlink_to(tmp_path / "far")
+    assert convert(source, output, "--overwrite", "--delete-others").returncode == 0
+    assert conversion.tree(output) == wanted
+    assert (tmp_path / "far" / "mine").read_text() == "years"
 
 
 def _a_file(output: Path) -> None:
@@ -177,6 +211,84 @@ def test_the_original_checkpoint_of_a_merge_is_no_output(tmp_path: Path, source:
     assert conversion.identity(tmp_path) == before
 
 
+def _linked(source: Path, output: Path) -> list[str | Path]:
+    """Shards that the input only links to."""
+    shutil.copytree(source, output.with_name("model"))
+    for shard in output.with_name("model").glob("*.safetensors"):
+        (output / shard.name).write_bytes(shard.read_bytes())
+        shard.unlink()
+        shard.symlink_to(output / shard.name)
+    return ["cpu", "-i", output.with_name("model"), "-o", output]
+
+
+def _of_the_hub(source: Path, output: Path) -> list[str | Path]:
+    """A snapshot of the hub's cache, whose blobs lie elsewhere."""
+    model = output.with_name("hub") / "models--org--name"
+    (model / "snapshots").mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(source, snapshot := model / "snapshots" / ("a" * 40))
+    (model / "blobs").symlink_to(output)
+    for shard in snapshot.glob("*.safetensors"):
+        shard.rename(output / shard.name)
+        shard.symlink_to(f"../../blobs/{shard.name}")
+    return ["cpu", "-i", "org/name", "-o", output]
+
+
+def _index(source: Path, output: Path) -> list[str | Path]:
+    shutil.copytree(source, model := output.with_name("model"))
+    index = model / "model.safetensors.index.json"
+    index.rename(output / index.name)
+    index.symlink_to(output / index.name)
+    return ["dequantize", model, output]
+
+
+ROW = """
+name = "mine"
+matches = ["qwen3_moe"]
+
+[[stored]]
+style = "separate"
+gate = "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight"
+up = "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"
+down = "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+"""
+
+
+def _arch_file(source: Path, output: Path) -> list[str | Path]:
+    (output / "row.toml").write_text(ROW)
+    return ["cpu", "-i", source, "-o", output, "--arch-file", output / "row.toml"]
+
+
+def _loose(source: Path, output: Path) -> list[str | Path]:
+    loose = output.with_name("loose")
+    assert convert(source, loose, "--no-merge-safetensor").returncode == 0
+    (loose / "_layer_1").rename(output / "mine")
+    (loose / "_layer_1").symlink_to(output / "mine")
+    return ["merge", "-i", loose, "-o", output]
+
+
+def _against(source: Path, output: Path) -> list[str | Path]:
+    assert convert(source, output.with_name("old")).returncode == 0
+    model = _linked(source, output)[2]
+    return ["resplit", output.with_name("old"), output, "--threadpool-count", "1", "--against", model]
+
+
+@pytest.mark.parametrize("make", [_linked, _of_the_hub, _index, _arch_file, _loose, _against])
+def test_no_file_that_is_read_is_overwritten(
+    make: Callable[[Path, Path], list[str | Path]], source: Path, output: Path
+) -> None:
+    """Wherever it really lies, and whichever option names it."""
+    output.mkdir()
+    words = make(source, output)
+    before = conversion.identity(output.parent)
+    env = {"HF_HUB_CACHE": str(output.with_name("hub")), "HF_HUB_OFFLINE": "1"}
+    for more in ((), ("--dry-run",)):
+        done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more, env=env)
+        conversion.refused(done, 2, str(output), "the input is never written to")
+        assert conversion.identity(output.parent) == before
+
+
 @pytest.mark.parametrize("command", ["cpu", "loose", "copy", "merge"])
 def test_a_read_only_input_is_enough(tmp_path: Path, source: Path, output: Path, command: str) -> None:
     mine = tmp_path / "model"
@@ -233,7 +345,8 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path
     conversion.refused(convert(source, output, prefix=mounts.prefix), 7, "thesis.txt")
     assert conversion.identity(mounts.seen(output)) == before
     for again in ("made", "finished"):
-        done = convert(source, output, *(["--overwrite"] if again == "made" else []), prefix=mounts.prefix)
+        more = ("--overwrite", "--delete-others") if again == "made" else ()
+        done = convert(source, output, *more, prefix=mounts.prefix)
         assert done.returncode == 0, done.stderr
         assert ("nothing to do" in done.stderr) == (again == "finished")
         assert conversion.tree(mounts.seen(output)) == wanted | {"lost+found": None}
@@ -284,14 +397,25 @@ def test_a_disk_that_fills_up_during_the_run(larger: tuple[Path, Any], output: P
     assert conversion.names(inside.parent) == ["out"]
 
 
-def test_a_file_size_limit_is_refused_before_anything_is_read(source: Path, output: Path, wanted: Any) -> None:
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (0, ("out.work/lock: File too large; raise", "ulimit -f", "then run the command again")),
+        (100_000, ("limit of 97.7 KiB (ulimit -f) is below 16.0 MiB", "; raise it.")),
+        ((16 << 20) + 100, ("file size limit of 16.0 MiB (ulimit -f); raise it or set --max-shard-size lower.",)),
+    ],
+)
+def test_a_file_size_limit_is_refused_before_anything_is_read(
+    source: Path, output: Path, wanted: Any, limit: int, words: tuple[str, ...]
+) -> None:
+    """With a remedy that helps."""
 
-    conversion.refused(
-        convert(source, output, preexec_fn=limited), 4, "file size limit", "ulimit -f", "--max-shard-size"
-    )
-    assert conversion.ktconvert("resume", output).returncode == 0
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    conversion.refused(convert(source, output, preexec_fn=limited), 4, *words)
+    done = conversion.ktconvert("resume", output) if limit else convert(source, output)
+    assert done.returncode == 0, done.stderr
     assert conversion.tree(output) == wanted
 
 
@@ -328,7 +452,7 @@ def test_a_file_size_limit_during_the_run(larger: tuple[Path, Any], output: Path
 FULL = {
     "merged": (),
     "loose": ("--no-merge-safetensor",),
-    "overwrite": ("--overwrite",),
+    "overwrite": ("--overwrite", "--delete-others"),
 }
 
 
@@ -371,7 +495,7 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
                     assert conversion.identity(output) == before, where
             assert done.returncode in (0, 4), f"{where}: {done.stderr}"
             if done.returncode:
-                conversion.refused(done, 4, "No space left on device")
+                conversion.refused(done, 4, "No space left on device; free some space, then run the command again.")
             begun = output.with_name("out.work") / "plan.json"
             again = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
             assert again.returncode == 0, f"{where}: {again.stderr}"

@@ -59,6 +59,18 @@ def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench: Bench, kt_l
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
 
 
+def test_files_beside_kept_layers_are_not_replaced(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
+    kt_layers(2)
+    shutil.copy(bench.source / "tokenizer.json", bench.output)
+    (bench.output / "README.md").write_text("mine")
+    before = conversion.identity(bench.output)
+    conversion.refused(bench.cpu("--no-merge-safetensor", "--resume-layer", "2"), 7, str(bench.output / "README.md"))
+    assert conversion.identity(bench.output) == before
+    (bench.output / "README.md").unlink()
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")  # the same tokenizer is no matter
+    assert done.returncode == 0, done.stderr
+
+
 def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
     wanted = weights(bench.fresh("--no-merge-safetensor"))
     before = kt_layers(2)

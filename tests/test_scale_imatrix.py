@@ -311,6 +311,10 @@ def test_a_folder_of_statistics(source: Path, imatrix: Path, tmp_path: Path) -> 
     for way in ways:
         assert here(*command, *way).exception is None
     assert here(*experts).exception is None
+    before = conversion.identity(folder)
+    for way in ways:
+        refused(here(*command, *way, "-o", folder, "--overwrite", "--delete-others"), 2, f"{folder} is or contains it")
+    assert conversion.identity(folder) == before
     describe(2 * WIDTH)
     for way in ways:
         refused(here(*command, *way), 5, "statistics of made up", f"x {2 * WIDTH}", str(source), f"x {WIDTH};")

@@ -153,6 +153,11 @@ class TensorSource:
         """
         return companion_files(self.companion_root, nested=not self._alone or self.companion_root != self.root)
 
+    def paths(self) -> list[Path]:
+        """Every file that is read: weights, indexes, companions."""
+        companions = [self.companion_root / name for name in self.companions()]
+        return [*(shard.path for shard in self.shards), *sorted(self.root.glob("*.index.json")), *companions]
+
     def changed(self) -> list[str]:
         """The names of the shards whose size or time of change differs from that at opening."""
         out: list[str] = []

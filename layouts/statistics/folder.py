@@ -128,6 +128,17 @@ def read_statistics(folder: Path) -> Statistics:
         raise InputError(f"{path}: no statistics that can be understood ({error}); {MAKE}") from error
 
 
+def listed(folder: Path) -> set[str]:
+    """The names of the files that the document in a folder describes, and its own; none without a document of ours."""
+    try:
+        document = documents.parse((folder / DOCUMENT).read_bytes())
+    except (OSError, ValueError):
+        return set()
+    if documents.mismatch(document, {"format": {"name": "ktconvert-statistics"}, "files": STATISTICS["files"]}):
+        return set()
+    return {DOCUMENT, *(file["name"] for file in document["files"])}
+
+
 def imatrix_of(path: Path, model: str, shapes: Shapes, others: Collection[int] = ()) -> Imatrix:
     """The importance matrix in a file, as open_imatrix opens it; one beside a document is held against that first."""
     if path.name == IMATRIX and (path.parent / DOCUMENT).exists():

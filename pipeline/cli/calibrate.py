@@ -27,7 +27,7 @@ The same command again, or `ktconvert resume DIR`, finishes what was cut off.
 @calibration.machine
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @options.checkpoint
-@click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
+@options.overwrite
 @options.force_unlock
 @options.cpuinfer_threads
 @options.max_memory
@@ -50,6 +50,7 @@ def calibrate(model: str, output: Path, **params: Any) -> None:
     tuning = {
         "cpuinfer_threads": options.threads(params["cpuinfer_threads"], reporter),
         **{name: params[name] for name in ("max_memory", "verify_inputs", "revision")},
+        "arch_file": options.absolute(params["arch_file"]),
         **{name: params[name] for name in ("force_cpu", "max_gpu_memory", "allow_machine_change")},
     }
     request = Request(

@@ -129,7 +129,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     help="Cut shards between experts, e.g. 5GB. [default: one shard per layer]",
 )
 @options.checkpoint
-@click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
+@options.overwrite
 @options.force_unlock
 @options.max_memory
 @options.reporting
@@ -198,6 +198,7 @@ def cpu(**params: Any) -> None:
             "max_memory": params["max_memory"],
             "verify_inputs": params["verify_inputs"],
             "revision": params["revision"],
+            "arch_file": options.absolute(params["arch_file"]),
             "resume_layer": params["resume_layer"],
             "input_type": params["input_type"],
             **({} if (imatrix := options.imatrix_of(params)) is None else {"imatrix": str(imatrix)}),

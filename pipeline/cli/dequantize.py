@@ -48,7 +48,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards at this size. [default: 5GB]")
 @options.input_files
-@click.option("--overwrite", is_flag=True, help="Replace what lies at OUT, once the new output is complete.")
+@options.overwrite
 @options.force_unlock
 @options.max_memory
 @options.reporting

@@ -34,6 +34,10 @@ def take_lock_away(places: Places, reporter: Reporter, part: Part | None = None)
 
 def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
     """Show a plan with --dry-run, else execute it; with its notes first."""
+    if params["delete_others"]:
+        if not params["overwrite"]:
+            raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
+        plan = _tuned(plan, delete_others=True)
     for note in plan.notes:
         reporter.note(note)
     if params["dry_run"]:

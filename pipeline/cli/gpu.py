@@ -138,7 +138,7 @@ class SeveralValues(click.Command):
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards between experts. [default: 5GB]")
 @options.checkpoint
-@click.option("--overwrite", is_flag=True, help="Replace what lies at --output-dir, once the new output is complete.")
+@options.overwrite
 @options.force_unlock
 @options.max_memory
 @options.reporting
@@ -187,6 +187,7 @@ def gpu(**params: Any) -> None:
             "max_memory": params["max_memory"],
             "verify_inputs": params["verify_inputs"],
             "revision": params["revision"],
+            "arch_file": options.absolute(params["arch_file"]),
             "tp_size": sorted(set(params["tp_size"])),
             **{name: params[name] for name in ("force_cpu", "max_gpu_memory", "allow_machine_change")},
             **folder,

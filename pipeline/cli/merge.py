@@ -37,7 +37,7 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Merge again what came from files that were touched since.")
-@click.option("--overwrite", is_flag=True, help="Replace what lies at --output, once the new output is complete.")
+@options.overwrite
 @options.force_unlock
 @options.executor
 @options.cpuinfer_threads
@@ -63,7 +63,7 @@ def merge(**params: Any) -> None:
             "cpuinfer_threads": options.threads(params["cpuinfer_threads"], reporter),
             "max_memory": params["max_memory"],
             "verify_inputs": params["verify_inputs"],
-            "original_path": str(original.expanduser().absolute()) if original else None,
+            "original_path": options.absolute(original),
         },
     )
     plan = plan_merge(request)

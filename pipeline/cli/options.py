@@ -134,6 +134,18 @@ def arch_file(command: F) -> F:
     )(command)
 
 
+def overwrite(command: F) -> F:
+    """What may be replaced: --overwrite, --delete-others."""
+    return in_order(
+        click.option(
+            "--overwrite", is_flag=True, help="Replace the output that lies there, once the new one is complete."
+        ),
+        click.option(
+            "--delete-others", is_flag=True, help="With --overwrite: also delete files there that no manifest lists."
+        ),
+    )(command)
+
+
 def force_unlock(command: F) -> F:
     """Take away a lock that another process left."""
     return click.option(
@@ -247,6 +259,11 @@ def stored_input(text: str) -> str:
     """An existing local path made absolute, so that resume works from anywhere; a hub id unchanged."""
     path = Path(text).expanduser()
     return str(path.absolute()) if path.exists() else text
+
+
+def absolute(path: Path | None) -> str | None:
+    """A path that holds from anywhere."""
+    return None if path is None else str(path.expanduser().absolute())
 
 
 def check_kernels(again: str = "`ktconvert resume`") -> None:

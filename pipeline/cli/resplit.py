@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Make again what came from files that were touched since.")
-@click.option("--overwrite", is_flag=True, help="Replace what lies at NEW, once the new output is complete.")
+@options.overwrite
 @options.force_unlock
 @options.executor
 @options.cpuinfer_threads
@@ -74,9 +73,9 @@ def resplit(output: Path, new: Path, **params: Any) -> None:
     )
     plan = plan_resplit(request)
     if against is not None:
-        from ktconvert.pipeline.plans.resplit_against import advice
+        from ktconvert.pipeline.plans.resplit_against import advised
 
-        plan = replace(plan, advice=(advice(plan, against, params["revision"]),))
+        plan = advised(plan, against, params["revision"])
         if not params["dry_run"]:
             reporter.note(plan.advice[0])
     for note in numa_notes(plan):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
@@ -22,14 +21,14 @@ Finished = Mapping[str, Mapping[str, Any]]  # the journal's records of finished 
 
 
 def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
-    """Raise where the folder cannot be filled: UsageError if it would be, hold or lie in the input or the output,
-    OutputError if something else lies there and must not be replaced.
+    """Raise where the folder cannot be filled: UsageError if it would be, hold or lie in the output, OutputError if
+    something else lies there and must not be replaced.
     """
     apart = plan.assembly.apart
     if apart is None:
         return
     folder = apart.folder.resolve()
-    for path in (Path(plan.request.input), plan.request.output, locate(plan.request.output).root):
+    for path in (plan.request.output, locate(plan.request.output).root):
         other = path.resolve()
         if folder.is_relative_to(other) or other.is_relative_to(folder):
             raise UsageError(f"{apart.folder} is, contains or lies in {path}; choose another folder for it.")
@@ -54,7 +53,7 @@ def deliver(plan: Plan, work: WorkDir) -> None:
     apart = plan.assembly.apart
     if apart is None:
         return
-    partial = apart.folder.with_name(f".{apart.folder.name}.ktconvert")
+    partial = apart.partial
     publish.remove_tree(partial)  # left by a kill
     if _delivered(plan, work.finished):
         return

@@ -12,8 +12,10 @@ from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.layouts.outputs import loose
+from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.apart import deliver
 from ktconvert.pipeline.engine.appear import appear
+from ktconvert.pipeline.engine.existing import require_replaceable
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, require_unchanged, tool_version
 from ktconvert.pipeline.engine.workdir import WorkDir, records
 
@@ -66,6 +68,8 @@ def assemble(plan: Plan, work: WorkDir) -> None:
         publish.sync_folder(folder)
     if all((target / name).exists() for name in weights):
         plan.conversion.check(target)
+    if work.may_replace and journal.assembled(work.journal.records) is None:
+        require_replaceable(plan)  # what was put there while the conversion ran
     deliver(plan, work)
     work.journal.append({"event": "assembled", "inode": target.stat().st_ino}, sync=True)
     appear(work, [f["name"] for f in files])

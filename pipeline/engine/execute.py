@@ -12,7 +12,7 @@ from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.apart import require_delivered, require_free
 from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.crew import Crew
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan
+from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, nothing_made, saved_plan, to_replace
 from ktconvert.pipeline.engine.lanes import lanes
 from ktconvert.pipeline.engine.loop import StopFlag, left_to_do, publish_unit, recorded, run_units
 from ktconvert.pipeline.engine.places import Places, locate
@@ -58,6 +58,9 @@ def execute(
             return _nothing_to_do(plan, reporter)
         _adopt_plan(plan, work, reporter, overwrite)
         require_free(plan, work.finished, work.may_replace)
+        if work.may_replace and journal.assembled(work.journal.records) is None:
+            for replaced in to_replace(plan):
+                reporter.note(f"--overwrite removes {replaced}")
         _adopt_attempts(plan, work, reporter)
         _report_death(work, plan, reporter)
         left = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
@@ -119,9 +122,11 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
     """Agree with what was begun here before, or begin."""
     old = saved_plan(work.places)
     document = plan.document()
-    dropped, touched = agree(plan, old, overwrite) if old is not None else (False, [])
+    afresh = nothing_made(work.places)
+    dropped, touched = agree(plan, old, overwrite or afresh) if old is not None else (False, [])
     if dropped:
-        reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
+        if not afresh:
+            reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
         work.drop()
         old = None
     work.may_replace = overwrite or bool(old and old.get("overwrite"))

@@ -4,16 +4,28 @@ with it.
 
 from __future__ import annotations
 
+import filecmp
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.files.documents import NUMBER
+from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.places import INSIDE, Places, has_size, locate
-from ktconvert.pipeline.engine.plan import FORMAT, Plan, changed_files, require_same_settings, require_same_source
+from ktconvert.pipeline.engine.plan import (
+    CARD,
+    CONFIG,
+    FORMAT,
+    Plan,
+    changed_files,
+    require_same_settings,
+    require_same_source,
+)
+from ktconvert.pipeline.engine.replaced import Replaced, look, require_ours
 from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
 
@@ -59,8 +71,16 @@ def saved_plan(places: Places) -> dict[str, Any] | None:
 
 def begun_with(output: Path) -> dict[str, Any] | None:
     """The settings with which this output was begun or finished, or None."""
-    old = saved_plan(locate(output)) or manifest.read(output)
+    places = locate(output)
+    old = (None if nothing_made(places) else saved_plan(places)) or manifest.read(output)
     return dict(old["settings"]) if old else None
+
+
+def nothing_made(places: Places) -> bool:
+    """Whether no unit was finished yet, here or by a part: what was begun, and perhaps refused, then binds nobody."""
+    return not journal.finished(journal.read(places.journal)) and not any(
+        attempt.is_whole(places) for attempt in attempts.read(places)
+    )
 
 
 def unit_states(plan: Plan, places: Places) -> list[Status]:
@@ -81,18 +101,23 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     Raises OutputError, InputError or VerificationError where something else lies there, unless it is to be overwritten.
     """
     output = plan.request.output
-    guard_source(plan)
+    guard_inputs(plan)
     if os.path.lexists(output) and not output.is_dir():
         raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
     if not output.is_dir():
+        if overwrite:
+            require_replaceable(plan)  # of the folder apart
         return False
     own = locate(output)
     old = saved_plan(own)
     if old is not None and own.inside and _assembled(own) is not None:
         return False  # it was about to move in file by file, or is in the midst of it
     if old is not None and old.get("overwrite") and old["settings"] == plan.document()["settings"]:
-        return _assembled(own) == output.stat().st_ino
+        if _assembled(own) == output.stat().st_ino:
+            return True
+        overwrite = True
     if overwrite:
+        require_replaceable(plan)
         return False
     done = manifest.read(output)
     if done is not None:
@@ -109,9 +134,38 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     if strangers and not adopts(plan) and not (own.inside and old is not None):
         raise OutputError(
             f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); "
-            "choose another --output, or --overwrite to replace it."
+            "choose another --output, or --overwrite --delete-others to replace it."
         )
+    if adopts(plan):
+        _require_no_clash(plan)
     return False
+
+
+def to_replace(plan: Plan) -> list[Replaced]:
+    """What --overwrite removes, folder by folder; none where nothing lies."""
+    output, apart = plan.request.output, plan.assembly.apart
+    kept = {*IGNORED, *map(loose.layer_folder, plan.assembly.kept_layers)} if locate(output).inside else set()
+    found = [look(output, kept)] if output.is_dir() else []
+    found += [look(apart.folder)] if apart is not None and os.path.lexists(apart.folder) else []
+    return [replaced for replaced in found if replaced.listed[0] or replaced.others]
+
+
+def require_replaceable(plan: Plan) -> None:
+    """Raise OutputError where files would be removed that no manifest lists, unless --delete-others is given."""
+    for replaced in to_replace(plan):
+        require_ours(replaced, delete_others=bool(plan.request.tuning.get("delete_others")))
+
+
+def _require_no_clash(plan: Plan) -> None:
+    """Raise OutputError where a file beside the layers that are kept would be replaced by another one."""
+    output = plan.request.output
+    copies = dict(plan.assembly.companions)
+    for name in (*copies, CONFIG, CARD):
+        own = output / name
+        if os.path.lexists(own) and not (
+            name in copies and own.is_file() and filecmp.cmp(own, copies[name], shallow=False)
+        ):
+            raise OutputError(f"{own}: the conversion has a file of that name, too; move it away.")
 
 
 def adopts(plan: Plan) -> bool:
@@ -123,27 +177,59 @@ def _assembled(places: Places) -> int | None:
     return journal.assembled(journal.read(places.journal))
 
 
-def guard_source(plan: Plan) -> None:
-    """Raise UsageError if the output or the work directory would be, hold or lie in what is read."""
-    output = plan.request.output.resolve()
-    for path in (plan.request.input, plan.request.tuning.get("original_path")):
-        if path is None or not Path(path).exists():
-            continue
-        source = Path(path).resolve()
-        folder = source if source.is_dir() else source.parent
-        if any(folder.is_relative_to(own) for own in (output, locate(output).root)):
-            raise UsageError(
-                f"--output {plan.request.output} is or contains the input {path}, or would work in it; "
-                "the input is never written to: choose another."
-            )
-        if output.is_relative_to(folder) and source.is_dir():
-            raise UsageError(
-                f"--output {plan.request.output} lies inside the input {path}; the input is never written to: "
-                "choose another."
-            )
+def guard_inputs(plan: Plan) -> None:
+    """Raise UsageError if a file that is read would be replaced or removed, or the output would lie in what is read.
+
+    Files count where they really lie, whatever links lead to them.
+    """
+    request, apart = plan.request, plan.assembly.apart
+    named = (request.input, request.settings.get("config"), request.tuning.get("original_path"))
+    folders = [Path(path) for path in named if path is not None and Path(path).is_dir()]
+    written = (request.output, *(() if apart is None else (apart.folder,)))
+    for folder in folders:
+        for place in written:
+            if _lies_in(place.resolve(), folder):
+                raise UsageError(
+                    f"{place} is or lies inside {folder}, which is read; the input is never written to: choose another "
+                    "folder."
+                )
+    removed = [*written, locate(request.output).root, *(() if apart is None else (apart.partial,))]
+    removed = [place for place in removed if place.exists()]
+    if not removed:
+        return
+    for folder, path in _real_folders((*folders, *plan.reads)).items():
+        for place in removed:
+            if _lies_in(folder, place):
+                really = "" if folder in (path, path.parent) else f", really in {folder},"
+                raise UsageError(
+                    f"{path}{really} is read, and {place} is or contains it, which this run replaces or works in; the "
+                    "input is never written to: choose another output."
+                )
 
 
-def agree(plan: Plan, old: dict[str, Any], overwrite: bool) -> tuple[bool, list[str]]:
+def _real_folders(paths: Iterable[Path]) -> dict[Path, Path]:
+    """The folders in which files really lie (or that are among the paths) -> the first of the paths of each."""
+    known: dict[Path, Path] = {}  # folder as it is named -> where it really is: resolving each of many files takes long
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if path.is_symlink() or path.is_dir():
+            real = path.resolve()
+            folder = real if real.is_dir() else real.parent
+        else:
+            folder = known.get(path.parent) or known.setdefault(path.parent, path.parent.resolve())
+        found.setdefault(folder, path)
+    return found
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether a resolved path is that folder or lies in it, also where a mount or a case-insensitive file system gives
+    the folder another name.
+    """
+    there = folder.resolve()
+    return any(p == there or (p.exists() and there.exists() and p.samefile(there)) for p in (path, *path.parents))
+
+
+def agree(plan: Plan, old: dict[str, Any], may_drop: bool) -> tuple[bool, list[str]]:
     """What becomes of the unfinished conversion of plan.json `old`: whether it is dropped, and which files were touched
     since.
 
@@ -151,7 +237,7 @@ def agree(plan: Plan, old: dict[str, Any], overwrite: bool) -> tuple[bool, list[
     """
     new = plan.document()
     others, touched = changed_files(old["source"], plan)
-    if overwrite and (others or touched or any(old[key] != new[key] for key in ("command", "settings"))):
+    if may_drop and (others or touched or any(old[key] != new[key] for key in ("command", "settings"))):
         return True, []
     require_same_settings(plan.request.output, old, plan)
     require_same_source(plan.request.output, old["source"], plan)

@@ -74,6 +74,11 @@ class Apart:
     folder: Path
     keys: tuple[str, ...]
 
+    @property
+    def partial(self) -> Path:
+        """Where it is put together."""
+        return self.folder.with_name(f".{self.folder.name}.ktconvert")
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -129,6 +134,8 @@ class Conversion(Protocol):
 class Plan:
     """Everything that will be done, before anything is.
 
+    source         the identity of the input's files
+    reads          every file that is read, the input's and others'
     facts          what the output is (method, sizes, layers ...), for manifest, card and people
     assembly       what goes beside the weights
     conversion     what the command knows of its own work
@@ -140,6 +147,7 @@ class Plan:
 
     request: Request
     source: tuple[SourceFile, ...]
+    reads: tuple[Path, ...]
     stages: tuple[Stage[Any], ...]
     facts: dict[str, Any]
     notes: tuple[str, ...]

@@ -16,6 +16,7 @@ from ktconvert.pipeline.plans import statistics
 from ktconvert.pipeline.plans.checkpoint import (
     CheckpointFiles,
     collector_at_rest,
+    files_named,
     require_whole,
     rows_for,
     shape_facts,
@@ -63,6 +64,7 @@ def plan_calibrate(request: Request, hashed: Callable[[int], None] | None = None
     return Plan(
         request=request,
         source=files,
+        reads=(*source.paths(), *files_named(request)),
         stages=(calibrate_layers.stage(model, walking, {tensor.key: tensor for tensor in rest}, about),),
         facts={
             "architecture": model.arch.name,

@@ -22,9 +22,12 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
+from ktconvert.layouts.statistics.counts import FILE as COUNTS
+from ktconvert.layouts.statistics.folder import DOCUMENT
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.walk.dataset import local_files
 
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 
@@ -129,6 +132,19 @@ def source_files(
         status = (source.companion_root / name).stat()
         files.append(SourceFile(name, status.st_size, None, status.st_mtime_ns))
     return tuple(files)
+
+
+def files_named(request: Request) -> Iterator[Path]:
+    """The local files that options name beside the input: a data set, an importance matrix and what describes it, a row
+    of the table of architectures.
+    """
+    settings, tuning = request.settings, request.tuning
+    if "dataset" in settings:
+        with contextlib.suppress(InputError):  # it is gone, and was read by an earlier run
+            yield from local_files(settings["dataset"])
+    if tuning.get("imatrix"):
+        yield from (Path(tuning["imatrix"]).with_name(name) for name in (DOCUMENT, COUNTS))
+    yield from (Path(tuning[name]) for name in ("imatrix", "arch_file") if tuning.get(name))
 
 
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:

@@ -104,6 +104,8 @@ TUNING = {
     "allow_machine_change?": bool,
     "original_path?": (str, None),
     "imatrix?": (str, None),
+    "arch_file?": (str, None),
+    "delete_others?": bool,
     "save_statistics?": (str, None),
     "part?": str,
 }

@@ -26,6 +26,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     base_model,
     collector_at_rest,
     companions,
+    files_named,
     number_shards,
     parse_layers,
     require_whole,
@@ -116,6 +117,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     return Plan(
         request=replace(request, settings=settings),
         source=files,
+        reads=(*source.paths(), *files_named(request)),
         stages=number_shards(stages) if merge else tuple(stages),
         facts=facts | ({"kept_layers": list(kept)} if kept else {}),
         notes=(*notes, *notes_of(facts), *quantizing.notes, *_gains(form, choice)),

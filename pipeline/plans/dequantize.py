@@ -55,6 +55,7 @@ def plan_dequantize(request: Request, hashed: Callable[[int], None] | None = Non
     return Plan(
         request=request,
         source=files,
+        reads=tuple(source.paths()),
         stages=number_shards([stage]),
         facts=facts,
         notes=notes,

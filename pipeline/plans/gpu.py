@@ -26,6 +26,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     base_model,
     collector_at_rest,
     companions,
+    files_named,
     number_shards,
     require_whole,
     rows_for,
@@ -86,6 +87,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     return Plan(
         request=replace(request, settings=settings),
         source=files,
+        reads=(*source.paths(), *files_named(request)),
         stages=stages,
         facts=facts,
         notes=(*notes, *quantizing.notes),

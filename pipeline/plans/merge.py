@@ -73,6 +73,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
     return Plan(
         request=request,
         source=identity + originals,
+        reads=(root / manifest.NAME, *(file.path for file in files), *(path for _, path in beside)),
         stages=number_shards([merge_parts.stage(files, request.settings["max_tensors"], metadata, root)]),
         facts=facts,
         notes=(),

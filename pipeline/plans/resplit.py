@@ -97,6 +97,7 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
     return Plan(
         request=replace(request, settings={**request.settings, **_kept_settings(output, measured)}),
         source=files,
+        reads=(*source.paths(), *(root / file.name for file in files)),
         stages=tuple(stages) if output.loose else number_shards(stages),
         facts=facts,
         notes=notes,

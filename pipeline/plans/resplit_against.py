@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,9 @@ class Errors:
     again: npt.NDArray[np.float64]
 
 
-def advice(plan: Plan, against: str, revision: str | None = None) -> str:
-    """What is better, with the errors of the down projections of a few experts.
+def advised(plan: Plan, against: str, revision: str | None = None) -> Plan:
+    """The plan with advice on what is better, from the errors of the down projections of a few experts, and with the
+    files that were read for it.
 
     Raises InputError for a checkpoint that the output was not made from, and what opening one raises.
     """
@@ -56,6 +57,7 @@ def advice(plan: Plan, against: str, revision: str | None = None) -> str:
         )
     errors = Errors(np.zeros(4), np.zeros(4), np.zeros(4))
     with open_checkpoint(against, revision) as source:
+        reads = (*plan.reads, *source.paths())
         model = recognise(source, rows_for(plan.request.settings.get("arch_file")))
         for work in works:
             _require_source_of(work, model, against)
@@ -69,9 +71,10 @@ def advice(plan: Plan, against: str, revision: str | None = None) -> str:
         f"down_proj of {experts(len(works))} is {before:.4f} away from {against} (relative error), {after:.4f} after "
         f"resplit, {fresh:.4f} if converted again"
     )
-    if fresh >= BETTER * after:
-        return f"{comparison}: resplit is as good"
-    return f"{comparison}: converting again is better: {_command(plan, against)}"
+    better = (
+        "resplit is as good" if fresh >= BETTER * after else f"converting again is better: {_command(plan, against)}"
+    )
+    return replace(plan, reads=reads, advice=(f"{comparison}: {better}",))
 
 
 def _require_source_of(work: ResplitWork, model: MoeModel, against: str) -> None:

@@ -13,7 +13,15 @@ import click
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.apart import require_free
-from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
+from ktconvert.pipeline.engine.existing import (
+    adopts,
+    agree,
+    already_finished,
+    nothing_made,
+    saved_plan,
+    to_replace,
+    unit_states,
+)
 from ktconvert.pipeline.engine.places import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.room import disk_needed, fit_threads, room_sentence
@@ -65,6 +73,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
         f"write         {size(document['bytes_out'])} in {document['shards']} "
         f"{'folders' if document['loose'] else 'files' if plan.assembly.loose else 'shards'}, "
         f"and {size(plan.extra_bytes)} of companion files",
+        *(f"remove        {replaced['text']}" for replaced in document["replaces"]),
         f"disk          {room_sentence(document['disk'])}, {size(document['disk_free'])} free",
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
     ]
@@ -79,11 +88,11 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
     places = locate(plan.request.output, adopt=adopts(plan))
     states = unit_states(plan, places)
     old = None if finished else saved_plan(places)
+    replaced = not finished and (overwrite or bool(old and old.get("overwrite")))
     if not finished:
-        replaced = overwrite or bool(old and old.get("overwrite"))
         require_free(plan, journal.finished(journal.read(places.journal)), replaced)
     if old is not None:
-        dropped, touched = agree(plan, old, overwrite)
+        dropped, touched = agree(plan, old, overwrite or nothing_made(places))
         again = plan.units_reading(touched)
         states = [
             replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
@@ -145,6 +154,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "shards": sum(unit.kept for unit in plan.units),
         "bytes_in": sum(u.bytes_in for u in todo),
         "bytes_out": sum(u.bytes_out for u in todo),
+        "replaces": [each.document() for each in to_replace(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,
         "disk_free": machine.disk_free(places.root),
