@@ -50,7 +50,8 @@ class Native:
     multiple  the hidden size and the intermediate size per NUMA part must be multiples of it
     holds     whether a stored weight is of this method
     tensors   (n, k) -> the tensors of a part in memory: codes, and scales if it has any
-    write     a part, and where its tensors are to be written; no number changes. Raises kernels.NonFinite.
+    write     a part, and where its tensors are to be written; no number changes, but for a scale of NVFP4 that divides,
+              of which 1 by it is held, rounded once. Raises kernels.NonFinite.
     """
 
     name: str
@@ -114,7 +115,9 @@ def _write_mxfp8(stored: Stored, out: Sequence[Bytes]) -> None:
 
 
 def _nvfp4_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Codes as MXFP4's. Scales by strips: the one of the whole weight, then groups of 16 columns with their 32 rows."""
+    """Codes as MXFP4's. Scales by strips: the one of the whole weight, which multiplies, then groups of 16 columns with
+    their 32 rows.
+    """
     count, of_strip = n // strips.ROWS, NVFP4_HEADER + 2 * k
     return mxfp4.tensors(n, k)[0], Tensor("scales", "U8", (count, of_strip), count * of_strip)
 
