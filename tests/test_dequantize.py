@@ -474,7 +474,7 @@ def test_inspect_names_the_command(blocks: tuple[Path, Tensors], cli: Callable[.
     nbytes = sum(len(tensor.data) for tensor in release.values())
     document = json.loads(cli("inspect", source, "--json").stdout)
     assert document["dequantized_bytes"] == nbytes and "biases" in document["refused"]
-    assert document["dequantize"] == [f"ktconvert dequantize {source} model-BF16"]
+    assert document["dequantize"] == [f"ktconvert dequantize {source} model-dequantized"]
     assert document["dequantize"][0] in seen.stdout and "BF16             the whole model, " in seen.stdout
     assert f"cpu, gpu         not possible: {document['refused']}" in seen.stdout
     cli("dequantize", source, tmp_path / "out")
@@ -528,3 +528,13 @@ def test_what_cannot_be_dequantized(blocks: tuple[Path, Tensors], cli: Callable[
         assert "has no config.json" in cli("dequantize", blocks[0], tmp_path / "out", code=5).stderr
     finally:
         (tmp_path / "config.json").rename(blocks[0] / "config.json")
+
+
+def test_inspect_names_no_folder_twice(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """`cpu --quant-method bf16` and `dequantize` make different things."""
+    form = integers.FORMATS["awq"]
+    source = integers.checkpoint(tmp_path / "model", integers.experts(form)[0], form.config)
+    seen = json.loads(cli("inspect", source, "--json").stdout)
+    words = [line.split() for line in (*seen["convert"], *seen["convert_gpu"], *seen["dequantize"])]
+    folders = [line[line.index("-o") + 1] if "-o" in line else line[-1] for line in words]
+    assert len(folders) > 5 and len({*folders}) == len(folders)

@@ -79,7 +79,7 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
     name = Path(where).expanduser().resolve().name
     return {
         "dequantized_bytes": sum(tensor.entry.nbytes for tensor in tensors),
-        "dequantize": [shlex.join(["ktconvert", "dequantize", where, f"{name}-BF16"])],
+        "dequantize": [shlex.join(["ktconvert", "dequantize", where, f"{name}-dequantized"])],
     }
 
 
