@@ -308,7 +308,11 @@ def test_int8_bytes_under_int4_names(copy: Callable[[str], Path]) -> None:
 def test_a_changed_config(copy: Callable[[str], Path]) -> None:
     output = copy("int4-merged")
     path = output / "config.json"
-    path.write_text(path.read_text().replace('"hidden_size": 256', '"hidden_size": 512'))
+    before = path.read_text()
+    path.write_text(before.replace('"qwen3_moe"', '"olmoe"').replace('"Qwen3MoeForCausalLM"', '"OlmoeForCausalLM"'))
+    other = "config.json is of OLMoE, and the manifest says that the experts are of Qwen3-MoE, Qwen3-Coder"
+    assert other in problems(refused(output)[0], "config")
+    path.write_text(before.replace('"hidden_size": 256', '"hidden_size": 512'))
     report, sentence = refused(output)
     assert "config.json says hidden_size = 512, layer 0 has hidden size 256" in sentence
     assert any("config.json" in problem for problem in problems(report, "hashes"))

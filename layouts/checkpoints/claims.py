@@ -95,12 +95,11 @@ def contradiction(config: Config, stated: Config, arch: Arch) -> str | None:
     """Where a config.json is of another model than weight files say of themselves (stated), or None. Of two numbers
     and names one must be known to be wrong: llama.cpp calls several families by one name.
     """
-    own, other = family(stated), family(config)
-    called = stated.get("model_type", "")
-    if own and other and own is not other and _in_gguf(other) and called.removeprefix(PREFIX) not in other.shares:
+    own = family(stated)
+    if own is not None and (other := other_family(config, own.name)) is not None:
+        called = stated["model_type"].removeprefix(PREFIX)
         return (
-            f"config.json is of {other.name}, and the weights' own header says general.architecture = "
-            f"{called.removeprefix(PREFIX)}, {own.name}"
+            f"config.json is of {other}, and the weights' own header says general.architecture = {called}, {own.name}"
         )
     limit, blocks = cfg.number(config, arch.layers), cfg.number(stated, NUM_LAYERS)
     mtp = cfg.number(config, ("num_nextn_predict_layers",))
@@ -122,9 +121,15 @@ def contradiction(config: Config, stated: Config, arch: Arch) -> str | None:
     return None
 
 
-def _in_gguf(arch: Arch) -> bool:
-    """Whether it is known what llama.cpp calls this family."""
-    return bool(arch.shares) or any(name.startswith(PREFIX) for name in arch.matches)
+def other_family(config: Config, name: str) -> str | None:
+    """The family that the config names, where it is surely another than the one of this name; else None. llama.cpp
+    calls several families by one name, and others by names that are not known here.
+    """
+    own, other = next((row for row in ARCHS if row.name == name), None), family(config)
+    if own is None or other is None or own is other:
+        return None
+    names, others = ({m.removeprefix(PREFIX) for m in row.matches if m.startswith(PREFIX)} for row in (own, other))
+    return other.name if (others or other.shares) and not names & {*other.shares} else None
 
 
 def layer_problems(config: Config, layers: Iterable[int]) -> Iterator[str]:

@@ -258,6 +258,9 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     if not config:
         return None
     problems, notes = list(claims.size_problems(config, measure.shapes)), []
+    made_of = str(output.facts.get("architecture"))
+    if (other := claims.other_family(config, made_of)) is not None:
+        problems.append(f"config.json is of {other}, and the manifest says that the experts are of {made_of}")
     if not _layers_are_certain(output):
         problems += claims.layer_problems(config, list(measure.shapes))
     limit = claims.num_layers(config)
