@@ -1,6 +1,10 @@
-"""Mapped files that cannot be read: the process ends with a message that names the file, instead of a bare SIGBUS."""
+"""Mapped files that cannot be read: the process ends with a message that names the file, or whoever computes with them
+asks what was lost, instead of a bare SIGBUS.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error
@@ -17,9 +21,22 @@ def guard_sigbus(message: str, exit_code: int = 5) -> None:
     raise_error(lib.ktq_guard_sigbus(text.encode(), exit_code))
 
 
-def register_mapping(address: int, length: int, name: str) -> None:
-    """Names the file that is mapped at this address, for guard_sigbus."""
-    raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, name.encode(errors="surrogateescape")))
+def register_mapping(address: int, length: int, name: str, may_lose: bool = False) -> None:
+    """Names the file that is mapped at this address, for guard_sigbus.
+
+    may_lose: where guard_sigbus was not called, what cannot be read becomes zeros; whoever reads it asks lost().
+    """
+    encoded = name.encode(errors="surrogateescape")
+    raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, encoded, may_lose))
+
+
+def lost(places: Iterable[tuple[int, int]]) -> str | None:
+    """The file of which some bytes at these addresses, each with a length, could not be read; None: they all could."""
+    if not lib.ktq_any_lost():
+        return None
+    names = (lib.ktq_lost(ffi.cast("void *", address), length) for address, length in places)
+    name = next((name for name in names if name != ffi.NULL), None)
+    return None if name is None else ffi.string(name).decode(errors="surrogateescape")
 
 
 def unregister_mapping(address: int) -> None:

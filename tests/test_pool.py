@@ -148,6 +148,48 @@ experts.forward(np.zeros((64, 256), np.uint16), ids, np.ones((64, 8), np.float32
     assert (done.returncode, done.stderr) == (5, f"{out}/model-00001-of-00002.safetensors: became shorter\n")
 
 
+def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(cli: Any, example: Path, tmp_path: Path) -> None:
+    """Outside of the commands: the process goes on, and layers in other files compute as before."""
+    out = tmp_path / "out"
+    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
+    shard = out / "model-00001-of-00002.safetensors"
+    script = f"""
+import os, sys, numpy as np
+from ktconvert.native_quant import Experts
+from ktconvert.native_quant.runtime.pool import Pool
+pool = Pool(4)
+experts, other = (Experts.load({str(out)!r}, layer, memory="map", pool=pool) for layer in (0, 1))
+call = np.full((64, 256), 0x3F80, np.uint16), np.tile(np.arange(8), (64, 1)), np.ones((64, 8), np.float32)
+want = other.forward(*call)
+whole = open({str(shard)!r}, "rb").read()
+os.truncate({str(shard)!r}, 8192)
+result = np.zeros_like(call[0])
+for use in (
+    lambda: experts.forward(*call),
+    lambda: experts.submit(*call, out=result).wait(),
+    lambda: experts.save({str(tmp_path / "saved")!r}),
+    lambda: Experts.load({str(out)!r}, 0, memory="map", pool=pool),
+):
+    try:
+        use()
+    except Exception as error:
+        print(type(error).__name__, error)
+assert np.array_equal(other.forward(*call), want)
+del experts
+open({str(shard)!r}, "wb").write(whole)
+assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    lost = (
+        f"InputError {shard}: became shorter or could not be read after layer 0 was loaded; put the file back or check "
+        "the disk, then load the model again."
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:3] == [lost] * 3 and lines[3].startswith(f"InputError {out}") and len(lines) == 4
+    assert not list(tmp_path.glob("saved/_layer*"))
+
+
 def test_idle_threads_sleep(layer: list[Any], call: tuple[Any, ...]) -> None:
     experts = Experts.from_bf16(*layer, method="AMXINT8", pool=Pool(4))
     experts.forward(*call)

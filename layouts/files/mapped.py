@@ -18,10 +18,14 @@ LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class MappedFiles:
-    """Maps files at their first use. Safe to use from many threads."""
+    """Maps files at their first use. Safe to use from many threads.
 
-    def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
+    may_lose  as in sigbus.register_mapping
+    """
+
+    def __init__(self, may_lose: bool = False) -> None:
+        self._maps: dict[Path, Mapping] = {}
+        self._may_lose = may_lose
         self._lock = threading.Lock()
 
     def map(self, path: Path, size: int) -> mmap.mmap:
@@ -44,7 +48,7 @@ class MappedFiles:
                         f"{path}: cannot be mapped ({e.strerror}); check the disk and start again"
                     ) from None
                 self._maps[path] = mapped
-                sigbus.register_mapping(_address(mapped), size, str(path))
+                mapped.register(path, self._may_lose)
             return mapped
 
     def __contains__(self, path: Path) -> bool:
@@ -54,25 +58,37 @@ class MappedFiles:
         """Lets go of the files; each is unmapped when the last view of it goes."""
         # Not mmap.close(): numpy's views do not count as exports, and would be left pointing at nothing.
         with self._lock:
-            for mapped in self._maps.values():
-                sigbus.unregister_mapping(_address(mapped))
             self._maps.clear()
 
 
-def _map(path: Path, size: int) -> mmap.mmap:
+class Mapping(mmap.mmap):
+    """A mapped file, known by its name until it is unmapped: afterwards others may be mapped where it was."""
+
+    # Kept here because at exit the module's globals may be cleared before the last mappings are freed.
+    _unregister = staticmethod(sigbus.unregister_mapping)
+    _address = 0
+
+    def register(self, path: Path, may_lose: bool) -> None:
+        """Name the file where a page cannot be read."""
+        address = int(np.frombuffer(self, np.uint8).ctypes.data)
+        sigbus.register_mapping(address, len(self), str(path), may_lose)
+        self._address = address
+
+    def __del__(self) -> None:
+        if self._address:
+            self._unregister(self._address)
+
+
+def _map(path: Path, size: int) -> Mapping:
     """A mapping keeps a file open: where too many are, this process's own limit is raised as far as it may."""
     try:
         with path.open("rb") as f:
             if os.fstat(f.fileno()).st_size != size:
                 raise InputError(f"{path}: its size changed since it was opened; start again")
-            return mmap.mmap(f.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+            return Mapping(f.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
     except OSError as e:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if e.errno != errno.EMFILE or soft == hard:
             raise
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return _map(path, size)
-
-
-def _address(mapped: mmap.mmap) -> int:
-    return int(np.frombuffer(mapped, np.uint8).ctypes.data)

@@ -280,9 +280,12 @@ const char *ktq_kernel_family(int row);
 
 /* Explain a page of a mapped file that cannot be read (SIGBUS): a sentence on stderr that names the file, then
    _exit(code). `sentence` holds one %s for the name. A fault elsewhere, and a signal that was sent, go to whom they
-   went before. */
+   went before. Without ktq_guard_sigbus, bytes of a mapping that may_lose become zeros, from the page on that cannot be
+   read. ktq_lost: the name of the file if some of these bytes did, else NULL. ktq_any_lost: 1 if any did, ever. */
 int ktq_guard_sigbus(const char *sentence, int code);
-int ktq_register_mapping(const void *address, size_t length, const char *name);
+int ktq_register_mapping(const void *address, size_t length, const char *name, int may_lose);
+const char *ktq_lost(const void *address, size_t length);
+int ktq_any_lost(void);
 int ktq_unregister_mapping(const void *address);
 
 const char *ktq_strerror(int error);

@@ -162,7 +162,8 @@ class Experts:
         By definition an id outside 0 .. E-1 adds nothing, nor does one that is marked in skip [E]; a token without any
         other id gives zeros. strict_ids: ids outside are errors instead.
         Raises ValueError for arrays that do not fit, for the first such id, and after close(), MemoryError, and
-        ResourceError where a forked process cannot start the pool's threads.
+        ResourceError where a forked process cannot start the pool's threads, and InputError where a mapped file became
+        shorter or cannot be read.
         """
         out = np.empty(hidden.shape, np.uint16) if out is None else out
         self.forward_call(self._call(hidden, ids, weights, skip, out, strict_ids))
@@ -181,7 +182,7 @@ class Experts:
         used = self._open()
         job = ffi.new("ktq_job **")
         check(lib.ktq_job_new(self.pool.pointer, used.moe, call, job))
-        return Job(job[0], (self.pool, used, *keep))
+        return Job(job[0], used.packed.require_whole, (self.pool, used, *keep))
 
     def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """A call by addresses, for callers that have checked arrays of other libraries than NumPy; skip: 0 for none.
@@ -208,6 +209,7 @@ class Experts:
         """forward() for a call of call_at()."""
         used = self._open()  # another thread may call close() meanwhile
         check(lib.ktq_forward(self.pool.pointer, used.moe, call))
+        used.packed.require_whole()
 
     def save(self, folder: Path | str) -> None:
         """Write this layer as kt-kernel's loose .kt files into folder/_layer_N, atomically; an old one is replaced.
@@ -230,6 +232,7 @@ class Experts:
             path = partial / str(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             publish.write_unsynced(path, packed.arrays[part][at])
+        packed.require_whole()
         publish.sync_tree(partial)
         if final.exists():
             publish.exchange(partial, final, aside=partial.with_suffix(".old"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ktconvert.native_quant._ktq import ffi, lib
@@ -9,13 +10,16 @@ from ktconvert.native_quant.runtime.pool import no_threads
 
 
 class Job:
-    """A forward that runs in the background; its arrays must live until wait() has returned."""
+    """A forward that runs in the background; its arrays must live until wait() has returned.
+
+    require_whole  raises InputError where weights could not be read
+    """
 
     # Kept here because at exit the module's globals may be cleared before the last jobs are freed.
     _free = staticmethod(lib.ktq_job_free)
 
-    def __init__(self, pointer: Any, keep: tuple[object, ...]) -> None:
-        self.pointer, self._keep = pointer, keep
+    def __init__(self, pointer: Any, require_whole: Callable[[], None], keep: tuple[object, ...]) -> None:
+        self.pointer, self._require_whole, self._keep = pointer, require_whole, keep
 
     def submit(self) -> None:
         """Queue it (again), after waiting for its last run. It keeps its experts alive, even if they are closed."""
@@ -25,6 +29,7 @@ class Job:
         """Wait for it. Raises forward()'s errors, and RuntimeError in a child that was forked while it was pending."""
         lib.ktq_job_wait(self.pointer)
         check(lib.ktq_job_result(self.pointer))
+        self._require_whole()
 
     def __del__(self) -> None:
         self._free(self.pointer)

@@ -46,6 +46,7 @@ class OnStream:
     def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         layer, here, following = self._layer, self._place, (self._place + 1) % DEPTH
         shape, pairs = check_shapes(layer, hidden, ids, weights)
+        layer.experts.packed.require_whole()  # what was lost in forwards that nobody waited for
         tokens, topk = shape[:-1].numel(), pairs[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device

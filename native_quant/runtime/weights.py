@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.strip_form import StripForm
-from ktconvert.native_quant import machine
+from ktconvert.native_quant import machine, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime import kt_methods, scales
@@ -72,6 +72,15 @@ class LayerWeights:
     def nbytes(self) -> int:
         """Bytes of weights and scales."""
         return sum(data.nbytes for stored in self.arrays.values() for data in stored)
+
+    def require_whole(self) -> None:
+        """Raises InputError where bytes of a mapped file could not be read: what was computed with them is wrong."""
+        each = (data for stored in self.arrays.values() for data in stored)
+        if file := sigbus.lost((data.__array_interface__["data"][0], data.nbytes) for data in each):
+            raise InputError(
+                f"{file}: became shorter or could not be read after layer {self.grid.layer} was loaded; "
+                "put the file back or check the disk, then load the model again."
+            )
 
 
 def layers_of(path: Path) -> list[int]:
@@ -168,6 +177,7 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     if isinstance(measured.form, StripForm):
         check = functools.partial(scales.require_numbers, output, measured.form)
         in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
+    packed.require_whole()
     return packed
 
 
@@ -255,7 +265,9 @@ def _opened_at(path: Path, as_it_is: frozenset[Status]) -> Opened:
     for (place, _), stored in output.tensors.items():
         parts[place.numa] += stored.nbytes
     is_roomy = sum(parts) < ROOMY * memory_available()
-    return Opened(output, measure(output), MappedFiles(), tuple(parts), is_roomy, machine.node_memory_available())
+    return Opened(
+        output, measure(output), MappedFiles(may_lose=True), tuple(parts), is_roomy, machine.node_memory_available()
+    )
 
 
 def opened_output(path: Path) -> Opened:
