@@ -7,7 +7,9 @@ python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point expert
 python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4     those that are loaded from checkpoints alone
 python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
 python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
-kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone.
+kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone. On a CPU
+with AVX2 alone, or with --isa avx2, it has no AMXINT4 and AMXINT8: unless --methods names some, bf16, fp8 and mxfp4
+are compared then. Methods that it lacks are measured without it.
 Outputs are compared first.
 """
 
@@ -44,17 +46,21 @@ HERE = Path(__file__).resolve().parent
 PEER = "kt"
 MOST_CALLS = 400
 PROBES = 1000
+PREFERRED = (("int4", "int8"), ("bf16", "fp8", "mxfp4"))  # without --methods: the first that kt-kernel has
 ENDLESS = 4.0  # seconds; a call that lasts longer is timed once, when its output is compared
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the processes that take turns. `memory`: how ours holds the weights; None: kt-kernel."""
+    """One of the processes that take turns. `memory`: how ours holds the weights; None: kt-kernel. `lacks`: methods
+    that it has no code for on this CPU.
+    """
 
     name: str
     python: str
     env: dict[str, str]
     memory: str | None
+    lacks: frozenset[str] = frozenset()
 
     def start(self, scratch: Path, threads: int) -> Worker:
         """Start its process."""
@@ -72,6 +78,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ktconvert-forward-", dir=options.dir) as scratch:
         build(HERE / "state.c", Path(scratch))
         sides = _sides(options, Path(scratch))
+        lacked = frozenset[str]().union(*(side.lacks for side in sides))
+        options.methods = options.methods or next((m for m in PREFERRED if not lacked & set(m)), PREFERRED[0])
         run, cells, loads = Run(), [], []
         for name in options.shapes:
             for result in measure_shape(Path(scratch), mixtures.SHAPES[name], sides, options, run):
@@ -94,7 +102,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--shapes", nargs="+", choices=mixtures.SHAPES, default=["qwen3", "deepseek"])
-    parser.add_argument("--methods", nargs="+", choices=mixtures.METHODS, default=["int4", "int8"])
+    parser.add_argument("--methods", nargs="+", choices=mixtures.METHODS, help="default: int4 and int8")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument(
         "--routing", nargs="+", choices=["balanced", "concentrated"], default=["balanced", "concentrated"]
@@ -150,10 +158,14 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
         with _workers([ours, peer], scratch, 1) as workers:
             for worker in workers:
                 print(worker.ask("about"))
+            names = {made.name: method for method, made in mixtures.METHODS.items()}
+            lacks = frozenset(names[name] for name in workers[1].ask("lacking", methods=list(names)))
     except RuntimeError as error:
         print(f"kt-kernel does not run, measuring ours alone: {error}")
         return [ours]
-    return [ours, peer]
+    if lacks:
+        print(f"kt-kernel has no {', '.join(sorted(lacks))} on this CPU")
+    return [ours, replace(peer, lacks=lacks)]
 
 
 def measure_shape(
@@ -172,7 +184,11 @@ def measure_shape(
     ]
     for method in options.methods:
         made = mixtures.METHODS[method]
-        sides = [replace(side, env=side.env | made.env) if side.name == PEER else side for side in all_sides]
+        sides = [
+            replace(side, env=side.env | made.env) if side.name == PEER else side
+            for side in all_sides
+            if method not in side.lacks
+        ]
         if not options.vary and made.made == "tensors":
             yield from measure_loads(folder, source, shape, method, sides, max(options.threads), options.loads)
         layers = options.layers or max(3, -(-4 * l3_bytes() // (shape.experts * shape.expert_bytes(method))))

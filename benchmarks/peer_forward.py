@@ -52,9 +52,20 @@ class Peer:
         self.out = None
 
     def about(self):
-        if amx.AMXInt4_MOE is None:
-            raise RuntimeError(f"its {kt_kernel.__cpu_variant__} variant has no AMXINT4 and AMXINT8")
         return f"kt-kernel {kt_kernel.__version__} with its {kt_kernel.__cpu_variant__} variant"
+
+    def lacking(self, methods):
+        """Those of the methods that its variant has no code for: its wrapper says so before it looks for weights."""
+        return [method for method in methods if self._lacks(method)]
+
+    def _lacks(self, method):
+        try:
+            self._wrapper(str(self.scratch / "nothing"), 0, method, TOPK, 256, 256)
+        except RuntimeError as error:
+            return "not available" in str(error) or "not compiled" in str(error)
+        except OSError:  # there are no weights
+            return False
+        return False
 
     def load_source(self, source, method, scratch):
         """Seconds of load_weights_from_tensors, which always saves the loose files too, and without the saving."""
@@ -125,4 +136,4 @@ class Peer:
 
 
 peer = Peer(Path(sys.argv[1]), int(sys.argv[2]))
-serve({name: getattr(peer, name) for name in ("about", "load_source", "open", "batch", "time", "answer")})
+serve({name: getattr(peer, name) for name in ("about", "lacking", "load_source", "open", "batch", "time", "answer")})
