@@ -1,7 +1,7 @@
-/* A page of a mapped file that cannot be read (truncated meanwhile, or an I/O error) is a SIGBUS. The process ends with a
- * sentence that names the file; or, where nobody asked for that and the mapping permits it, zeros take the place of the
- * page and of all behind it, the thread goes on, and whoever it computes for asks ktq_lost. The handler reads memory,
- * writes to stderr, exits and maps: async-signal-safe. */
+/* A page of a mapped file that cannot be read (truncated meanwhile, or an I/O error) is a SIGBUS. The process ends with
+ * a sentence that names the file; or, where nobody asked for that and the mapping permits it, zeros take the place of
+ * the page and of all behind it, the thread goes on, and whoever it computes for asks ktq_lost. The handler reads
+ * memory, writes to stderr, exits and maps: async-signal-safe. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
