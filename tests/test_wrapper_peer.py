@@ -128,7 +128,24 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path: Path, peer_
 @pytest.mark.long
 def test_the_benchmark_compares_what_kt_kernel_has(tmp_path: Path, peer_python: str) -> None:
     """With AVX2 alone kt-kernel has no AMXINT4, and BF16."""
-    words = ["--quick", "--isa", "avx2", "--shapes", "small", "--methods", "int4", "bf16", "--tokens", "1", "--threads", "1", "--layers", "1", "--loads", "0"]
+    words = [
+        "--quick",
+        "--isa",
+        "avx2",
+        "--shapes",
+        "small",
+        "--methods",
+        "int4",
+        "bf16",
+        "--tokens",
+        "1",
+        "--threads",
+        "1",
+        "--layers",
+        "1",
+        "--loads",
+        "0",
+    ]
     figures = tmp_path / "figures.json"
     script = ROOT / "benchmarks" / "forward.py"
     done = subprocess.run(
