@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ("amx", "avxvnni")
 
 
-@pytest.mark.slow
+# Where the CPU has them, all tests run on the real ones.
+@pytest.mark.long if set(EMULATED) <= set(kernels.available_isas()) else pytest.mark.slow
 def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
     if "avx512vnni" not in kernels.available_isas():
         pytest.skip("this machine has no avx512vnni, with which the emulated build computes")

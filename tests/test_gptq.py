@@ -105,6 +105,16 @@ def test_the_engine_of_the_library(converted: Any) -> None:
 
 @pytest.mark.parametrize("name", calibrated.VERIFIED)
 def test_it_verifies_reloads_and_predicts_the_same(name: str, converted: Any) -> None:
+    assert_predicts_the_same(name, converted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", calibrated.VERIFIED_LONG)
+def test_more_families_verify_reload_and_predict_the_same(name: str, converted_long: Any) -> None:
+    assert_predicts_the_same(name, converted_long)
+
+
+def assert_predicts_the_same(name: str, converted: Any) -> None:
     assert converted.verified(name) == 0, converted.output_of(f"{name} verified")
     source = converted.model("qwen3_moe decoded" if name.endswith("FP8") else name)
     original, _ = calibrated.reloaded(source)
@@ -114,7 +124,7 @@ def test_it_verifies_reloads_and_predicts_the_same(name: str, converted: Any) ->
     far = calibrated.divergence(original, model, text)
     silent = calibrated.divergence(original, calibrated.without_experts(source), text)
     print(f"{name}: KL {far:.5f}, without experts {silent:.3f}")
-    assert far < NEAR[calibrated.CASES[name].kind] * silent
+    assert far < NEAR[converted.cases[name].kind] * silent
 
 
 def test_what_lies_beside_the_tensors(converted: Any) -> None:

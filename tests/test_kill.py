@@ -285,27 +285,22 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix: Matrix) 
     matrix.finish(output, True, "with another inode")
 
 
-# Without locks it is the same but for its first calls and its last ones, which test_lock.py has.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "matrix",
-    [name if case.locks else pytest.param(name, marks=pytest.mark.long) for name, case in CASES.items()],
-    indirect=True,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_before_every_call_then_resumed(matrix: Matrix) -> None:
     print(f"{matrix.points} kill points")
     conversion.in_parallel(matrix.killed, range(1, matrix.points + 1))
     matrix.sources_untouched()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("matrix", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
 def test_killed_while_resuming_many_times(matrix: Matrix) -> None:
     pairs = some_pairs(matrix, 50)
     conversion.in_parallel(lambda n: matrix.killed_twice(*pairs[n]), range(len(pairs)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
 def test_killed_at_any_time(options: tuple[str, ...], tmp_path: Path) -> None:
     """A larger conversion, its whole process group killed again and again after a random time,

@@ -149,13 +149,13 @@ def test_other_options_are_refused(bench: Bench) -> None:
     assert "give one of them" in both.stderr
 
 
-@pytest.mark.slow
-def test_a_part_that_is_killed_anywhere_is_made_again(bench: Bench) -> None:
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
+def test_a_part_that_is_killed_anywhere_is_made_again(bench: Bench, step: int) -> None:
     wanted = bench.fresh()
     assert bench.cpu("--part", "1/2").returncode == 0
     n = 0
     while True:
-        n += 1
+        n += step
         done = bench.cpu("--part", "0/2", kill=n)
         if done.returncode == 0:
             break

@@ -457,7 +457,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("which", FULL)
-@pytest.mark.parametrize("runs", [8, pytest.param(10_000, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("runs", [8, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "all"])
 def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: int) -> None:
     """From the n-th call that needs room, nothing has room any more; then there is room again."""
     shim = tmp_path / "full.so"

@@ -76,7 +76,7 @@ def test_resumed_from_a_torn_journal(bench: Bench, stopped: Path, left: str) -> 
     bench.finished_as(wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resumed_from_a_journal_torn_anywhere(bench: Bench, stopped: Path) -> None:
     wanted, whole = bench.fresh(), stopped.read_bytes()
     shutil.move(bench.work, bench.base / "kept")
