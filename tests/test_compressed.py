@@ -69,7 +69,6 @@ def build(tmp_path: Path, write_safetensors: Any) -> Build:
             "num_hidden_layers": 2,
             "num_experts": e,
             "hidden_size": h,
-            "hidden_act": "silu",
         }
         for key in ("moe_intermediate_size", "intermediate_size"):
             settings[key] = i
