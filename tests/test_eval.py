@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.eval import eval as command
@@ -142,6 +143,15 @@ def test_the_report_and_the_picture(conversions: dict[str, Path], example: Path,
     assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_read_is_no_picture(example: Path, text: Path, conversions: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for content in (text.read_bytes(), publish.MARK.encode()):  # our own pictures are no exception
+        (tmp_path / "t.svg").write_bytes(content)
+        said = sentence(example, conversions["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
+        assert said[0] == 2 and "--text is the same file" in said[1]
+        assert (tmp_path / "t.svg").read_bytes() == content
 
 
 def test_a_model_against_itself(example: Path, text: Path, conversions: dict[str, Path]) -> None:

@@ -175,15 +175,30 @@ def test_json_and_total(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG\r"), (".svg", b"<?xml"), (".pdf", b"%PDF-")])
+def test_the_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
+    """It is replaced by another one, also behind a link, but nobody else's file is."""
     pytest.importorskip("matplotlib")
-    picture = tmp_path / f"experts{suffix}"
-    output = tmp_path / "mask.safetensors"
-    assert (
-        run(statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 1, "--plot", picture).exception is None
-    )
-    assert picture.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+    picture, link = tmp_path / f"experts{suffix}", tmp_path / f"link{suffix}"
+    words = (statistics(tmp_path / "s"), "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1, "--plot")
+    assert run(*words, picture).exception is None
+    assert picture.read_bytes().startswith(begins)
+    before = picture.stat()
+    link.symlink_to(picture)
+    assert run(*words, link).exception is None
+    assert link.is_symlink() and picture.stat().st_ino != before.st_ino
+    picture.write_bytes(begins + b"drawn by hand, to go with what ktconvert wrote")
+    for name in (picture, link):
+        code, text = sentence(*words, name)
+        assert code == 7 and f"{picture}: lies there already, and ktconvert did not write it" in text
+    assert picture.read_bytes().startswith(begins + b"drawn by hand")
+
+
+def test_two_files_are_not_one(tmp_path: Path) -> None:
+    one = tmp_path / "mask.svg"
+    code, text = sentence(statistics(tmp_path / "s"), "--output", one, "--num-gpu-experts", 1, "--plot", one)
+    assert (code, text) == (2, f"--output {one}: --plot is the same file; give another one.")
+    assert not one.exists()
 
 
 @pytest.mark.parametrize(
@@ -211,9 +226,12 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:
     folder = statistics(tmp_path / "s")
-    for place in (folder / "counts.safetensors", folder):
+    theirs = tmp_path / "theirs.safetensors"
+    write_file(theirs, {hot_mask.KEY: ("BOOL", np.zeros((3, 4), np.uint8))})
+    for place, wanted in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
         code, text = sentence(folder, "--output", place, "--num-gpu-experts", 1)
-        assert code == 7 and str(place) in text
+        assert code == wanted and str(place) in text
+    assert not hot_mask.read(theirs).any()
     code, text = sentence(folder, "--output", tmp_path / "none" / "mask.safetensors", "--num-gpu-experts", 1)
     assert code == 2 and "no directory" in text
 

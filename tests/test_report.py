@@ -23,7 +23,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMS
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.cli.cpu import cpu
@@ -319,7 +320,11 @@ def test_missing_files(output: Path, example: Path, tmp_path: Path) -> None:
 
 
 def test_refusals_come_before_any_work(output: Path, statistics: Path, tmp_path: Path) -> None:
-    page, old = tmp_path / "r.html", "an older page"
+    page, old = tmp_path / "r.html", f"an older page, {publish.MARK}"
+    page.write_text("my own page")
+    assert f"{page}: lies there already" in refused(OutputError, output, "--report", page)
+    assert "--text is the same file" in refused(UsageError, output, "--text", page, "--report", page)
+    assert page.read_text() == "my own page"
     page.write_text(old)
     (tmp_path / "folder.html").mkdir()
     assert "ends in .html" in refused(UsageError, output, "--report", tmp_path / "r.txt")
@@ -339,13 +344,14 @@ def test_refusals_come_before_any_work(output: Path, statistics: Path, tmp_path:
 def test_the_page_is_written_whole_or_not_at_all(output: Path, tmp_path: Path) -> None:
     """The system allows no file as large as the page: the old one stays, and nothing else is left."""
     page = tmp_path / "r.html"
-    page.write_text("an older page")
+    old = f"an older page, {publish.MARK}"
+    page.write_text(old)
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "verify", str(output), "--report", str(page)]
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 4 and str(page.parent) in done.stderr and "Traceback" not in done.stderr
-    assert page.read_text() == "an older page" and [p.name for p in tmp_path.iterdir()] == ["r.html"]
+    assert page.read_text() == old and [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
 def test_the_same_page_again(output: Path, example: Path, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ FULL = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+MARK = "written by ktconvert, which may replace it"  # in the metadata of the single files that commands write
+MARKED = 64 << 10  # bytes at either end of a file that are searched for it
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 AT_FDCWD = -100
 
@@ -309,9 +311,28 @@ def publish_new(partial: Path, final: Path) -> bool:
     return True
 
 
+def require_replaceable(path: Path) -> None:
+    """Raise OutputError where something lies that write_whole did not write."""
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            head = file.read(MARKED)
+            file.seek(max(0, path.stat().st_size - MARKED))
+            if MARK.encode() in head or MARK.encode() in file.read():
+                return
+    raise OutputError(f"{path}: lies there already, and ktconvert did not write it; move it away or give another name.")
+
+
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file under its final name, replacing what lies there: all of it is seen, or nothing."""
-    path = path.absolute()
+    """Write a small file under its final name: all of it is seen, or nothing. A link stays one.
+
+    data  has MARK near its beginning or end
+    Raises OutputError where something lies there that was not written like this.
+    """
+    assert MARK.encode() in data[:MARKED] + data[-MARKED:]
+    path = Path(os.path.realpath(path.expanduser()))
+    require_replaceable(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
         write_file(partial, data)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.files.shards import Entry, plan_shard
 
 Mask = npt.NDArray[np.bool_]
@@ -42,7 +43,7 @@ def read(path: Path) -> Mask:
 
 def data_of(mask: Mask) -> bytes:
     """The file that `read` reads a mask [layers, experts] from."""
-    plan = plan_shard([Entry(KEY, "BOOL", mask.shape, mask.nbytes)], {})
+    plan = plan_shard([Entry(KEY, "BOOL", mask.shape, mask.nbytes)], {"generator": MARK})
     return plan.header + mask.tobytes()
 
 

@@ -77,10 +77,10 @@ def bench(
 
     Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
     from a cache."""
-    from ktconvert.pipeline.tell.figures import check_plot, plot_bench
+    from ktconvert.pipeline.tell.figures import plot_bench
     from ktconvert.pipeline.verify.report import aligned
 
-    check_plot(plot)
+    options.check_plot(plot)
     options.check_kernels("the command again")
     threads = None if threads is None else options.lowered("--threads", threads, Reporter())
     document = measured(output.expanduser().absolute(), layer, tokens, threads)

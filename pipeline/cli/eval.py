@@ -53,7 +53,7 @@ def eval(model: str, **params: Any) -> None:
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
     from ktconvert.pipeline.models.generate import Choice
-    from ktconvert.pipeline.tell.figures import check_plot, plot_eval
+    from ktconvert.pipeline.tell.figures import plot_eval
     from ktconvert.pipeline.tell.report import Reporter, tokens
     from ktconvert.pipeline.verify.report import aligned
 
@@ -62,7 +62,7 @@ def eval(model: str, **params: Any) -> None:
         raise UsageError("give either --cpu-weights or --gpu-weights.")
     if gpu is not None and params["exact"]:
         raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
-    check_plot(params["plot"])
+    options.check_plot(params["plot"])
     reporter = Reporter()
     evaluate.require(reporter.warn, for_gpu=gpu is not None)
     options.check_kernels("the command again")

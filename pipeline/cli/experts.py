@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.cli import options
 
@@ -23,7 +23,10 @@ Examples:
 @click.command("experts", epilog=EPILOG)
 @click.argument("dir", type=options.FilePath())
 @click.option(
-    "--output", required=True, type=options.FilePath(), help="Safetensors file for --gpu-experts-mask; replaced."
+    "--output",
+    required=True,
+    type=options.FilePath(),
+    help="Safetensors file for --gpu-experts-mask; an older one of ours is replaced.",
 )
 @click.option("--num-gpu-experts", type=options.Number(min=0), default=None, help="Experts of each layer.")
 @click.option(
@@ -41,15 +44,15 @@ def experts(**params: Any) -> None:
     from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask
     from ktconvert.pipeline.models import hot_choice
-    from ktconvert.pipeline.tell.figures import check_plot, plot_experts
+    from ktconvert.pipeline.tell.figures import plot_experts
     from ktconvert.pipeline.verify.report import aligned
 
     each, total = params["num_gpu_experts"], params["total"]
     if (each is None) == (total is None):
         raise UsageError("give --num-gpu-experts (of each layer) or --total (of all layers): one of them.")
-    check_plot(params["plot"])
+    options.check_file("--output", params["output"])
+    options.check_plot(params["plot"])
     output: Path = params["output"].expanduser().absolute()
-    _check_place(output)
     counts = counts_of(params["dir"].expanduser())
     mask = hot_choice.of_all_layers(counts, total) if each is None else hot_choice.of_each_layer(counts, each)
     publish.write_whole(output, hot_mask.data_of(mask))
@@ -80,18 +83,3 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
         rows.append((str(row["layer"]), str(len(row["hot"])), f"{row['coverage']:.1%}", first))
     hot = sum(len(row["hot"]) for row in document["layers"])
     return [*rows, ("all", str(hot), f"{document['coverage']:.1%}", f"of {document['experts']} in each layer")]
-
-
-def _check_place(output: Path) -> None:
-    """Raise where no mask should be written: nothing but a mask is replaced."""
-    from ktconvert.native_quant.runtime.hot_mask import read
-
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no directory {output.parent}; make it first.")
-    if output.exists():
-        try:
-            read(output)
-        except InputError:
-            raise OutputError(
-                f"{output}: lies there already and is no mask of experts; give another --output."
-            ) from None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.tell.report import Reporter, size
 
@@ -264,6 +265,42 @@ def stored_input(text: str) -> str:
 def absolute(path: Path | None) -> str | None:
     """A path that holds from anywhere."""
     return None if path is None else str(path.expanduser().absolute())
+
+
+def check_file(option: str, path: Path | None, endings: Collection[str] = ()) -> None:
+    """Raise, before any work, where the one file that an option names could not or must not be written.
+
+    Raises UsageError for no place for such a file, and for a file that the command reads or writes besides; OutputError
+    where something lies that we did not write.
+    """
+    if path is None:
+        return
+    place = Path(os.path.realpath(path.expanduser()))
+    if endings and path.suffix.lower() not in endings:
+        raise UsageError(f"{option} {path}: give a file that ends in {' or '.join(endings)}.")
+    if not place.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no directory {place.parent}; make it first.")
+    if place.is_dir() or not os.access(place.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: no file can be written there; give another one.")
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value is None or option in parameter.opts or not isinstance(parameter.type, FilePath | PathOrHubId):
+            continue
+        other = Path(value).expanduser()
+        if os.path.realpath(other) == str(place) or (place.exists() and other.exists() and other.samefile(place)):
+            name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+            raise UsageError(f"{option} {path}: {name} is the same file; give another one.")
+    publish.require_replaceable(place)
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise, before any work, where no picture could be drawn and written to this file."""
+    from ktconvert.pipeline.tell.figures import KINDS, require_matplotlib
+
+    check_file("--plot", path, KINDS)
+    if path is not None:
+        require_matplotlib()
 
 
 def check_kernels(again: str = "`ktconvert resume`") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktconvert.layouts.errors import UsageError, VerificationError
+from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import FORMS
 from ktconvert.pipeline.cli import options
 
@@ -73,7 +72,7 @@ Examples:
     type=options.FilePath(),
     default=None,
     help="Also write it as one HTML page, FILE.html: maps of errors, worst rows, scales, and with --statistics the use "
-    "of experts (DIR/counts.safetensors). Replaced.",
+    "of experts (DIR/counts.safetensors). An older page is replaced.",
 )
 @click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
 @options.executor
@@ -99,7 +98,7 @@ def verify(output: Path, **params: Any) -> None:
     # Only the report goes to stdout: one table, or one JSON object.
     reporter = Reporter(verbosity=-1 if params["quiet"] else int(params["verbose"]))
     options.check_kernels("the command again")
-    check_page(params["report"])
+    options.check_file("--report", params["report"], PAGES)
     method = params["quant_method"]
     wish = Wish(
         output=output.expanduser().absolute(),
@@ -125,7 +124,7 @@ def verify(output: Path, **params: Any) -> None:
     if params["run"]:
         report = replace(report, checks=(*report.checks, run_check(report, wish.threads)))
     if params["report"] is not None:
-        publish.write_whole(params["report"].expanduser(), page(report).encode("utf-8", "backslashreplace"))
+        publish.write_whole(params["report"], page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {params['report']}")
     for note in report.notes:
         reporter.note(note)
@@ -138,19 +137,6 @@ def verify(output: Path, **params: Any) -> None:
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)
-
-
-def check_page(path: Path | None) -> None:
-    """Raise UsageError, before any work, where no page could be written to this file; None asks for none."""
-    if path is None:
-        return
-    place = path.expanduser().absolute()
-    if place.suffix.lower() not in PAGES:
-        raise UsageError(f"--report {path}: give a file that ends in {' or '.join(PAGES)}.")
-    if not place.parent.is_dir():
-        raise UsageError(f"--report {path}: there is no directory {place.parent}; make it first.")
-    if place.is_dir() or not os.access(place.parent, os.W_OK):
-        raise UsageError(f"--report {path}: no file can be written there; give another one.")
 
 
 def run_check(report: Report, threads: int) -> Check:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
@@ -27,9 +28,9 @@ def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
     apart = plan.assembly.apart
     if apart is None:
         return
-    folder = apart.folder.resolve()
+    folder = Path(os.path.realpath(apart.folder))
     for path in (plan.request.output, locate(plan.request.output).root):
-        other = path.resolve()
+        other = Path(os.path.realpath(path))
         if folder.is_relative_to(other) or other.is_relative_to(folder):
             raise UsageError(f"{apart.folder} is, contains or lies in {path}; choose another folder for it.")
     if os.path.lexists(apart.folder) and not (may_replace or _delivered(plan, finished)):

@@ -188,7 +188,7 @@ def guard_inputs(plan: Plan) -> None:
     written = (request.output, *(() if apart is None else (apart.folder,)))
     for folder in folders:
         for place in written:
-            if _lies_in(place.resolve(), folder):
+            if _lies_in(_real(place), folder):
                 raise UsageError(
                     f"{place} is or lies inside {folder}, which is read; the input is never written to: choose another "
                     "folder."
@@ -213,19 +213,24 @@ def _real_folders(paths: Iterable[Path]) -> dict[Path, Path]:
     found: dict[Path, Path] = {}
     for path in paths:
         if path.is_symlink() or path.is_dir():
-            real = path.resolve()
+            real = _real(path)
             folder = real if real.is_dir() else real.parent
         else:
-            folder = known.get(path.parent) or known.setdefault(path.parent, path.parent.resolve())
+            folder = known.get(path.parent) or known.setdefault(path.parent, _real(path.parent))
         found.setdefault(folder, path)
     return found
+
+
+def _real(path: Path) -> Path:
+    """Where a path leads; unlike Path.resolve without an error where links lead in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
     """Whether a resolved path is that folder or lies in it, also where a mount or a case-insensitive file system gives
     the folder another name.
     """
-    there = folder.resolve()
+    there = _real(folder)
     return any(p == there or (p.exists() and there.exists() and p.samefile(there)) for p in (path, *path.parents))
 
 

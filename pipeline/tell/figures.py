@@ -4,28 +4,24 @@ which is imported when a picture is asked for.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.errors import KtconvertError, UsageError
+from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.files import publish
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = (".png", ".svg", ".pdf")
+KINDS = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # ending -> what says in it who wrote it
 INK, MARK = "#1f5fa8", "#b5452c"  # what was measured; what it is held against
 
 
-def check_plot(path: Path | None) -> None:
-    """Raise UsageError, before any work, where no picture could be written to this file; None asks for none."""
-    if path is None:
-        return
-    if path.suffix.lower() not in KINDS:
-        raise UsageError(f"--plot {path}: give a file that ends in {', '.join(KINDS)}.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no directory {path.absolute().parent}; make it first.")
+def require_matplotlib() -> None:
+    """Raise KtconvertError where no picture can be drawn."""
     if find_spec("matplotlib") is None:
         raise KtconvertError("--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'")
 
@@ -52,7 +48,7 @@ def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [str(count) for count in tokens])
         axes.set_xlabel("tokens per forward")
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[float]) -> None:
@@ -79,7 +75,7 @@ def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[flo
     right.set(xlabel="layer", ylabel="relative L2", title="error of the experts' output", ylim=(0, None))
     if len(layers) <= 20:
         right.set_xticks([row["layer"] for row in layers])
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
@@ -102,7 +98,7 @@ def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
     if len(layers) <= 20:
         for axes in (left, right):
             axes.set_xticks([row["layer"] for row in layers])
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _figure(title: str) -> Figure:
@@ -111,3 +107,10 @@ def _figure(title: str) -> Figure:
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize="medium")
     return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
+    kind = path.suffix.lower()
+    data = io.BytesIO()
+    figure.savefig(data, format=kind[1:], metadata={KINDS[kind]: publish.MARK})
+    publish.write_whole(path, data.getvalue())

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.pipeline.stages.expert_stream import error_figures
@@ -51,6 +52,7 @@ def page(report: Report) -> str:
     sections = [*_errors(report, cells), *_scales(report, cells), *_usage(report, cells)]
     head = together([
         Markup('<meta charset="utf-8">'),
+        Markup(f'<meta name="generator" content="{MARK}">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
         Markup('<link rel="icon" href="data:,">'),
