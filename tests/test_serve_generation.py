@@ -7,6 +7,7 @@ import copy
 import json
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -221,6 +222,56 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(server: Served) -> N
     assert len(server.passes) < 20
     parts = [chunk.choices[0].text for chunk in ask.completions.create(**options, stop=[stop], stream=True)]
     assert "".join(parts) == free[:10]
+
+
+def test_cancelled_answers_leave_their_places_to_others(server: Served) -> None:
+    """Whether they were begun or waited; and no more is computed for them."""
+    turns = server.turns
+    config = copy.deepcopy(turns.model.generation_config)
+    config.update(max_new_tokens=LONG, do_sample=False)
+
+    async def cancel() -> list[Any]:
+        inputs = turns.processor(WORDS, return_tensors="pt")
+        answers = [
+            asyncio.ensure_future(turns.generate_non_streaming(turns.model, turns.processor, inputs, config, str(n)))
+            for n in range(len(turns._threads) + 2)
+        ]
+        await asyncio.to_thread(server.until, lambda: server.running > 1)
+        for answer in answers:
+            answer.cancel()
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    assert {type(answer) for answer in asyncio.run(cancel())} == {asyncio.CancelledError}
+    server.until(lambda: not server.running)
+    body = {"prompt": WORDS, "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def test_the_end_of_the_server_in_the_midst_of_a_slow_pass(example: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not waited for; who asked is told, in a stream too."""
+    begun, released = threading.Event(), threading.Event()
+
+    def compute(*_: Any) -> None:
+        begun.set()
+        released.wait(PATIENCE)
+
+    with served(example) as running, ThreadPoolExecutor(2) as clients:
+        running.turns.model.get_input_embeddings().register_forward_pre_hook(compute)
+
+        def ask(stream: bool) -> Any:
+            body = {"prompt": WORDS, "max_tokens": LONG, "stream": stream}
+            return httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE)
+
+        asked = [clients.submit(ask, stream) for stream in (False, True)]
+        running.until(lambda: begun.is_set() and running.turns._line.awaited())
+        running.end()
+        whole, stream = (answer.result() for answer in asked)
+        released.set()
+        ending = "the server is ending; ask again later"
+        assert (whole.status_code, whole.json()["error"]["message"]) == (503, ending)
+        last = stream.text.rstrip().removesuffix("data: [DONE]").rstrip().rpartition("data: ")[2]
+        assert stream.status_code == 200 and json.loads(last)["error"]["message"] == ending
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_signals_end_the_server_in_the_midst_of_answers(example: Path, tmp_path: Path) -> None:

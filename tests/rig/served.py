@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -75,6 +76,7 @@ class Served:
     passes    through the model: (thread, shape of input_ids, shape of logits) in their order
     running   generations at this moment
     left      clients that the server saw go while it generated
+    end       do what a signal does
     """
 
     model: Path
@@ -83,6 +85,7 @@ class Served:
     passes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     running: int = 0
     left: int = 0
+    end: Callable[[], None] = lambda: None
 
     def until(self, happened: Callable[[], bool]) -> None:
         """Wait for it."""
@@ -135,12 +138,14 @@ def served(model: Path, **more: Any) -> Iterator[Served]:
     """The model behind a server, its experts as they are stored; more: of server.load."""
     import uvicorn
 
+    from ktconvert.pipeline.models.serving import stopping
+
     application, turns = load(Choice(str(model), cpu_weights=model, threads=1), **more)
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="warning"))
+    server = stopping.Server(uvicorn.Config(application, port=0, log_level="warning"), turns)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        answering = Served(model, turns)
+        answering = Served(model, turns, end=lambda: server.handle_exit(signal.SIGINT, None))
         with pytest.MonkeyPatch.context() as monkeypatch:
             answering.watch(monkeypatch)
             answering.until(lambda: server.started)

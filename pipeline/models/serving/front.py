@@ -4,6 +4,7 @@ break it, and hands on the rest with every parameter in the form that is honoure
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -17,13 +18,23 @@ from pydantic_core import from_json
 from ktconvert.pipeline.models.serving import access, schemas, scoring
 from ktconvert.pipeline.models.serving.asked import Asked, asking
 from ktconvert.pipeline.models.serving.clients import Application, Message, Receive, Send
-from ktconvert.pipeline.models.serving.errors import Refused
-from ktconvert.pipeline.models.serving.replies import FAILED, Streamed, Whole, finished, of_response, of_text, respond
+from ktconvert.pipeline.models.serving.errors import Refused, ending
+from ktconvert.pipeline.models.serving.replies import (
+    FAILED,
+    Streamed,
+    Whole,
+    event,
+    finished,
+    of_response,
+    of_text,
+    respond,
+)
 from ktconvert.pipeline.models.serving.served import Served
 
 BODY = 1 << 20  # bytes of a request, at least
 PER_TOKEN = 16  # bytes of a request for each token of the context: ids, text and \uXXXX take less
 DRAINED = 1 << 26  # bytes that are read and thrown away, so that a client reads why it was refused
+EVENTS = b"text/event-stream"
 PLACEHOLDER = "."  # where the ids of a prompt are handed over beside the request
 
 log = logging.getLogger("uvicorn.error")
@@ -82,11 +93,14 @@ class Front:
             return await self.application(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        begun = False
+        begun = streaming = False
 
         async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal begun, streaming
+            if message["type"] == "http.response.start":
+                begun, streaming = True, any(value.startswith(EVENTS) for _, value in message["headers"])
+            elif not message.get("more_body", False):
+                streaming = False
             await send(message)
 
         call = Call(scope, receive, noted, uuid.uuid4().hex)
@@ -97,6 +111,12 @@ class Front:
                 await call.read(0)  # a client that is still sending would find the connection closed, and no answer
             more = {"www_authenticate": "Bearer"} if refused.status == 401 else {}
             await respond(send, refused.status, refused.body(), x_request_id=call.id, **more)
+        except asyncio.CancelledError:  # by the server, which ends, and has waited for this answer
+            last = ending()
+            if not begun:
+                await respond(send, last.status, last.body(), x_request_id=call.id)
+            elif streaming:
+                await send({"type": "http.response.body", "body": event(last.body()), "more_body": False})
         except Exception:
             if begun:
                 raise

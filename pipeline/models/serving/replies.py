@@ -22,6 +22,11 @@ async def respond(send: Send, status: int, body: dict[str, Any], **headers: str)
     await send({"type": "http.response.body", "body": data})
 
 
+def event(content: Any) -> bytes:
+    """One event of a stream."""
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
 class Whole:
     """Takes an answer instead of a client."""
 
@@ -66,7 +71,7 @@ class Streamed:
             return await self._refused.send(message)
         if message["type"] == "http.response.body":
             *events, self._rest = (self._rest + message.get("body", b"")).split(b"\n\n")
-            data = b"".join(out for event in events for out in self._changed(event))
+            data = b"".join(new for old in events for new in self._changed(old))
             more = message.get("more_body", False)
             if not more and self._done:
                 data += b"data: [DONE]\n\n"
@@ -78,8 +83,8 @@ class Streamed:
         if self._refused is not None:
             self._refused.json()
 
-    def _changed(self, event: bytes) -> Iterator[bytes]:
-        text = event.removeprefix(b"data: ")
+    def _changed(self, old: bytes) -> Iterator[bytes]:
+        text = old.removeprefix(b"data: ")
         try:
             piece = json.loads(text)
         except ValueError:  # an error's words come as they are, with quotes in them
@@ -87,7 +92,7 @@ class Streamed:
         if isinstance(piece.get("error"), str):
             piece = Refused(500, piece["error"]).body()
         for changed in self._edit(piece):
-            yield b"data: " + json.dumps(changed).encode() + b"\n\n"
+            yield event(changed)
 
 
 def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:

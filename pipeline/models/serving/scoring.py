@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +85,8 @@ async def _scores(served: Served, generator: Any, ids: list[int], top: int, one_
     from ktconvert.pipeline.models.serving.turns import Ended
 
     try:
-        return await asyncio.wrap_future(
-            generator.submit(generator.wanted(), lambda: score(served.model, ids, top, one_more))
-        )
+        scores: Scores = await generator.done(generator.wanted(), lambda: score(served.model, ids, top, one_more))
+        return scores
     except Ended:
         raise ending() from None
 

@@ -145,7 +145,7 @@ class Turns(utils.BaseGenerateManager):
         """Theirs: the text, the number of tokens of the prompt, and the new ids."""
         said: list[str] = []
         wish, answer = asked.of(request_id), self._answer(gen_config, None, said.append)
-        await asyncio.wrap_future(self.submit(answer, lambda: self._generate(answer, inputs, gen_config, wish)))
+        await self.done(answer, lambda: self._generate(answer, inputs, gen_config, wish))
         length = inputs["input_ids"].shape[-1] if wish.ids is None else len(wish.ids)
         return "".join(said), length, answer.ids
 
@@ -164,6 +164,13 @@ class Turns(utils.BaseGenerateManager):
         self._jobs.put((wanted, work, future))
         return future
 
+    async def done(self, wanted: Wanted, work: Callable[[], Any]) -> Any:
+        """What `work` gives, or raises, in its turn. Nobody wants it any more when this is cancelled."""
+        try:
+            return await asyncio.wrap_future(self.submit(wanted, work))
+        finally:
+            wanted.cancel()
+
     def interrupt(self) -> None:
         """Have all that is computed end at its next layer. Safe in a signal handler, which a lock would not be."""
         self._stopping = True
@@ -181,14 +188,15 @@ class Turns(utils.BaseGenerateManager):
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._mine.wanted, work, future = job
-            try:
-                with self._line:
-                    result = work()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
+            if future.set_running_or_notify_cancel():
+                try:
+                    with self._line:
+                        result = work()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
             self._mine.wanted = None
             del job, work, future  # with the prompt and the answer, while this thread waits for the next one
 
