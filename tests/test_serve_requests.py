@@ -7,6 +7,8 @@ import re
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 schemas = pytest.importorskip("ktconvert.pipeline.models.serving.schemas")
+connections = pytest.importorskip("ktconvert.pipeline.models.serving.connections")
+front = pytest.importorskip("ktconvert.pipeline.models.serving.front")
 
 CONTEXT = 1024  # of the bundled model
 SAID = [{"role": "user", "content": "import os"}]
@@ -370,6 +374,91 @@ def test_a_bias_counts_where_probabilities_are_asked_for(server: Served) -> None
         body = text(max_tokens=tokens, logprobs=0, temperature=0, logit_bias={"7": 100})
         answer = post(server, TEXT, body).json()
         assert answer["choices"][0]["text"] == server.turns.processor.decode([7] * tokens)
+
+
+def connect(server: Served) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait for the other side to close it, after whatever it answers."""
+    with connection, suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+            pass
+    return True
+
+
+def test_clients_that_send_nothing_lock_nobody_out(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections than are kept; those that have waited longest are closed, and answers are not cut off."""
+    monkeypatch.setattr(connections, "KEPT", 30)
+    stream = text(stream=True, max_tokens=CONTEXT // 4)
+    with ExitStack() as opened, server.waiting(4, lambda: len(silent) == 3 * connections.KEPT):
+        server.passes.clear()
+        silent: list[socket.socket] = []
+        with ThreadPoolExecutor(1) as other:
+            answer = other.submit(post, server, TEXT, stream)
+            server.until(lambda: len(server.passes) == 4)
+            for _ in range(3 * connections.KEPT):
+                silent.append(opened.enter_context(connect(server)))
+                assert send(f"{server.url}/health").status_code == 200
+            assert post(server, TEXT, text()).status_code == 200
+            assert answer.result().text.endswith("data: [DONE]\n\n")
+        assert all(map(is_closed, silent[: connections.KEPT]))
+
+
+REQUEST = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+SLOW = {
+    "nothing": [b""],
+    "part of a header": [b"GET /health HTTP/1.1\r\nHo"],
+    "part of a body": [f'{REQUEST}{{"prompt":'.encode()],
+    "part of a body that is refused": [REQUEST.replace(TEXT, "/nowhere").encode() + b"{"],
+    "part of the next request": [b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"GET"],
+}
+
+
+@pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW)
+def test_a_request_that_is_not_sent_to_its_end(
+    sent: list[bytes], server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is closed, whatever was answered on it before."""
+    for limit in ("HEADERS", "BODY"):
+        monkeypatch.setattr(connections, limit, 0.5)
+    connection = connect(server)
+    *whole, part = sent
+    for request in whole:
+        connection.sendall(request)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    connection.sendall(part)
+    assert is_closed(connection)
+
+
+def test_a_client_that_reads_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer ends, and its connection is closed."""
+    monkeypatch.setattr(connections, "READING", 0.5)
+    body = json.dumps(text(prompt=[5] * 900, echo=True, logprobs=20, max_tokens=0)).encode()
+    with connect(server) as connection:
+        head = REQUEST.replace("100", str(len(body))).encode()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            while True:
+                connection.sendall(head + body)
+
+
+def test_more_requests_than_are_answered(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is told to come again."""
+    monkeypatch.setattr(front, "ANSWERED", 2)
+    refused: list[Any] = []
+    server.passes.clear()
+    with server.waiting(1, lambda: bool(refused)), ThreadPoolExecutor(2) as others:
+        answers = [others.submit(post, server, TEXT, text()) for _ in range(2)]
+        server.until(lambda: server.turns._line.awaited())
+        answer = post(server, TEXT, text())
+        refused.append(answer)
+        assert send(f"{server.url}/health").status_code == 200
+        assert [one.result().status_code for one in answers] == [200, 200]
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert post(server, TEXT, text()).status_code == 200
 
 
 TEMPLATE = (

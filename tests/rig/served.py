@@ -24,7 +24,7 @@ import pytest
 
 from ktconvert.pipeline.models.generate import Choice
 from ktconvert.pipeline.models.serving import clients
-from ktconvert.pipeline.models.serving.server import load
+from ktconvert.pipeline.models.serving.server import load, serving
 
 PATIENCE = 300  # seconds; only what never happens takes so long
 
@@ -136,12 +136,8 @@ class Served:
 @contextmanager
 def served(model: Path, **more: Any) -> Iterator[Served]:
     """The model behind a server, its experts as they are stored; more: of server.load."""
-    import uvicorn
-
-    from ktconvert.pipeline.models.serving import stopping
-
     application, turns = load(Choice(str(model), cpu_weights=model, threads=1), **more)
-    server = stopping.Server(uvicorn.Config(application, port=0, log_level="warning"), turns)
+    server = serving(application, turns, port=0, log_level="warning")
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

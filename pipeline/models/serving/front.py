@@ -33,6 +33,7 @@ from ktconvert.pipeline.models.serving.served import Served
 
 BODY = 1 << 20  # bytes of a request, at least
 PER_TOKEN = 16  # bytes of a request for each token of the context: ids, text and \uXXXX take less
+ANSWERED = 256  # requests at the same time; further ones get a 503, which OpenAI's clients try again after
 DRAINED = 1 << 26  # bytes that are read and thrown away, so that a client reads why it was refused
 EVENTS = b"text/event-stream"
 PLACEHOLDER = "."  # where the ids of a prompt are handed over beside the request
@@ -47,6 +48,7 @@ class Call:
     id      under which generation knows it
     unread  whether some of its body may be to come
     came    bytes of it that came
+    counts  whether it is one of the requests that are being answered
     """
 
     scope: Message
@@ -55,6 +57,7 @@ class Call:
     id: str
     unread: bool = True
     came: int = 0
+    counts: bool = False
 
     async def read(self, limit: int) -> bytes:
         """The body. Raises Refused with 413 for a longer one, of which no more than `limit` is kept."""
@@ -77,6 +80,7 @@ class Front:
     def __init__(self, application: Application, served: Served, generator: Any, key: bytes | None) -> None:
         """generator: what generates for the application; key: the API key that all but /health asks for."""
         self.application, self.served, self.generator, self.key = application, served, generator, key
+        self.answered = 0  # requests, at this moment
         self.limit = max(BODY, PER_TOKEN * served.context)
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
             "/health": ("GET", self._as_it_is),
@@ -122,6 +126,8 @@ class Front:
                 raise
             log.exception("%s: request %s failed", scope["path"], call.id)
             await respond(send, 500, Refused(500, FAILED).body(), x_request_id=call.id)
+        finally:
+            self.answered -= call.counts
 
     async def _route(self, call: Call) -> None:
         path, method = call.scope["path"], call.scope["method"]
@@ -149,6 +155,9 @@ class Front:
     async def _read(self, call: Call, kind: type[Any]) -> Any:
         """The request. Raises Refused for a body that is too long, no JSON, or no such request."""
         data = await call.read(self.limit)
+        if self.answered >= ANSWERED:
+            raise Refused(503, f"{ANSWERED} requests are being answered; ask again later")
+        call.counts, self.answered = True, self.answered + 1
         try:
             body = from_json(data, allow_inf_nan=False)
         except ValueError as error:

@@ -9,8 +9,6 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.models.generate import Choice, explained, prepare
 
-CONNECTIONS = 256  # of clients at the same time; further ones get a 503, which OpenAI's clients try again after
-
 
 def listen(choice: Choice, host: str, port: int, name: str | None = None, key: bytes | None = None) -> None:
     """Load the model and answer at http://host:port/v1 until interrupted. name, key: see `load`.
@@ -19,13 +17,7 @@ def listen(choice: Choice, host: str, port: int, name: str | None = None, key: b
     """
     _require_free(host, port)
     application, turns = load(choice, name, key)
-    import uvicorn
-
-    from ktconvert.pipeline.models.serving.stopping import Server
-
-    Server(
-        uvicorn.Config(application, host=host, port=port, log_level="info", limit_concurrency=CONNECTIONS), turns
-    ).run()
+    serving(application, turns, host=host, port=port, log_level="info").run()
 
 
 def load(choice: Choice, name: str | None = None, key: bytes | None = None) -> tuple[Any, Any]:
@@ -45,6 +37,16 @@ def load(choice: Choice, name: str | None = None, key: bytes | None = None) -> t
         served = Served.of(keeper)
         turns = Turns(*keeper.load_model_and_processor(keeper.name))
     return Watched(Front(_application(keeper, OneByOne(turns)), served, turns, key)), turns
+
+
+def serving(application: Any, turns: Any, **settings: Any) -> Any:
+    """The server of what `load` gave. settings: of uvicorn."""
+    import uvicorn
+
+    from ktconvert.pipeline.models.serving.connections import Connection
+    from ktconvert.pipeline.models.serving.stopping import Server
+
+    return Server(uvicorn.Config(application, http=Connection, ws="none", **settings), turns)
 
 
 def _application(keeper: Any, state: Any) -> Any:

@@ -1,0 +1,90 @@
+"""The connections of clients: how long one may take over its request, and which is closed where there are too many.
+
+uvicorn waits for requests for ever, and refuses all further clients when it has enough connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+KEPT = 512  # connections; a further one takes the place of that which has waited longest for its client
+HEADERS = 10.0  # seconds for a request's headers, from the beginning of the connection or the end of the answer before
+BODY = 60.0  # seconds for its body, from there
+READING = 60.0  # seconds for the client to read some of an answer of which no more can be sent
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which is closed where the client does not do its part in time."""
+
+    _awaited: tuple[object, float] | None = None  # whose part it is, a request or an answer, and the seconds for it
+    _since = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As asyncio has it; another connection may have to go."""
+        super().connection_made(transport)
+        self._look()
+        if len(self.connections) > KEPT:
+            others = [one for one in self.connections if isinstance(one, Connection) and one.waits and one is not self]
+            if others:
+                min(others, key=Connection.precedence).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio has it."""
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """The next request may begin."""
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        """As asyncio has it: the client does not read."""
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        """As asyncio has it."""
+        super().resume_writing()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio has it."""
+        super().connection_lost(exc)
+        self._await(None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is the client's turn: to send a request, or to read an answer."""
+        return self._awaited is not None
+
+    def precedence(self) -> tuple[bool, float]:
+        """The least goes first where there are too many: whoever sends nothing, then whoever reads nothing."""
+        return self.flow.write_paused, self._since
+
+    def _look(self) -> None:
+        """Whose turn is it?"""
+        if self.flow.write_paused:
+            self._await((self.flow, READING))
+        elif self.cycle is None or self.cycle.response_complete:
+            self._await((self.cycle, HEADERS))
+        else:
+            self._await((self.cycle, BODY) if self.cycle.more_body else None)
+
+    def _await(self, awaited: tuple[object, float] | None) -> None:
+        if awaited == self._awaited:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._awaited, self._since, self._timer = awaited, self.loop.time(), None
+        if awaited is not None:
+            self._timer = self.loop.call_later(awaited[1], self._give_up)
+
+    def _give_up(self) -> None:
+        if self.flow.write_paused:
+            self.transport.abort()
+        else:
+            self.transport.close()  # after what the client has still to read
