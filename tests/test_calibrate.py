@@ -330,6 +330,27 @@ def test_gptq_with_statistics_is_cut_off(beside_gptq: Attempts) -> None:
     conversion.in_parallel(beside_gptq.killed, [side + 1, appears, appears + 1])
 
 
+def test_a_bit_that_flipped_in_what_a_chain_needs(beside_gptq: Attempts) -> None:
+    """Of the samples, of a layer's statistics, and of what the last finished layer left to the next one."""
+    first = beside_gptq.output("flipped")
+    assert beside_gptq.run(first, kill=beside_gptq.recorded_at("layer-001") + 1).returncode == killpoint.KILLED
+    found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".left")]
+
+    def resumed(n: int) -> None:
+        output = beside_gptq.output(f"flipped{n}")
+        work = shutil.copytree(first.with_name("out.work"), output.with_name("out.work"))
+        plan = (work / "plan.json").read_text()
+        (work / "plan.json").write_text(plan.replace(str(first.parent), str(output.parent)))
+        begin, end = found[n]
+        (victim,) = (work / "store").glob(f"{begin}*{end}")
+        conversion.edit(victim, -2 if end == ".left" else 200, keep_time=True)
+        done = beside_gptq.run(output, "resume", str(output))
+        assert f"is made again: {victim} is not what was written" in done.stderr
+        assert conversion.differing(conversion.tree(output.parent), beside_gptq.wanted) == []
+
+    conversion.in_parallel(resumed, range(len(found)))
+
+
 @pytest.mark.long
 def test_gptq_with_statistics_killed_before_every_call(beside_gptq: Attempts) -> None:
     print(f"{len(beside_gptq.calls)} kill points")

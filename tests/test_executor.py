@@ -124,6 +124,29 @@ def test_any_executor_of_python(kind: type[Executor], inputs: dict[str, str], tm
     assert len(begun) == 3
 
 
+class Twice(Executor):
+    """Has each unit made, loses what came of it, and has it made again; meanwhile a bit of the file has flipped."""
+
+    def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        (task,) = arguments
+        conversion.edit(locate(Path(task.output)).partial / fn(task).name, keep_time=True)
+        future: Future[Any] = Future()
+        future.set_result(fn(task))
+        return future
+
+
+def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, str], tmp_path: Path) -> None:
+    run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "threads")))
+    events = Events()
+    run(plan_request(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Twice(), events)
+    threads = conversion.tree(tmp_path / "threads")
+    assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
+    said = [e["text"] for e in events.told if e["event"] == "warning"]
+    assert sorted(text.partition(":")[0] for text in said) == [
+        f"cpu_experts.layer-00{layer} is made again" for layer in range(3)
+    ]
+
+
 def test_processes_of_an_executor_do_not_keep_the_lock(inputs: dict[str, str], tmp_path: Path) -> None:
     """They are forked while it is held, and outlive a conversion that has failed."""
     source = conversion.checkpoint(tmp_path / "source")

@@ -73,6 +73,17 @@ def test_what_parts_have_not_made_can_be_made_here(bench: Bench) -> None:
     bench.finished_as(wanted)
 
 
+def test_a_bit_that_flipped_in_what_a_part_made(bench: Bench) -> None:
+    wanted = bench.fresh()
+    for part in ("0/2", "1/2"):
+        assert bench.cpu("--part", part).returncode == 0
+    victim = min((bench.work / "partial").iterdir())
+    conversion.edit(victim, keep_time=True)
+    done = bench.run("resume", bench.output)
+    assert f"warning: cpu_experts.layer-000 is made again: {victim} is not what was written" in done.stderr
+    bench.finished_as(wanted)
+
+
 def test_a_plan_shows_what_parts_have_made(bench: Bench) -> None:
     assert bench.cpu("--part", "0/2").returncode == 0
     said = bench.run("resume", bench.output, "--dry-run").stderr

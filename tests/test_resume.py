@@ -128,6 +128,22 @@ def test_a_file_cut_off_in_the_store_is_made_again(bench: Bench, stopped: Path) 
     bench.finished_as(wanted)
 
 
+@pytest.mark.parametrize("words", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
+def test_a_bit_that_flipped_in_the_store_is_made_again(bench: Bench, words: tuple[str, ...]) -> None:
+    wanted = bench.fresh(*words)
+    bench.stop_after(2, *words)
+    victim = min(path for path in (bench.work / "store").rglob("*") if path.is_file())
+    conversion.edit(victim, keep_time=True)
+    trusting = bench.base / "trusting" / "out"
+    shutil.copytree(bench.work, trusting.with_name("out.work"))
+    done = bench.run("resume", bench.output)
+    assert f"warning: cpu_experts.layer-000 is made again: {victim} is not what was written" in done.stderr
+    assert bench.units_written() == 2
+    bench.finished_as(wanted)
+    assert bench.run("resume", trusting, "--trust-store").returncode == 0
+    assert len(conversion.differing(conversion.tree(trusting), wanted)) == 1
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",
     "cut off": lambda data: data[: len(data) // 2],

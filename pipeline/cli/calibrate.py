@@ -28,7 +28,7 @@ The same command again, or `ktconvert resume DIR`, finishes what was cut off.
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
 @options.checkpoint
 @options.overwrite
-@options.force_unlock
+@options.left_behind
 @options.cpuinfer_threads
 @options.max_memory
 @options.reporting
@@ -63,5 +63,5 @@ def calibrate(model: str, output: Path, **params: Any) -> None:
         },
         tuning=tuning,
     )
-    plan = plan_calibrate(request, None if params["dry_run"] else options.hashing(reporter))
+    plan = plan_calibrate(request, None if params["dry_run"] else reporter.hashed)
     carry_out(plan, reporter, params)

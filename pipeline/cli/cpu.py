@@ -130,7 +130,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 )
 @options.checkpoint
 @options.overwrite
-@options.force_unlock
+@options.left_behind
 @options.max_memory
 @options.reporting
 def cpu(**params: Any) -> None:
@@ -206,7 +206,7 @@ def cpu(**params: Any) -> None:
             **folder,
         },
     )
-    plan = convert.plan_cpu(request, None if params["dry_run"] else options.hashing(reporter))
+    plan = convert.plan_cpu(request, None if params["dry_run"] else reporter.hashed)
     for note in () if native else numa_notes(plan):
         reporter.note(note)
     carry_out(plan, reporter, params)

@@ -49,7 +49,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards at this size. [default: 5GB]")
 @options.input_files
 @options.overwrite
-@options.force_unlock
+@options.left_behind
 @options.max_memory
 @options.reporting
 def dequantize(src: str | None, out: Path | None, **params: Any) -> None:
@@ -80,7 +80,7 @@ def dequantize(src: str | None, out: Path | None, **params: Any) -> None:
             "revision": params["revision"],
         },
     )
-    plan = plan_dequantize(request, None if params["dry_run"] else options.hashing(reporter))
+    plan = plan_dequantize(request, None if params["dry_run"] else reporter.hashed)
     carry_out(plan, reporter, params)
 
 

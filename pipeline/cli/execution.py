@@ -75,6 +75,7 @@ def make(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
             plan,
             reporter,
             overwrite=overwrite,
+            trust_store=params["trust_store"],
             executor=engine.executor,
             reopen=reopened,
             threads=params["cpuinfer_threads"] or engine.threads,

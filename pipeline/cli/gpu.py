@@ -139,7 +139,7 @@ class SeveralValues(click.Command):
 @click.option("--max-shard-size", type=options.Size(), default=None, help="Cut shards between experts. [default: 5GB]")
 @options.checkpoint
 @options.overwrite
-@options.force_unlock
+@options.left_behind
 @options.max_memory
 @options.reporting
 def gpu(**params: Any) -> None:
@@ -193,5 +193,5 @@ def gpu(**params: Any) -> None:
             **folder,
         },
     )
-    plan = plan_gpu(request, None if params["dry_run"] else options.hashing(reporter))
+    plan = plan_gpu(request, None if params["dry_run"] else reporter.hashed)
     carry_out(plan, reporter, params)

@@ -14,7 +14,7 @@ import click
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.tell.report import Reporter, size
+from ktconvert.pipeline.tell.report import Reporter
 
 F = TypeVar("F", bound=Callable[..., Any])
 MOST = 1 << 62
@@ -147,12 +147,19 @@ def overwrite(command: F) -> F:
     )(command)
 
 
-def force_unlock(command: F) -> F:
-    """Take away a lock that another process left."""
-    return click.option(
-        "--force-unlock",
-        is_flag=True,
-        help="Take away the lock of a process that has ended on another host, on a file system without locks.",
+def left_behind(command: F) -> F:
+    """What becomes of what an earlier run left: --force-unlock, --trust-store."""
+    return in_order(
+        click.option(
+            "--force-unlock",
+            is_flag=True,
+            help="Take away the lock of a process that has ended on another host, on a file system without locks.",
+        ),
+        click.option(
+            "--trust-store",
+            is_flag=True,
+            help="Go on from finished files without hashing them first: many TB on slow storage take long.",
+        ),
     )(command)
 
 
@@ -320,16 +327,6 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
         f"put the file back or check the disk, then run {again}.",
         InputError.exit_code,
     )
-
-
-def hashing(reporter: Reporter) -> Callable[[int], None]:
-    """A callback that reports the progress of --verify-inputs, in bytes."""
-
-    def report(nbytes: int) -> None:
-        reporter.event("hashed", bytes=nbytes)
-        reporter.say(f"hashed {size(nbytes)}", level=1)
-
-    return report
 
 
 def text_of(option: str, path: Path | None) -> str | None:

@@ -38,7 +38,7 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Make again what came from files that were touched since.")
 @options.overwrite
-@options.force_unlock
+@options.left_behind
 @options.executor
 @options.cpuinfer_threads
 @options.max_memory

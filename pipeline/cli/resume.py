@@ -27,7 +27,7 @@ Examples:
 @click.option(
     "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
 )
-@options.force_unlock
+@options.left_behind
 @options.executor
 @options.cpuinfer_threads
 @options.max_memory
@@ -70,7 +70,7 @@ def resume(output: Path, **params: Any) -> None:
     given = click.get_current_context().get_parameter_source("executor")
     if given is not ParameterSource.DEFAULT:
         tuning.pop("part", None)  # what parts have not made, is made now
-    plan = plan_request(replace(request, tuning=tuning), None if params["dry_run"] else options.hashing(reporter))
+    plan = plan_request(replace(request, tuning=tuning), None if params["dry_run"] else reporter.hashed)
     if params["dry_run"]:
         check(plan, params)
         show.show_plan(plan, as_json=params["json_events"])

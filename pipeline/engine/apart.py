@@ -14,7 +14,7 @@ from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import publish
-from ktconvert.pipeline.engine.places import has_size, locate
+from ktconvert.pipeline.engine.places import has_content, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.workdir import WorkDir
 
@@ -84,6 +84,6 @@ def _delivered(plan: Plan, finished: Finished) -> bool:
             return False
         _, nbytes, sha256 = record["files"][0]
         path = apart.folder / unit.final
-        if not has_size(path, nbytes) or publish.sha256_file(path) != sha256:
+        if not has_content(path, nbytes, sha256):
             return False
     return True

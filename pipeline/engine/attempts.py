@@ -25,7 +25,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import lockfile
 from ktconvert.pipeline.engine.journal import FILE, STATS
 from ktconvert.pipeline.engine.lockfile import Holder
-from ktconvert.pipeline.engine.places import Places, has_size
+from ktconvert.pipeline.engine.places import File, Places, has_size
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 
 ENDING = ".json"
@@ -95,8 +95,14 @@ class Attempt:
         """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
         if self.result is None or not self.result["files"]:
             return False
-        path = places.partial / self.name
-        return all(_is_below(inner) and has_size(path / inner, nbytes) for inner, nbytes, _ in self.result["files"])
+        return all(
+            _is_below(inner) and has_size(places.partial / self.name / inner, nbytes)
+            for inner, nbytes, _ in self.result["files"]
+        )
+
+    def recorded_files(self, places: Places) -> list[File]:
+        """The files of a finished attempt."""
+        return [(places.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
 
 
 def _is_below(inner: str) -> bool:

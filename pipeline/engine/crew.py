@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktconvert.pipeline.engine.units import Link, Result, Stage, Unit
+from ktconvert.pipeline.engine.units import Link, Result, Stage, Unit, Written
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Made:
 
     seconds  that it took
     who      the host and the process that made it, for records and events
-    link     of a unit of a chain
+    link     of a unit of a chain; beside: the files that it has for others of the chain
     """
 
     path: Path
@@ -24,6 +24,7 @@ class Made:
     seconds: float
     who: dict[str, Any] = field(default_factory=dict)
     link: Link | None = None
+    beside: tuple[Written, ...] = ()
 
 
 class Crew(Protocol):

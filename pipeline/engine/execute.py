@@ -8,7 +8,8 @@ from concurrent.futures import Executor
 from functools import partial
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine import attempts, journal
+from ktconvert.pipeline.engine import journal
+from ktconvert.pipeline.engine.adopt import adopt
 from ktconvert.pipeline.engine.apart import require_delivered, require_free
 from ktconvert.pipeline.engine.assemble import assemble
 from ktconvert.pipeline.engine.crew import Crew
@@ -18,7 +19,7 @@ from ktconvert.pipeline.engine.loop import StopFlag, left_to_do, publish_unit, r
 from ktconvert.pipeline.engine.places import Places, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.engine.room import fit_threads, require_disk
-from ktconvert.pipeline.engine.tasks import Tasks, made_of
+from ktconvert.pipeline.engine.tasks import Tasks
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.tell.report import Reporter, duration, size
@@ -36,14 +37,16 @@ def execute(
     reporter: Reporter,
     *,
     overwrite: bool = False,
+    trust_store: bool = False,
     executor: Executor | None = None,
     reopen: Reopen | None = None,
     threads: int | None = None,
 ) -> bool:
     """Do what the plan says, from wherever it stands. Returns False when there was nothing to do.
 
-    executor  has the units made by its workers, which `reopen` the plan and pack with so many threads each (None: the
-              CPUs that they may use); None: threads of this process make them
+    trust_store  files that an earlier run finished count by their sizes, and are not hashed
+    executor     has the units made by its workers, which `reopen` the plan and pack with so many threads each (None:
+                 the CPUs that they may use); None: threads of this process make them
     """
     if executor is not None:
         require_shareable(plan, "--executor")
@@ -61,7 +64,7 @@ def execute(
         if work.may_replace and journal.assembled(work.journal.records) is None:
             for replaced in to_replace(plan):
                 reporter.note(f"--overwrite removes {replaced}")
-        _adopt_attempts(plan, work, reporter)
+        adopt(plan, work, reporter, trusted=trust_store)
         _report_death(work, plan, reporter)
         left = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
         require_disk(plan, work.places, left)
@@ -107,15 +110,6 @@ def _crew(
     else:
         assert reopen is not None
         yield Tasks(work, reporter, executor, reopen, threads)
-
-
-def _adopt_attempts(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
-    """Publish and record what workers finished after the last coordinator had died."""
-    units = {unit.fingerprint: unit for unit in plan.units}
-    for attempt in attempts.read(work.places):
-        unit = units.get(attempt.fingerprint)
-        if unit and attempt.is_whole(work.places) and done_reason(work.places, work.finished, unit) is None:
-            publish_unit(plan, work, reporter, unit, made_of(work.places, attempt))
 
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:

@@ -29,6 +29,7 @@ EVENTS: dict[str, dict[str, Any]] = {
         "unit": str,
         "fingerprint": str,
         "files": [FILE],
+        "beside": [FILE],  # named as in the store: what it left to the next unit of its chain, its side file
         "tensors": NUMBER,
         "stats": STATS,
         "seconds?": TIME,

@@ -10,9 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.crew import Made
-from ktconvert.pipeline.engine.units import Context, Link, Stage, Unit
+from ktconvert.pipeline.engine.units import Context, Link, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.tell.report import Reporter
 
@@ -51,7 +52,8 @@ class Lanes:
         context.reporter.event("start", unit=unit.name)
         partial = work.places.partial / unit.stored_name
         result = stage.run(unit, partial, context)
-        return Made(partial, result, time.monotonic() - begun, link=context.chain)
+        beside = _beside(context.chain)
+        return Made(partial, result, time.monotonic() - begun, link=context.chain, beside=beside)
 
 
 @contextlib.contextmanager
@@ -97,6 +99,14 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
         ready.set()
 
 
+def _beside(link: Link | None) -> tuple[Written, ...]:
+    """What a unit made beside its file, hashed for the run that reads it after this one was cut off."""
+    paths = () if link is None else (link.leaves, link.side)
+    return tuple(
+        Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths if path is not None
+    )
+
+
 def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
     at = stage.units.index(unit)
     store, scratch = work.places.store, work.places.partial / unit.name
@@ -105,7 +115,11 @@ def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
         before=store / stage.units[at - 1].left_name if at and stage.units[at - 1].leaves else None,
         leaves=work.places.partial / unit.left_name if unit.leaves else None,
         scratch=scratch,
-        store={u.key: store / u.stored_name for u in stage.units[: at + 1]},
+        store={
+            u.key: store / u.stored_name
+            for u in stage.units[: at + 1]
+            if u is not unit or u.fingerprint in work.finished
+        },
         side=work.places.partial / unit.side_name if unit.side else None,
         sides={u.key: store / u.side_name for u in stage.units[:at] if u.side},
     )

@@ -193,7 +193,7 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     if made.who:
         publish.make_readable(made.path)
     publish.publish(made.path, stored)
-    work.record(unit, made.result, made.seconds, **made.who)
+    work.record(unit, made.result, made.seconds, made.beside, **made.who)
     if link is not None and link.before is not None:
         link.before.unlink(missing_ok=True)
     tell_done(reporter, unit, made)

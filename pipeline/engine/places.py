@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 
 INSIDE = ".ktconvert"
+File = tuple[Path, int, str]  # bytes and sha256, as recorded
 
 
 @dataclass(frozen=True)
@@ -89,4 +91,12 @@ def has_size(path: Path, nbytes: int) -> bool:
     try:
         return path.stat().st_size == nbytes
     except (OSError, ValueError):  # a damaged record may name what no file can be called
+        return False
+
+
+def has_content(path: Path, nbytes: int, sha256: str) -> bool:
+    """Whether a file is there, can be read and holds what was recorded."""
+    try:
+        return has_size(path, nbytes) and publish.sha256_file(path) == sha256
+    except OSError:
         return False

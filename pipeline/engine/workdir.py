@@ -15,8 +15,8 @@ from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine import journal as journals
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.places import Places, has_size
-from ktconvert.pipeline.engine.units import Result, Unit
+from ktconvert.pipeline.engine.places import Places, has_content, has_size
+from ktconvert.pipeline.engine.units import Result, Unit, Written
 
 
 class WorkDir:
@@ -70,13 +70,20 @@ class WorkDir:
         publish.publish(partial, self.places.token)
         return name
 
-    def record(self, unit: Unit[Any], result: Result, seconds: float, **who: Any) -> None:
-        """Make a published unit count. who: `host` and `pid` of the process that made it."""
+    def record(
+        self, unit: Unit[Any], result: Result, seconds: float, beside: Iterable[Written] = (), **who: Any
+    ) -> None:
+        """Make a published unit count.
+
+        beside  what it has in the store for other units of its chain
+        who     `host` and `pid` of the process that made it
+        """
         entry = {
             "event": "done",
             "unit": unit.name,
             "fingerprint": unit.fingerprint,
             "files": [[w.path, w.nbytes, w.sha256] for w in result.files],
+            "beside": [[w.path, w.nbytes, w.sha256] for w in beside],
             "tensors": result.tensors,
             "seconds": round(seconds, 3),
             "stats": result.stats,
@@ -133,7 +140,10 @@ def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[
     A name in the store says what the content is; a final name does not, so a file that lies only there has to have the
     hash."""
     record = finished.get(unit.fingerprint)
-    if record is None or (unit.side and not (places.store / unit.side_name).exists()):
+    if record is None:
+        return None
+    beside = {name: nbytes for name, nbytes, _ in record["beside"]}
+    if unit.side and not has_size(places.store / unit.side_name, beside.get(unit.side_name, -1)):
         return None
     stored = places.store / unit.stored_name
     reason = "finished before"
@@ -141,18 +151,15 @@ def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[
         if has_size(stored / path, nbytes):
             continue
         reason = "finished, in place"
-        if not any(_is(folder / unit.final / path, nbytes, sha256) for folder in places.finals):
+        placed = (folder / unit.final / path for folder in places.finals)
+        if not any(has_size(file, nbytes) and _is(file, nbytes, sha256, file.stat().st_mtime_ns) for file in placed):
             return None
     return reason
 
 
-def _is(path: Path, nbytes: int, sha256: str) -> bool:
-    return has_size(path, nbytes) and _hash(path, path.stat().st_mtime_ns) == sha256
-
-
 @functools.cache
-def _hash(path: Path, _mtime_ns: int) -> str:
-    return publish.sha256_file(path)
+def _is(path: Path, nbytes: int, sha256: str, _mtime_ns: int) -> bool:
+    return has_content(path, nbytes, sha256)
 
 
 def encode(document: dict[str, Any]) -> bytes:

@@ -20,7 +20,7 @@ from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.lanes import packing_pool, window_of
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.places import Places, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged, tool_version
 from ktconvert.pipeline.engine.room import fit_threads
 from ktconvert.pipeline.engine.units import Context, Stage, Unit
@@ -174,7 +174,12 @@ def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, r
     before = attempts.read(places, unit)
     for attempt in before:
         if attempt.is_whole(places):
-            return attempt
+            if all(has_content(*file) for file in attempt.recorded_files(places)):
+                return attempt
+            attempts.forget(places, attempt)
+            reporter.warn(
+                f"{unit.name} is made again: {attempt.name} is not what {attempt.worker} wrote; check the disk."
+            )
     dead = [attempt for attempt in before if attempt.run == run and attempt.ended is None]
     if len(dead) >= DEATHS:
         raise WorkerLostError(

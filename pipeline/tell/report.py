@@ -86,6 +86,11 @@ class Reporter:
         self.event("warning", text=text)
         self.say(f"warning: {text}", level=-1)
 
+    def hashed(self, nbytes: int) -> None:
+        """Another file of so many bytes was hashed, before the work begins."""
+        self.event("hashed", bytes=nbytes)
+        self.say(f"hashed {size(nbytes)}", level=1)
+
     def begin(
         self,
         total_bytes: int,

@@ -33,8 +33,8 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
     """Write the tokens of all samples, as the unit `key` of a chain, and for the first layer their embeddings."""
     link: Link = context.chain  # type: ignore[assignment]
     calibration, lm = work.calibration, work.skeleton()
-    stored = link.store[key]
-    if stored.exists():
+    stored = link.store.get(key)
+    if stored is not None and stored.exists():
         samples = read_samples(stored)
     else:
         samples = token_ids(calibration, lm.tokenizer(), context.reporter.note)
