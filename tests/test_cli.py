@@ -144,8 +144,13 @@ def test_json_gives_one_event_per_line_and_words_go_to_stderr(tmp_path: Path, cl
     assert kinds.count("start") == kinds.count("done") == 2
     assert kinds[-1] == "finished"
     assert events[-1]["bytes"] > 0
-    failed = cli("cpu", "-i", tmp_path / "none", "-o", tmp_path / "x", "--json", code=5)
+    failed = cli("cpu", "-i", tmp_path / "none", "-o", tmp_path / "x", "--JSON", code=5)
     assert json.loads(failed.stdout.splitlines()[-1])["exit_code"] == 5
+
+
+def test_words_of_options_in_capitals(tmp_path: Path, cli: Any, example: Path) -> None:
+    words = ("--Output", tmp_path / "out", "--QUANT_METHOD", "INT8", "--LAYERS", "ALL", "--EXECUTOR", "Threads:1")
+    assert "AMXINT8" in cli("CPU", "-I", example, *words, "--DRY-RUN").stdout
 
 
 def test_quiet_says_nothing(tmp_path: Path, cli: Any, example: Path) -> None:

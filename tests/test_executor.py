@@ -261,6 +261,8 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
         ("threads:many", 2, ("a number of threads",)),
         ("dask:", 2, ("no such file", "tcp://HOST:PORT")),
         ("dask:local:0", 2, ("a number of workers",)),
+        ("DASK:Local:0", 2, ("dask:local:0", "a number of workers")),
+        ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
         ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
         ("dask:GARBAGE", 2, ("GARBAGE", "is not what `dask scheduler --scheduler-file` writes")),
         ("dask:LIST", 2, ("LIST", "is not what `dask scheduler --scheduler-file` writes")),

@@ -241,6 +241,7 @@ def test_several_patterns_after_one_flag_and_the_flag_repeated() -> None:
         ["--ignore_patterns", "a", "re:b.*", "--quant_type", "W4A16"],
         ["--ignore-patterns", "a", "--ignore-patterns=re:b.*", "--quant-type", "W4A16"],
         ["--quant_type", "W4A16", "--ignore_patterns", "a", "re:b.*"],
+        ["--Quant_Type", "W4A16", "--IGNORE-PATTERNS", "a", "re:b.*"],
     ):
         parent = click.Context(group, info_name="ktconvert", **group.context_settings)
         options = command.make_context("gpu", ["-i", "m", "-o", "o", *words], parent=parent).params

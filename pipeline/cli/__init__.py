@@ -62,8 +62,8 @@ Examples:
 LIMITED = ("can't start new thread", "failed to map segment", "annot allocate memory")
 
 
-def _normal(token: str) -> str:
-    """Underscores and capitals are as good: --input_path, INT4."""
+def normal(token: str) -> str:
+    """How commands, options and choices are spelled. Underscores and capitals are as good: --INPUT_PATH, INT4."""
     return token.lower().replace("_", "-")
 
 
@@ -134,7 +134,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 @click.group(
     cls=LazyGroup,
     epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _normal, "max_content_width": 120},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": normal, "max_content_width": 120},
 )
 @click.option(
     "--version",
@@ -213,7 +213,7 @@ def _fail(message: str, code: int, text: str | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # one that comes now, perhaps again, leaves no traceback
         signal.signal(number, lambda caught, _: os._exit(128 + caught))
     message = one_line(message)
-    if "--json" in sys.argv:
+    if "--json" in map(normal, sys.argv):
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))
     lines = [f"ktconvert: {message}"] if text is None else map(one_line, text.splitlines())
     _print(sys.stderr, "\n".join(lines))

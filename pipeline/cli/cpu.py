@@ -114,7 +114,13 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 )
 @click.option("--profile", is_flag=True, help="Accepted and ignored: --json gives the time of every layer.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")
-@click.option("--layers", default="all", show_default=True, help="MoE layers to convert, e.g. 3-60,62.")
+@click.option(
+    "--layers",
+    type=options.Spelled("all"),
+    default="all",
+    show_default=True,
+    help="MoE layers to convert, e.g. 3-60,62.",
+)
 @click.option(
     "--non-experts",
     type=click.Choice(["skip", "copy", "keep"], case_sensitive=False),

@@ -8,7 +8,7 @@ import click
 
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs import forms_of
-from ktconvert.pipeline.cli import calibration, options
+from ktconvert.pipeline.cli import calibration, normal, options
 
 EPILOG = """\b
 Examples:
@@ -45,7 +45,7 @@ class SeveralValues(click.Command):
         several = False
         for word in args:
             if word.startswith("-"):
-                several = word.replace("_", "-") == "--ignore-patterns"
+                several = normal(word) == "--ignore-patterns"
                 spread += [] if several else [word]
             elif several:
                 spread += ["--ignore-patterns", word]

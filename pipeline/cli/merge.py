@@ -33,7 +33,10 @@ Examples:
 )
 @click.option("--max-tensors", type=options.Number(min=1), default=3000, show_default=True, help="Tensors per shard.")
 @click.option(
-    "--layers", default=None, help="Merge these layers, e.g. 3-60,62, though others are missing. [default: all]"
+    "--layers",
+    type=options.Spelled("all"),
+    default=None,
+    help="Merge these layers, e.g. 3-60,62, though others are missing. [default: all]",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option("--verify-inputs", is_flag=True, help="Merge again what came from files that were touched since.")
