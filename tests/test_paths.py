@@ -31,18 +31,50 @@ def test_every_command_takes_a_path() -> None:
     assert {name for name, _ in parameters()} == set(COMMANDS)
 
 
-@pytest.mark.parametrize(("name", "empty"), parameters())
-def test_an_empty_path_is_refused(name: str, empty: str, tmp_path: Path, monkeypatch: Any) -> None:
+# what is typed -> what is said of it
+NO_PATHS = {"": "is empty; give a path", "~nobody-here/x": "no home directory", "loop": "leads to itself"}
+
+
+@pytest.mark.parametrize("typed", NO_PATHS)
+@pytest.mark.parametrize(("name", "wrong"), parameters())
+def test_what_can_be_no_path_is_refused(name: str, wrong: str, typed: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
     command = group.get_command(click.Context(group), name)
     assert command is not None
     words = [name]
     for parameter in command.params:
-        if not (parameter.required or parameter.name == empty):
+        if not (parameter.required or parameter.name == wrong):
             continue
-        value = "" if parameter.name == empty else FILL[parameter.name or ""]
+        value = typed if parameter.name == wrong else FILL[parameter.name or ""]
         words += [value] if isinstance(parameter, click.Argument) else [parameter.opts[-1], value]
     done = CliRunner().invoke(group, words)
     assert done.exit_code == 2, done.output
-    assert "is empty; give a path" in done.output
-    assert list(tmp_path.iterdir()) == []
+    assert NO_PATHS[typed] in done.output.replace("\n", " ")
+    assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("resume", "/"), 7),
+        (("status", "/"), 7),
+        (("inspect", "/"), 5),
+        (("verify", "/"), 3),
+        (("inspect", ".work"), 5),
+        (("verify", ".work"), 3),
+        (("cpu", "-i", "EXAMPLE", "-o", "/"), 2),
+        (("gpu", "-i", "EXAMPLE", "-o", "/", "--quant-method", "RTN", "--quant-type", "W4A16"), 2),
+        (("dequantize", "-i", "EXAMPLE", "-o", "/"), 2),
+        (("cpu", "-i", "EXAMPLE", "-o", "missing/.."), 7),
+    ],
+)
+def test_a_folder_beside_which_nothing_can_lie(
+    words: tuple[str, ...], code: int, example: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "here" / ".work").mkdir(parents=True)
+    (tmp_path / "here" / ".work" / "plan.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "here")
+    done = CliRunner().invoke(group, [str(example) if word == "EXAMPLE" else word for word in words])
+    assert getattr(done.exception, "exit_code", None) == code, repr(done.exception)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", ".work", "plan.json"]

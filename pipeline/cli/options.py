@@ -20,8 +20,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 MOST = 1 << 62
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-EMPTY = "is empty; give a path"
-
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
     """Bytes, written as 5GB, 500MiB or a plain number."""
@@ -67,11 +65,12 @@ class FilePath(click.Path):
     def __init__(self, **how: Any) -> None:
         super().__init__(path_type=Path, **how)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path."""
-        if not os.fspath(value):
-            self.fail(EMPTY, param, ctx)
-        return super().convert(value, param, ctx)
+        if wrong := _no_path(value):
+            self.fail(wrong, param, ctx)
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        return path.expanduser().resolve() if path.name == ".." else path  # what lies beside a folder has its name
 
 
 class PathOrHubId(click.types.StringParamType):
@@ -79,9 +78,40 @@ class PathOrHubId(click.types.StringParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The text."""
-        if not value:
-            self.fail(EMPTY, param, ctx)
+        if wrong := _no_path(value):
+            self.fail(wrong, param, ctx)
         return super().convert(value, param, ctx)
+
+
+def _no_path(value: Any) -> str | None:
+    """Why this can be no path; None where it can."""
+    if not os.fspath(value):
+        return "is empty; give a path"
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        return f"{os.fspath(value)!r} begins with a user who has no home directory here"
+    try:
+        path.resolve()
+    except RuntimeError:
+        return f"{os.fspath(value)!r} is a symbolic link that leads to itself"
+    return None
+
+
+class Spelled(click.types.StringParamType):
+    """Text, of which a word at the beginning may be in capitals, as choices may.
+
+    words  a regular expression for that word
+    """
+
+    def __init__(self, words: str) -> None:
+        self._words = re.compile(f"({words})(?=:|$)", re.IGNORECASE)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text, with this word in small letters."""
+        text = super().convert(value, param, ctx)
+        found = self._words.match(text)
+        return text if found is None else found[0].lower() + text[found.end() :]
 
 
 def cpuinfer_threads(command: F) -> F:
@@ -108,6 +138,7 @@ def part(command: F) -> F:
     """--part."""
     return click.option(
         "--part",
+        type=Spelled("env"),
         default=None,
         help="Make every N-th file only, from number R on: R/N, or env (RANK and WORLD_SIZE, or a SLURM array's). When "
         "all parts are made, `ktconvert resume` puts the output together.",
@@ -118,6 +149,7 @@ def executor(command: F) -> F:
     """--executor."""
     return click.option(
         "--executor",
+        type=Spelled("threads|dask(:(local|tcp|tls))?"),
         default="threads",
         show_default=True,
         help="Who makes the files: threads[:N] here, or Dask's workers on many hosts: dask:tcp://HOST:8786, "

@@ -10,6 +10,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 
 INSIDE = ".ktconvert"
+WORK = ".work"  # what the name of a work directory beside an output adds
 File = tuple[Path, int, str]  # bytes and sha256, as recorded
 
 
@@ -72,8 +73,10 @@ class Places:
 def locate(output: Path, *, adopt: bool = False) -> Places:
     """Where the work for this output lies or will lie; adopt: the output already holds folders that are kept."""
     output = output.absolute()
-    beside = Places(output, output.with_name(output.name + ".work"), inside=False)
     inside = Places(output, output / INSIDE, inside=True)
+    if not output.name:  # nothing lies beside the root folder
+        return inside
+    beside = Places(output, output.with_name(output.name + WORK), inside=False)
     for begun in (inside, beside):
         if begun.plan.exists():
             return begun
@@ -84,6 +87,12 @@ def locate(output: Path, *, adopt: bool = False) -> Places:
     if output.is_dir() and (adopt or machine.is_mount_point(output) or not os.access(output.parent, os.W_OK)):
         return inside
     return beside
+
+
+def output_of(root: Path) -> Path | None:
+    """The output of which this folder is the work directory beside it; None where it is none."""
+    name = root.name.removesuffix(WORK)
+    return root.with_name(name) if name not in ("", root.name) and (root / "plan.json").exists() else None
 
 
 def has_size(path: Path, nbytes: int) -> bool:

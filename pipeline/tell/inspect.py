@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.places import Places, locate, output_of
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
 from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.report import facts, facts_rows
@@ -146,8 +146,8 @@ def look_output(path: Path) -> dict[str, Any]:
 
 def _unfinished(path: Path) -> Places | None:
     """The work directory that belongs to this path, or that it is."""
-    if path.name.endswith(".work") and (path / "plan.json").exists():
-        return locate(path.with_name(path.name.removesuffix(".work")))
+    if (output := output_of(path)) is not None:
+        return locate(output)
     places = locate(path)
     return places if places.plan.exists() and (places.inside or not path.exists()) else None
 

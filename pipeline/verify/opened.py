@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.places import locate, output_of
 from ktconvert.pipeline.plans.importance import open_for
 from ktconvert.pipeline.verify.dequantized import MEASURE
 
@@ -124,8 +124,7 @@ def require_finished(path: Path) -> None:
     places = locate(path)
     if places.plan.exists() and (places.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
-    if (path / "plan.json").exists() and path.name.endswith(".work"):
-        finished = path.with_name(path.name.removesuffix(".work"))
+    if (finished := output_of(path)) is not None:
         raise VerificationError(
             f"{path}: is the work directory of a conversion that is not finished; run `ktconvert resume {finished}`."
         )
