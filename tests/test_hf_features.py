@@ -56,9 +56,9 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, RoutedExperts)]
 
 
-def logits(model: Any, ids: Any = IDS) -> Any:
+def logits(model: Any, ids: Any = IDS, **more: Any) -> Any:
     with torch.no_grad():
-        return model(ids, use_cache=False).logits
+        return model(ids, use_cache=False, **more).logits
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -274,6 +274,10 @@ def test_pickling_is_one_sentence(model: Any, weights: Path) -> None:
     for save in (pickle.dumps, lambda x: torch.save(x, saved), lambda x: pickle.dumps(experts_of(x)[0].experts)):
         with pytest.raises(TypeError, match=sentence):
             save(model)
+    logits(model, output_router_logits=True, output_hidden_states=True)  # transformers adds hooks
+    for part in (model, model.model, model.model.layers[0], model.model.layers):
+        with pytest.raises(TypeError, match=sentence):
+            pickle.dumps(part)
     torch.save(model.state_dict(), saved := io.BytesIO())  # all but the experts
     saved.seek(0)
     assert model.load_state_dict(torch.load(saved)).missing_keys == []

@@ -9,6 +9,7 @@ are read here, from the same checkpoint or another one.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from pathlib import Path
@@ -117,6 +118,8 @@ class KTConvertQuantizer(HfQuantizer):
             setattr(block, name, ours)
             if next(block.parameters(recurse=False), None) is None:
                 block._is_hf_initialized = True  # there are families whose initialization would reach into the experts
+            for name in itertools.accumulate(parent.split("."), "{}.{}".format, initial=""):
+                _put_first(model.get_submodule(name.removeprefix(".")), ours.experts)
         model._keys_to_ignore_on_load_unexpected.update(_below(model, place) for place in places)
         return model
 
@@ -204,6 +207,7 @@ class KTConvertQuantizer(HfQuantizer):
         return False
 
 
+FIRST = "_some_experts"  # an attribute of modules with experts of ours somewhere below them (_put_first)
 # How experts are computed, whatever directory they come from: fields of KTConvertConfig.
 OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
 
@@ -299,6 +303,17 @@ def _load_hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask
     device = hot_experts.device()
     hot_experts.require_room(masks.values(), places[0].hidden, places[0].intermediate, device)
     return {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
+
+
+def _put_first(module: torch.nn.Module, experts: Experts) -> None:
+    """Make experts within a module its first attribute, so that pickle meets them before anything else and says their
+    sentence: hooks that transformers adds for router logits and hidden states cannot be pickled, either.
+    """
+    attributes = vars(module)
+    if FIRST not in attributes:
+        others = dict(attributes)
+        attributes.clear()
+        attributes.update({FIRST: experts, **others})
 
 
 def _below(model: Any, place: Place) -> str:
