@@ -115,6 +115,19 @@ def test_a_chat_without_a_template_is_plain_text(example: Path, weights: Path) -
     assert len(answers) >= 2
 
 
+def test_the_smallest_temperature(example: Path) -> None:
+    """Divided by it, logits would overflow; `serve` clamps it, too."""
+    done = call(example, "--prompt", "import os", "--max-new-tokens", 2, "--temperature", 1e-38)
+    assert done.exit_code == 0, done.exception
+
+
+def test_a_chat_of_bytes_that_are_no_text(example: Path) -> None:
+    words = [str(example), "--max-new-tokens", "2", "--chat"]
+    done = CliRunner().invoke(run, words, input=b"import os\nimport \xff\n")
+    assert isinstance(done.exception, InputError), done.exception
+    assert "is not UTF-8 text" in str(done.exception)
+
+
 def test_a_chat_has_the_form_of_the_tokenizers_template(example: Path, weights: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(example, model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.pipeline.cli import options
 
 EPILOG = """\b
@@ -32,7 +32,7 @@ Examples:
 )
 @click.option("--torch-experts", is_flag=True, help="Leave the experts to transformers, for comparison.")
 @options.gpu_experts
-@click.option("--prompt", default=None, help="The text to continue, as it stands.")
+@click.option("--prompt", type=options.Text(), default=None, help="The text to continue, as it stands.")
 @click.option("--chat", is_flag=True, help="Talk with the model, line by line; Ctrl-D ends.")
 @click.option("--max-new-tokens", type=options.Number(min=1), default=256, show_default=True, help="Tokens per answer.")
 @click.option(
@@ -43,7 +43,7 @@ Examples:
 )
 @click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
-@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
+@click.option("--revision", type=options.Text(), default=None, help="Branch, tag or commit of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
 def run(model: str, **params: Any) -> None:
     """Let a model write, through transformers, with its routed experts computed by ktconvert's runtime.
@@ -86,8 +86,9 @@ def run(model: str, **params: Any) -> None:
         return text
 
     if params["prompt"] is not None:
+        inputs = writing.prompt_inputs(loaded[1], params["prompt"])
         _say(params["prompt"])
-        write(writing.prompt_inputs(loaded[1], params["prompt"]))
+        write(inputs)
         return
     messages: list[dict[str, str]] = []
     for line in _lines():
@@ -101,7 +102,7 @@ def _say(text: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, less empty lines, to the end of the input."""
+    """What the user types, less empty lines, to the end of the input. Raises InputError for what is no text."""
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):
@@ -109,7 +110,10 @@ def _lines() -> Iterator[str]:
     while True:
         try:
             line = input("> " if typed else "")
+            line.encode()  # in some locales Python lets any byte pass
         except EOFError:
             return
+        except UnicodeError as error:
+            raise InputError("standard input is not UTF-8 text; convert it first") from error
         if line.strip():
             yield line

@@ -13,6 +13,7 @@ from ktconvert.layouts.errors import InputError
 # Tokens of a prompt that go through the model at once. Attention needs memory for this number times the tokens before
 # them, where a prompt in one piece may need it for its length squared.
 PART = 512
+COLDEST = 0.01  # of temperatures above 0: below it, logits divided by it overflow
 # The plainest chat template there is, for tokenizers that have none: one message per line.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
@@ -70,8 +71,8 @@ def write(
 
     config = copy.deepcopy(model.generation_config)
     config.max_new_tokens, config.do_sample = max_new_tokens, temperature > 0
-    config.temperature = temperature if temperature > 0 else None
-    if temperature <= 0:
+    config.temperature = sampled_at(temperature)
+    if not config.do_sample:
         config.top_p = config.top_k = None
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -84,6 +85,11 @@ def write(
         model.generate(**inputs, generation_config=config, streamer=spoken, tokenizer=tokenizer)
     first, last = spoken.times[0], spoken.times[-1]
     return spoken.text, Speed(inputs["input_ids"].shape[1], len(spoken.times), first - begin, last - first)
+
+
+def sampled_at(temperature: float) -> float | None:
+    """The temperature of a generation config; None for 0, which is always the likeliest token."""
+    return max(temperature, COLDEST) if temperature > 0 else None
 
 
 def in_parts(model: Any, config: Any, inputs: Any) -> None:

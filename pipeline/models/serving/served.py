@@ -13,10 +13,10 @@ from typing import Any
 
 from ktconvert.pipeline.models.serving.errors import Refused
 from ktconvert.pipeline.models.serving.schemas import Completion, Generation, Request
+from ktconvert.pipeline.models.writing import sampled_at
 
 LONGEST = "max_position_embeddings"
 UNSAID = 32768  # tokens of context, of a model that names no length
-SMALLEST = 0.01  # of temperatures that are not 0: below it, logits divided by it overflow
 PIECE = 1 << 16  # characters of a long text that become tokens at once, while it is not known whether it is too long
 LONG = 4 * PIECE  # characters of a text that is looked at in this way
 ANSWER = 1024  # tokens, where a request names no number; transformers' server has it too
@@ -170,7 +170,7 @@ class Served:
         config |= {name: value for name, value in given.items() if value is not None}
         if asked.temperature is not None:
             config["do_sample"] = asked.temperature > 0
-            config["temperature"] = max(asked.temperature, SMALLEST) if asked.temperature > 0 else None
+            config["temperature"] = sampled_at(asked.temperature)
         elif any(given[name] is not None for name in ("top_p", "top_k", "min_p")):
             config["do_sample"] = True
         if not config.get("do_sample"):
