@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.cli import COMMANDS, group, options
 
 FILL = {"model": "m", "output": "o", "path": "p", "input_path": "i", "output_dir": "o", "model_id": "m"}
 FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "dir": "d"}
@@ -52,6 +52,24 @@ def test_what_can_be_no_path_is_refused(name: str, wrong: str, typed: str, tmp_p
     assert done.exit_code == 2, done.output
     assert NO_PATHS[typed] in done.output.replace("\n", " ")
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
+
+
+def test_bytes_are_no_text(tmp_path: Path, monkeypatch: Any) -> None:
+    """Any file may be called so; what is no path, is written into JSON or given to a tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    for name in COMMANDS:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        required = [p for p in command.params if p.required]
+        filled = [
+            [FILL[p.name or ""]] if isinstance(p, click.Argument) else [p.opts[-1], FILL[p.name or ""]]
+            for p in required
+        ]
+        for parameter in command.params:
+            if parameter.type.name == "text" and not isinstance(parameter.type, options.PathOrHubId):
+                words = [name, *(word for words in filled for word in words), parameter.opts[-1], "a\udcff"]
+                done = CliRunner().invoke(group, words)
+                assert (done.exit_code, "is not UTF-8 text" in done.output) == (2, True), (words, done.exception)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,13 @@ def data(samples: int) -> Callable[[F], F]:
             show_default=True,
             help="Calibration texts: a file or folder (txt, jsonl, parquet), or a hub id.",
         ),
-        click.option("--dataset-split", default="train_sft", show_default=True, help="Split of a hub's data set."),
+        click.option(
+            "--dataset-split",
+            type=options.Text(),
+            default="train_sft",
+            show_default=True,
+            help="Split of a hub's data set.",
+        ),
         click.option(
             "--num-calibration-samples",
             type=options.Number(min=1),

@@ -42,7 +42,9 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
     type=options.FilePath(),
     help="OUT, as kt-kernel's scripts spell it.",
 )
-@click.option("--config-path", default=None, help="Accepted and ignored: config.json is read from SRC.")
+@click.option(
+    "--config-path", type=options.Text(), default=None, help="Accepted and ignored: config.json is read from SRC."
+)
 @options.executor
 @options.cpuinfer_threads
 @click.option("--dry-run", is_flag=True, help="Print the plan; read headers only, write nothing.")

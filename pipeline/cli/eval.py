@@ -40,7 +40,7 @@ Examples:
 @click.option("--max-windows", type=options.Number(min=1), default=None, help="Read no more. [default: all]")
 @click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
 @click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
-@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
+@click.option("--revision", type=options.Text(), default=None, help="Branch, tag or commit of a hub id.")
 @click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")

@@ -96,6 +96,7 @@ class SeveralValues(click.Command):
 )
 @click.option(
     "--ignore-patterns",
+    type=options.Text(),
     multiple=True,
     help="More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.",
 )

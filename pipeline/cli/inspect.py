@@ -20,7 +20,7 @@ Examples:
 
 @click.command("inspect", epilog=EPILOG)
 @click.argument("path", type=options.PathOrHubId())
-@click.option("--revision", default=None, help="Branch, tag or commit of a hub id.")
+@click.option("--revision", type=options.Text(), default=None, help="Branch, tag or commit of a hub id.")
 @options.arch_file
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(path: str, **params: Any) -> None:

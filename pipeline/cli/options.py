@@ -98,7 +98,20 @@ def _no_path(value: Any) -> str | None:
     return None
 
 
-class Spelled(click.types.StringParamType):
+class Text(click.types.StringParamType):
+    """Text: Python passes bytes that are none on as characters that nothing can write or encode."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text."""
+        text = super().convert(value, param, ctx)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail("is not UTF-8 text", param, ctx)
+        return text
+
+
+class Spelled(Text):
     """Text, of which a word at the beginning may be in capitals, as choices may.
 
     words  a regular expression for that word
@@ -217,7 +230,7 @@ def input_files(command: F) -> F:
         click.option(
             "--verify-inputs", is_flag=True, help="Hash all input files, and notice any change of them on resume."
         ),
-        click.option("--revision", default=None, help="Branch, tag or commit of a hub id."),
+        click.option("--revision", type=Text(), default=None, help="Branch, tag or commit of a hub id."),
     )(command)
 
 

@@ -28,7 +28,9 @@ Examples:
     default=None,
     help="The checkpoint that OUTPUT was made from: say whether converting it again is better.",
 )
-@click.option("--revision", default=None, help="Branch, tag or commit, where --against is a hub id.")
+@click.option(
+    "--revision", type=options.Text(), default=None, help="Branch, tag or commit, where --against is a hub id."
+)
 @click.option(
     "--max-shard-size",
     type=options.Size(),

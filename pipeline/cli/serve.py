@@ -26,9 +26,9 @@ Examples:
     help="What MODEL was converted into, or a checkpoint; its experts are computed from it. [default: MODEL]",
 )
 @options.gpu_experts
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--host", type=options.Text(), default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=options.Number(1, 65535), default=8000, show_default=True, help="Port to listen on.")
-@click.option("--model-name", default=None, help="What clients call the model. [default: MODEL]")
+@click.option("--model-name", type=options.Text(), default=None, help="What clients call the model. [default: MODEL]")
 @click.option(
     "--api-key-file",
     type=options.FilePath(),

@@ -44,7 +44,9 @@ Examples:
     default=None,
     help="The source (directory, file or hub id), or another output.",
 )
-@click.option("--revision", default=None, help="Branch, tag or commit, where --against is a hub id.")
+@click.option(
+    "--revision", type=options.Text(), default=None, help="Branch, tag or commit, where --against is a hub id."
+)
 @click.option("--numa", type=options.Number(min=1), default=None, help="The NUMA parts that it must have.")
 @click.option(
     "--quant-method",
