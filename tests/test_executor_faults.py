@@ -214,6 +214,21 @@ def test_a_disk_that_is_full_for_a_worker(setting: Setting, cluster: Cluster, ou
     setting.resumed(output)
 
 
+def test_all_workers_vanish(setting: Setting, cluster: Cluster, output: Path) -> None:
+    """One is killed in the middle of a unit, one is frozen, which Dask notices after minutes only."""
+    cluster.start("a", "b", env=setting.stopping(output))
+    coordinator = setting.begin(output, cluster, "--executor-timeout", "8", "--json")
+    cluster.wait_until_stopped("a")
+    cluster.wait_until_stopped("b")
+    cluster.send("a", signal.SIGKILL)
+    done = coordinator.result()
+    conversion.refused(done, 1, "nothing was heard of any worker", "--executor-timeout", f"ktconvert resume {output}")
+    [told] = [event["text"] for event in of(events(done), "note") if "nothing was heard" in event["text"]]
+    assert "start one on each host: dask worker" in told and "the command ends in 4.0 s" in told
+    cluster.send("b", signal.SIGKILL)
+    setting.resumed(output)
+
+
 # ---- the coordinator and the scheduler -------------------------------------------------------------------------------
 
 

@@ -159,14 +159,23 @@ def part(command: F) -> F:
 
 
 def executor(command: F) -> F:
-    """--executor."""
-    return click.option(
-        "--executor",
-        type=Spelled("threads|dask(:(local|tcp|tls))?"),
-        default="threads",
-        show_default=True,
-        help="Who makes the files: threads[:N] here, or Dask's workers on many hosts: dask:tcp://HOST:8786, "
-        "dask:tls://HOST:8786, dask:FILE (of a scheduler), dask:local[:N].",
+    """Who does the work: --executor, --executor-timeout."""
+    return in_order(
+        click.option(
+            "--executor",
+            type=Spelled("threads|dask(:(local|tcp|tls))?"),
+            default="threads",
+            show_default=True,
+            help="Who makes the files: threads[:N] here, or Dask's workers on many hosts: dask:tcp://HOST:8786, "
+            "dask:tls://HOST:8786, dask:FILE (of a scheduler), dask:local[:N].",
+        ),
+        click.option(
+            "--executor-timeout",
+            type=Number(min=1),
+            default=3600,
+            show_default=True,
+            help="Seconds to wait for Dask's workers while there are none.",
+        ),
     )(command)
 
 

@@ -118,7 +118,7 @@ def verify(output: Path, **params: Any) -> None:
         page=params["report"] is not None,
         statistics=None if None in (params["report"], params["statistics"]) else params["statistics"].expanduser(),
     )
-    with opened(params["executor"], reporter.note) as engine:
+    with opened(params["executor"], reporter.note, params["executor_timeout"]) as engine:
         if engine.executor is None and engine.threads is not None:
             wish = replace(wish, threads=options.lowered("--executor threads", engine.threads, reporter))
         workers = params["cpuinfer_threads"] or engine.threads

@@ -7,6 +7,7 @@ import importlib
 import logging
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future
 from importlib.util import find_spec
@@ -17,9 +18,13 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError, UsageError, WorkerLostError
 from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.tell.report import duration
 
 UNIT = {"unit": 1}  # what a worker offers once for each unit that it may make at a time
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
+TIMEOUT = 3600.0  # seconds that tasks wait without any worker, unless the user says otherwise
+SILENT = 30.0  # seconds after which it is said that nothing is heard of workers; they send a sign every few
+LOOK_EVERY = 1.0  # seconds
 LOCAL = "local"
 MOST_HERE = 1024
 NOTHING = logging.CRITICAL + 1  # is logged: Dask calls it critical that a client has gone
@@ -30,10 +35,14 @@ class DaskExecutor(Executor):
 
     A future is released as soon as it has ended: Dask makes the units of a worker that died once more as long as
     somebody holds their futures, also the finished ones.
+
+    heard  the newest sign of life of the workers that offer units, by the scheduler's clock; None where there are none
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._pending: dict[Future[Any], Any] = {}  # our future -> Dask's; who removes it, settles it
+        self.heard: float | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Have fn(*args, **kwargs) called by a worker that offers a unit. What it raises is not tried again; a worker
@@ -42,6 +51,7 @@ class DaskExecutor(Executor):
         ours: Future[Any] = Future()
         packed = pickle.dumps((fn, args, kwargs))
         theirs = self._client.submit(_unpacking(), packed, pure=False, resources=UNIT, retries=0)
+        self._pending[ours] = theirs
 
         def settle(theirs: Any) -> None:
             try:
@@ -49,7 +59,7 @@ class DaskExecutor(Executor):
             except BaseException as caught:
                 result, error = None, _explained(caught)
             theirs.release()
-            if ours.set_running_or_notify_cancel():
+            if self._pending.pop(ours, None) and ours.set_running_or_notify_cancel():
                 ours.set_result(result) if error is None else ours.set_exception(error)
 
         def cancel(ours: Future[Any]) -> None:
@@ -59,6 +69,21 @@ class DaskExecutor(Executor):
         theirs.add_done_callback(settle)
         ours.add_done_callback(cancel)
         return ours
+
+    def listen(self) -> None:
+        """Ask the scheduler for signs of life."""
+        workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
+        self.heard = max((w["last_seen"] for w in workers if w.get("resources", {}).get("unit")), default=None)
+
+    def waiting(self) -> int:
+        """How many tasks have not ended."""
+        return len(self._pending)
+
+    def give_up(self, error: Exception) -> None:
+        """Have all tasks that have not ended fail with this error; Dask forgets them when the client is closed."""
+        for ours in list(self._pending):
+            if self._pending.pop(ours, None) and ours.set_running_or_notify_cancel():
+                ours.set_exception(error)
 
 
 def _unpacking() -> Callable[[bytes], Any]:
@@ -91,12 +116,14 @@ def _explained(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def connected(where: str, note: Callable[[str], None]) -> Iterator[DaskExecutor]:
+def connected(where: str, note: Callable[[str], None], timeout: float = TIMEOUT) -> Iterator[DaskExecutor]:
     """An executor for the cluster at tcp://HOST:PORT or tls://HOST:PORT, in a scheduler's file, or `local[:N]`, which
     starts N workers here (by default one for each NUMA node) and ends them. Certificates are those of Dask's settings.
 
-    note  is told what keeps workers from working. Raises KtconvertError where Dask is missing or no scheduler answers,
-    UsageError for what is none of these places.
+    note     is told what keeps workers from working
+    timeout  seconds after which tasks fail with TimeoutError while no worker is there
+
+    Raises KtconvertError where Dask is missing or no scheduler answers, UsageError for what is none of these places.
     """
     if find_spec("distributed") is None:
         raise KtconvertError("`--executor dask:...` needs Dask, not installed here: pip install 'ktconvert[dask]'")
@@ -119,10 +146,49 @@ def connected(where: str, note: Callable[[str], None]) -> Iterator[DaskExecutor]
         else:
             client = _client(distributed.Client, where)
         stack.callback(client.close)
-        offering = [w for w in client.scheduler_info()["workers"].values() if w.get("resources", {}).get("unit")]
-        if not offering:
-            note(f"no worker offers to make units yet; start one on each host: {START}")
-        yield DaskExecutor(client)
+        executor = DaskExecutor(client)
+        executor.listen()
+        if executor.heard is None:
+            note(f"no worker offers to make units yet; {_advice(timeout)}")
+        ended = threading.Event()
+        stack.callback(ended.set)
+        threading.Thread(target=_listen, args=(executor, ended), daemon=True).start()
+        threading.Thread(target=_watch, args=(executor, note, timeout, ended), daemon=True).start()
+        yield executor
+
+
+def _listen(executor: DaskExecutor, ended: threading.Event) -> None:
+    """Listen again and again. A scheduler that does not answer keeps this thread from going on, and no other."""
+    while not ended.wait(LOOK_EVERY):
+        with contextlib.suppress(Exception):  # that the scheduler is gone, tasks tell
+            executor.listen()
+
+
+def _watch(executor: DaskExecutor, note: Callable[[str], None], timeout: float, ended: threading.Event) -> None:
+    """While tasks wait and nothing is heard of workers, say so once, and in the end give the tasks up.
+
+    Looks are counted, not time: this process may be stopped for hours, and nothing was heard then, either.
+    """
+    last = executor.heard
+    silent, told = 0.0, last is None
+    while not ended.wait(LOOK_EVERY):
+        if executor.heard not in (None, last):
+            last, silent, told = executor.heard, 0.0, False
+        silent = silent + LOOK_EVERY if executor.waiting() else 0.0
+        if silent >= timeout:
+            executor.give_up(
+                TimeoutError(f"nothing was heard of any worker for {duration(silent)}, --executor-timeout")
+            )
+        elif silent >= min(SILENT, timeout / 2) and not told:
+            told = True
+            note(f"nothing was heard of any worker for {duration(silent)}; {_advice(timeout - silent)}")
+
+
+def _advice(seconds: float) -> str:
+    return (
+        f"start one on each host: {START}. Without any, the command ends in {duration(seconds)} (--executor-timeout); "
+        "what is finished stays, and `ktconvert resume` goes on"
+    )
 
 
 def _say_nothing() -> None:

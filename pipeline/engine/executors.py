@@ -27,14 +27,17 @@ class Engine:
 
 
 @contextlib.contextmanager
-def opened(name: str, note: Callable[[str], None]) -> Iterator[Engine]:
-    """The engine that --executor names, until it is left. note: is told what keeps it from working.
+def opened(name: str, note: Callable[[str], None], timeout: float = dask_executor.TIMEOUT) -> Iterator[Engine]:
+    """The engine that --executor names, until it is left.
+
+    note     is told what keeps it from working
+    timeout  seconds that work waits for workers while there are none
 
     Raises UsageError for a name that is none, KtconvertError where it cannot be had.
     """
     require_known(name)
     kind, _, where = name.partition(":")
-    with ENGINES[kind](where, note) as engine:
+    with ENGINES[kind](where, note, timeout) as engine:
         yield engine
 
 
@@ -45,20 +48,20 @@ def require_known(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _threads(where: str, note: Callable[[str], None]) -> Iterator[Engine]:
+def _threads(where: str, note: Callable[[str], None], timeout: float) -> Iterator[Engine]:
     if where and not (where.isdecimal() and 0 < int(where) < 1 << 31):
         raise UsageError(f"--executor threads:{where}: give a number of threads.")
     yield Engine(None, int(where) if where else None)
 
 
 @contextlib.contextmanager
-def _dask(where: str, note: Callable[[str], None]) -> Iterator[Engine]:
-    with dask_executor.connected(where, note) as executor:
+def _dask(where: str, note: Callable[[str], None], timeout: float) -> Iterator[Engine]:
+    with dask_executor.connected(where, note, timeout) as executor:
         here = dask_executor.workers_here(where)
         yield Engine(executor, None if here is None else max(1, machine.allowed_cpus() // here))
 
 
-ENGINES: Mapping[str, Callable[[str, Callable[[str], None]], contextlib.AbstractContextManager[Engine]]] = {
+ENGINES: Mapping[str, Callable[[str, Callable[[str], None], float], contextlib.AbstractContextManager[Engine]]] = {
     "threads": _threads,
     "dask": _dask,
 }
