@@ -207,7 +207,7 @@ def test_a_disk_that_is_full_for_a_worker(setting: Setting, cluster: Cluster, ou
     env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": "9", "LD_PRELOAD": str(full), "KTCONVERT_HOST": "tiny"}
     cluster.start("a", env=env)
     done = setting.begin(output, cluster).result()
-    conversion.refused(done, 4, "host tiny: ", "No space left on device", "ktconvert resume")
+    conversion.refused(done, 4, "host tiny: ", "No space left on device", "run the command again")
     assert of(book(output), "failed")[0]["host"] == "tiny"
     partial = output.with_name("out.work") / "partial"
     wait(lambda: conversion.names(partial) == [])  # it may have begun another unit before that was taken back
