@@ -1,0 +1,28 @@
+/* Float32 to BF16 in vectors (bf16.h: kt_to_bf16). */
+#ifndef KT_BF16_TEMPLATE_H
+#define KT_BF16_TEMPLATE_H
+
+#include "bf16.h"
+
+/* BF16 in the upper half of each 32 bits, and what is left of the sum in the lower half; not for NaN. */
+TARGET static inline ints bf16_above_of_numbers(floats x) {
+    ints u = castps_si(x), odd = and_si(srli_epi32(u, 16), set1_epi32(1));
+    return add_epi32(add_epi32(u, set1_epi32(0x7fff)), odd);
+}
+
+/* The same for all. */
+TARGET static inline ints bf16_above(floats x) {
+    return where_epi32(nan_ps(x), set1_epi32(KT_BF16_NAN << 16), bf16_above_of_numbers(x));
+}
+
+/* BF16 in each 32 bits; not for NaN. */
+TARGET static inline ints to_bf16(floats x) {
+    return srli_epi32(bf16_above_of_numbers(x), 16);
+}
+
+/* BF16 back in float32. */
+TARGET static inline floats upper_half(ints x) {
+    return castsi_ps(and_si(x, set1_epi32(0xffff0000)));
+}
+
+#endif

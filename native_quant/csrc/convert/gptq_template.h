@@ -1,0 +1,31 @@
+/* A column of 32 rows in a few vectors. The divisions of a column wait for the one before it only, so they overlap with
+ * what it takes from the others. min and max give their second operand where one is NaN, so NaN stays NaN. */
+#include "bf16_template.h"
+
+enum { VECTORS = KT_STRIP_ROWS / LANES };
+
+TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
+    const floats least = set1_ps((float)job->least), most = set1_ps((float)job->most);
+    for (int64_t i = 0; i < job->width; i++) {
+        const float *inverse = job->inverse + i * job->width;
+        const floats diagonal = set1_ps(inverse[i]);
+        floats e[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            int64_t at = i * KT_STRIP_ROWS + v * LANES;
+            floats w = load_ps(job->weight + at), scale = load_ps(job->scale + at);
+            floats q = min_ps(most, max_ps(least, div_ps(w, scale)));
+            floats y = mul_ps(round_ps(q), scale);
+            if (job->rounded) y = upper_half(bf16_above(y));
+            e[v] = div_ps(sub_ps(w, y), diagonal);
+            store_ps(job->scale + at, y);
+            store_ps(job->error + at, e[v]);
+        }
+        for (int64_t c = i; c < job->width; c++) {
+            const floats h = set1_ps(inverse[c]);
+            for (int v = 0; v < VECTORS; v++) {
+                float *w = job->weight + c * KT_STRIP_ROWS + v * LANES;
+                store_ps(w, sub_ps(load_ps(w), mul_ps(e[v], h)));
+            }
+        }
+    }
+}
