@@ -321,14 +321,15 @@ struct kt_kernels {
 /* The kernels in use (dispatch.c). */
 const kt_kernels *kt_current(void);
 
-/* source.c: KTQ_OK, or what is wrong with a source of n rows and k columns. */
+/* encodings.c: KTQ_OK, or what is wrong with a source of n rows and k columns. */
 int kt_check_source(const ktq_source *source, int64_t n, int64_t k);
-/* source.c: whole bits of one value; 0: there is no encoding of this number. */
+/* encodings.c: whole bits of one value; 0: there is no encoding of this number. */
 int kt_column_bits(int kind);
-/* source.c: the values of a row lie one after the other. */
-int kt_is_row_contiguous(const ktq_source *source);
-/* integers.c: whether these are packed integers; rows first .. first+rows-1 (at most 32) of such: out[rows][k]. */
+/* encodings.c: whether these are packed integers. */
 int kt_is_integer(int kind);
+/* encodings.c: the values of a row lie one after the other. */
+int kt_is_row_contiguous(const ktq_source *source);
+/* integers.c: rows first .. first+rows-1 (at most 32) of packed integers: out[rows][k]. */
 void kt_decode_integers(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                         uint16_t *out);
 /* source.c: row r as k BF16 values: where they lie, or decoded into scratch (32*k uint16). To be called with r = 0, 1,

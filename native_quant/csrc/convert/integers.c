@@ -7,10 +7,6 @@
 /* Of 32 rows at a time: 16 KiB of stack, which stay in L1. */
 enum { STAGE_BYTES = 512, WORD_BYTES = 4, AWQ_ROWS = 8, LANES = 4 };
 
-int kt_is_integer(int kind) {
-    return kind == KTQ_INT4 || kind == KTQ_INT8 || kind == KTQ_INT8_SIGNED || kind == KTQ_INT4_AWQ;
-}
-
 static int64_t least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }

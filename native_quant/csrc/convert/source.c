@@ -10,50 +10,10 @@ enum { STAGE_COLUMNS = 128 };
 /* FP8 columns with one scale that are decoded by a table (fp8_table.h); fewer are not worth making it. */
 enum { TABLE_COLUMNS = 64 };
 
-int kt_column_bits(int kind) {
-    switch (kind) {
-    case KTQ_BF16:
-    case KTQ_FP16: return 16;
-    case KTQ_F32: return 32;
-    case KTQ_FP8_E4M3:
-    case KTQ_INT8:
-    case KTQ_INT8_SIGNED: return 8;
-    case KTQ_INT4:
-    case KTQ_INT4_AWQ:
-    case KTQ_FP4_E2M1: return 4;
-    }
-    kt_block block = kt_block_of(kind);
-    return block.columns ? (int)(block.bytes * 8 / block.columns) : 0;
-}
-
-static int is_in_blocks(int kind) {
-    return kt_block_of(kind).columns != 0;
-}
-
 /* Whether rows are decoded one by one, in groups of columns with one scale. */
 static int is_grouped(const ktq_source *source) {
     return source->kind == KTQ_FP4_E2M1 || (source->kind == KTQ_FP8_E4M3 && source->column_stride == 1 &&
                                             source->block_columns < TABLE_COLUMNS);
-}
-
-int kt_is_row_contiguous(const ktq_source *source) {
-    if (source->kind == KTQ_INT4_AWQ) return 0;
-    if (kt_is_integer(source->kind)) return source->column_stride == 1 || source->column_stride == 4;
-    return source->kind == KTQ_FP4_E2M1 || is_in_blocks(source->kind) ||
-           source->column_stride * 8 == kt_column_bits(source->kind);
-}
-
-int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
-    int bits = kt_column_bits(source->kind);
-    if (!bits || !source->values || n <= 0 || k <= 0 || source->skip < 0) return KTQ_EINVAL;
-    int64_t adjacent = kt_is_integer(source->kind) ? 4 : bits / 8;
-    if (!kt_is_row_contiguous(source) && source->row_stride != adjacent) return KTQ_EINVAL;
-    if (source->kind != KTQ_FP8_E4M3 && source->kind != KTQ_FP4_E2M1 && !kt_is_integer(source->kind)) return KTQ_OK;
-    if (!source->scales || source->block_rows <= 0 || source->block_columns <= 0) return KTQ_EINVAL;
-    if (source->first_row < 0 || source->first_column < 0) return KTQ_EINVAL;
-    if (source->group_of) return KTQ_OK;
-    if ((source->first_column + k - 1) / source->block_columns >= source->scales_per_row) return KTQ_EINVAL;
-    return KTQ_OK;
 }
 
 static int64_t least(int64_t a, int64_t b) {
@@ -159,7 +119,7 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
         kt_decode_integers(kernels, source, first, rows, k, out);
         return;
     }
-    if (is_in_blocks(source->kind)) {
+    if (kt_block_of(source->kind).columns) {
         decode_blocks(kernels, source, first, rows, k, out);
         return;
     }
