@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +25,9 @@ from forward_cells import QUIET, best_probe
 from state import Detector, build
 
 from ktconvert.native_quant import kernels
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from rig.gemm import time_gemm
 
 ROWS = 512  # of a call
 TILE = 16 * 16 * 64  # multiplications of a product of tiles
@@ -145,9 +149,7 @@ def measure(
             count = counts.get(isa, 1)
             at = at if at + count <= len(matrices) else 0
             before = detector.probe()
-            seconds = kernels.time_gemm(
-                bits, activations, matrices[at : at + count], ROWS, tiled_for=max(tokens, least[isa])
-            )
+            seconds = time_gemm(bits, activations, matrices[at : at + count], ROWS, tiled_for=max(tokens, least[isa]))
             after = detector.probe()
             at += count
             if number < 0:

@@ -37,13 +37,11 @@ __all__ = [
     "decode",
     "dequantize",
     "error_sums",
-    "gemm",
     "isa",
     "pack_codes",
     "quantize_groups",
     "quantize_pack",
     "set_isa",
-    "time_gemm",
 ]
 
 Array = npt.NDArray[Any]
@@ -257,61 +255,3 @@ def error_sums(
     del keep
     raise_error(error)
     return sums[0], sums[1], sums[2], sums[3]
-
-
-def gemm(
-    bits: int,
-    activations: npt.NDArray[np.int8],
-    weight: npt.NDArray[np.uint8],
-    n: int,
-    *,
-    tiled_for: int | None = None,
-) -> npt.NDArray[np.int32]:
-    """Dot products of int8 [m, k] (-127..127) with the codes of a packed weight [n, k]: int32 [m, n].
-
-    A single kernel of the runtime, for tests and benchmarks. The activations are laid out as the instruction set wants
-    them for `tiled_for` tokens (m by default): in a forward the rows of remainders come on top of those.
-    """
-    m, k, rows = _check_activations(bits, activations, n, tiled_for)
-    if weight.dtype != _UINT8 or weight.shape != (n * k * bits // 8,) or not weight.flags.c_contiguous:
-        raise ValueError(f"weight must be contiguous uint8 of shape ({n * k * bits // 8},)")
-    out = np.empty((m, n), np.int32)
-    codes, sums = ffi.from_buffer(_BYTES, weight), ffi.from_buffer("int32_t[]", out)
-    raise_error(lib.ktq_gemm(bits, m, tiled_for or m, n, k, rows, codes, sums))
-    return out
-
-
-def time_gemm(
-    bits: int,
-    activations: npt.NDArray[np.int8],
-    weights: npt.NDArray[np.uint8],
-    n: int,
-    *,
-    tiled_for: int | None = None,
-) -> float:
-    """Seconds of gemm() with each of `count` weights, uint8 [count, n*k*bits/8], one after the other, in one thread.
-
-    The products alone: the activations are laid out before.
-    """
-    m, k, rows = _check_activations(bits, activations, n, tiled_for)
-    size = n * k * bits // 8
-    if weights.dtype != _UINT8 or weights.shape[1:] != (size,) or not len(weights) or not weights.flags.c_contiguous:
-        raise ValueError(f"weights must be contiguous uint8 of shape (count, {size})")
-    seconds = ffi.new("double *")
-    codes = ffi.from_buffer(_BYTES, weights)
-    raise_error(lib.ktq_time_gemm(bits, m, tiled_for or m, n, k, rows, len(weights), codes, seconds))
-    return float(seconds[0])
-
-
-def _check_activations(
-    bits: int, activations: npt.NDArray[np.int8], n: int, tiled_for: int | None
-) -> tuple[int, int, Any]:
-    """m, k and a pointer to the activations of gemm()."""
-    if activations.ndim != 2 or activations.dtype != np.int8 or 0 in activations.shape:
-        raise ValueError(f"activations must be int8 [m, k], not {activations.dtype} of shape {activations.shape}")
-    m, k = activations.shape
-    _check_bits(bits, n, k)
-    if tiled_for is not None and tiled_for < 1:
-        raise ValueError(f"tiled_for must be at least 1, not {tiled_for}")
-    read_environment()
-    return m, k, ffi.from_buffer("int8_t[]", np.ascontiguousarray(activations))

@@ -179,7 +179,7 @@ def test_products_alone(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> No
         def probe(self) -> float:
             return next(self.states)
 
-    monkeypatch.setattr(products.kernels, "time_gemm", take)
+    monkeypatch.setattr(products, "time_gemm", take)
     monkeypatch.setattr(products.kernels, "set_isa", lambda isa: None)
     seen = [1.0]
     (row,) = products.measure(4, 128, 3, products._random_bytes(1 << 20), Probes(), seen, {"avx2": None}, 3)

@@ -243,17 +243,6 @@ void ktq_job_wait(void *job);
 int ktq_job_result(const ktq_job *job);
 void ktq_job_free(ktq_job *job);
 
-/* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]: one kernel alone, for
- * tests. The activations are laid out as the instruction set wants them for `tiled_for` tokens. */
-int ktq_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight,
-             int32_t *c);
-/* The same with `count` weights one after the other, for benchmarks: the seconds of the products alone. */
-int ktq_time_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, int64_t count,
-                  const uint8_t *weights, double *seconds);
-/* ktq_gemm for the other formats: a is BF16, c float32. scales: NULL for BF16. */
-int ktq_gemm_bf16(int format, int64_t m, int64_t n, int64_t k, const uint16_t *a, const void *codes,
-                  const void *scales, float *c);
-
 /* NUMA nodes of memory; KTQ_ESYSTEM where the kernel refuses (errno says why). address: the beginning of a page.
    place: pages that come later lie on one of these nodes if it has room, in turns where there are several nodes.
    gather: pages that lie elsewhere move to the node, as far as it has room.
@@ -277,6 +266,8 @@ int ktq_set_isa(int isa);       /* -1: the best available. KTQ_EISA if it is not
 /* The rows of kernels.def: family and instruction set (a number as above, -1 past the end). */
 int ktq_kernel_isa(int row);
 const char *ktq_kernel_family(int row);
+/* The kernels in use, a kt_kernels (kernels.h), for whoever measures or tests one alone. */
+const void *ktq_kernels(void);
 
 /* Explain a page of a mapped file that cannot be read (SIGBUS): a sentence on stderr that names the file, then
    _exit(code). `sentence` holds one %s for the name. A fault elsewhere, and a signal that was sent, go to whom they

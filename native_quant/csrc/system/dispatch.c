@@ -55,6 +55,10 @@ const kt_kernels *kt_current(void) {
     return &tables[atomic_load_explicit(&current, memory_order_relaxed)];
 }
 
+const void *ktq_kernels(void) {
+    return kt_current();
+}
+
 int ktq_isa_count(void) {
     return KT_ISA_COUNT;
 }

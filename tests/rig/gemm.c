@@ -1,13 +1,17 @@
-/* One kernel alone, for tests and benchmarks: what is arranged around it in a forward, and nothing else. */
+/* One kernel of products alone: what is arranged around it in a forward, and nothing else. `kernels` is the table of the
+ * library that ships (ktq_kernels); what lies where, and how codes become panels, is compiled from its sources. */
 #define _GNU_SOURCE /* clock_gettime */
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
-#include "moe.h"
+#include "forward/moe.h"
+
+const kt_arithmetic kt_int8_arithmetic, kt_bf16_arithmetic; /* which formats.c tells apart */
+#include "forward/formats.c"
 
 /* A job and the buffers that it points to. */
 typedef struct {
+    const kt_kernels *kernels;
     int bits;
     kt_gemm job;
     int8_t *tiles;
@@ -24,10 +28,11 @@ static void release(alone *one) {
     free(one->scratch);
 }
 
-static int arrange(alone *one, int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a) {
-    int64_t tile_rows = kt_current()->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
+static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a) {
+    int64_t tile_rows = kernels->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
     int64_t blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
-    *one = (alone){.bits = bits,
+    *one = (alone){.kernels = kernels,
+                   .bits = bits,
                    .tiles = aligned_alloc(64, (size_t)(rows * k)),
                    .sums = calloc((size_t)(m * blocks), sizeof *one->sums),
                    .strip = calloc((size_t)strips, sizeof *one->strip),
@@ -61,15 +66,15 @@ static int arrange(alone *one, int bits, int64_t m, int64_t tiled_for, int64_t n
 static int multiply(alone *one, const uint8_t *weight, const uint8_t *next) {
     for (int64_t s = 0; s < one->job.strips; s++) one->strip[s] = kt_strip_of(one->bits, weight, one->job.k, s);
     one->job.next = next;
-    return (one->bits == 8 ? kt_current()->gemm_int8 : kt_current()->gemm_int4)(&one->job);
+    return (one->bits == 8 ? one->kernels->gemm_int8 : one->kernels->gemm_int4)(&one->job);
 }
 
-int ktq_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, const uint8_t *weight,
-             int32_t *c) {
+/* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]. The activations are laid out
+   as the instruction set wants them for `tiled_for` tokens. */
+int gemm(const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a,
+         const uint8_t *weight, int32_t *c) {
     alone one;
-    int error = kt_check_shape(bits, n, k);
-    if (!error && (m < 1 || tiled_for < 1 || !a || !weight || !c)) error = KTQ_EINVAL;
-    if (!error) error = arrange(&one, bits, m, tiled_for, n, k, a);
+    int error = arrange(&one, kernels, bits, m, tiled_for, n, k, a);
     if (error) return error;
     int unit = multiply(&one, weight, weight);
     for (int64_t t = 0; t < m; t++)
@@ -81,45 +86,38 @@ int ktq_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const
     return KTQ_OK;
 }
 
-int ktq_time_gemm(int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a, int64_t count,
-                  const uint8_t *weights, double *seconds) {
+/* The same with `count` weights one after the other: the seconds of the products alone, or a negative error. */
+double time_gemm(const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k,
+                 const int8_t *a, int64_t count, const uint8_t *weights) {
     alone one;
     struct timespec begun, ended;
-    int error = kt_check_shape(bits, n, k);
-    if (!error && (m < 1 || tiled_for < 1 || count < 1 || !a || !weights || !seconds)) error = KTQ_EINVAL;
-    if (!error) error = arrange(&one, bits, m, tiled_for, n, k, a);
-    if (error) return error;
+    int error = arrange(&one, kernels, bits, m, tiled_for, n, k, a);
+    if (error) return -error;
     int64_t size = n * k * bits / 8;
     clock_gettime(CLOCK_MONOTONIC, &begun);
     for (int64_t i = 0; i < count; i++) multiply(&one, weights + i * size, weights + (i + 1) % count * size);
     clock_gettime(CLOCK_MONOTONIC, &ended);
-    *seconds = (double)(ended.tv_sec - begun.tv_sec) + (double)(ended.tv_nsec - begun.tv_nsec) * 1e-9;
     release(&one);
-    return KTQ_OK;
+    return (double)(ended.tv_sec - begun.tv_sec) + (double)(ended.tv_nsec - begun.tv_nsec) * 1e-9;
 }
 
-int ktq_gemm_bf16(int number, int64_t m, int64_t n, int64_t k, const uint16_t *a, const void *codes,
-                  const void *scales, float *c) {
+/* gemm for BF16 arithmetic: a is BF16, c float32. scales: NULL for BF16. */
+int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64_t k, const uint16_t *a,
+              const void *codes, const void *scales, float *c) {
     const kt_format *format = kt_format_of(number);
-    if (!format || format->arithmetic != &kt_bf16_arithmetic || m < 1 || !a || !codes || !c) return KTQ_EINVAL;
-    if (!scales && format->scale_bytes) return KTQ_EINVAL;
-    int error = kt_check_size(format, n, k);
-    if (error) return error;
     int64_t strips = n / KT_STRIP_ROWS;
     kt_bf16_strip *strip = calloc((size_t)strips, sizeof *strip);
     float *out = aligned_alloc(64, (size_t)(strips * m * KT_STRIP_ROWS) * sizeof *out);
     uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
-    if (strip && out && scratch) {
+    int error = !strip || !out || !scratch ? KTQ_ENOMEM : kt_check_size(format, n, k);
+    if (!error) {
         kt_fp_state state = kt_enter_forward();
         for (int64_t s = 0; s < strips; s++) strip[s] = kt_bf16_strip_of(format, codes, scales, k, s);
-        const kt_kernels *kernels = kt_current();
         kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, strips, strip, format->bits, kt_sum_columns(format),
                                            format->panel, kernels, out, m * KT_STRIP_ROWS, scratch});
         for (int64_t t = 0; t < m; t++)
             for (int64_t r = 0; r < n; r++) c[t * n + r] = out[(r / 32 * m + t) * 32 + r % 32];
         kt_leave(state);
-    } else {
-        error = KTQ_ENOMEM;
     }
     free(strip);
     free(out);
