@@ -36,7 +36,14 @@ const kt_format *kt_format_of(int format);
 int kt_check_size(const kt_format *format, int64_t n, int64_t k);
 
 /* Strip number `index` of a weight [n, k] for BF16 arithmetic. */
-kt_bf16_strip kt_bf16_strip_of(const kt_format *format, const void *codes, const void *scales, int64_t k,
-                               int64_t index);
+static inline kt_bf16_strip kt_bf16_strip_of(const kt_format *format, const void *codes, const void *scales,
+                                             int64_t k, int64_t index) {
+    int64_t row = index * KT_STRIP_ROWS;
+    kt_bf16_strip strip = {(const uint8_t *)codes + row * k * format->bits / 8, scales};
+    int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
+    if (format->scale_bytes) /* whole rows of scales come before it */
+        strip.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;
+    return strip;
+}
 
 #endif
