@@ -1,5 +1,5 @@
-/* One kernel of products alone: what is arranged around it in a forward, and nothing else. `kernels` is the table of the
- * library that ships (ktq_kernels); what lies where, and how codes become panels, is compiled from its sources. */
+/* One kernel of products alone: what is arranged around it in a forward, and nothing else. `kernels` is the table of
+ * the library that ships (ktq_kernels); what lies where, and how codes become panels, is compiled from its sources. */
 #define _GNU_SOURCE /* clock_gettime */
 #include <stdlib.h>
 #include <time.h>
@@ -28,7 +28,8 @@ static void release(alone *one) {
     free(one->scratch);
 }
 
-static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a) {
+static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n,
+                   int64_t k, const int8_t *a) {
     int64_t tile_rows = kernels->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
     int64_t blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
     *one = (alone){.kernels = kernels,
@@ -69,8 +70,8 @@ static int multiply(alone *one, const uint8_t *weight, const uint8_t *next) {
     return (one->bits == 8 ? one->kernels->gemm_int8 : one->kernels->gemm_int4)(&one->job);
 }
 
-/* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]. The activations are laid out
-   as the instruction set wants them for `tiled_for` tokens. */
+/* c[m][n] = the dot products of a[m][k] (-127..127) with the codes of a packed weight [n, k]. The activations are laid
+   out as the instruction set wants them for `tiled_for` tokens. */
 int gemm(const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n, int64_t k, const int8_t *a,
          const uint8_t *weight, int32_t *c) {
     alone one;

@@ -1,6 +1,6 @@
-/* The sign is taken off, and four chains of maxima hide their latency. The caller guarantees that k is a multiple of 64.
- * A maximum may count a value twice: the first and last two vectors are taken as they lie, and what is between (or a
- * little of them again) from boundaries of vectors, since tensors rarely begin on one. */
+/* The sign is taken off, and four chains of maxima hide their latency. The caller guarantees that k is a multiple of
+ * 64. A maximum may count a value twice: the first and last two vectors are taken as they lie, and what is between (or
+ * a little of them again) from boundaries of vectors, since tensors rarely begin on one. */
 
 TARGET static inline ints magnitude(const uint8_t *p) {
     return and_si(loadu_si(p), set1_epi16(0x7fff));

@@ -1,7 +1,7 @@
-/* 4 bits: the 16 values of a group are made once, as BF16, and its codes are looked up in them, 32 at a time. 8 bits, and
- * columns that name their groups: a vector of codes at a time is multiplied and rounded. What is left at the end of a
- * group, and a group whose scale is not finite, is left to the scalar kernel. A file that includes this must define
- * load_int4: LANES 4-bit codes. */
+/* 4 bits: the 16 values of a group are made once, as BF16, and its codes are looked up in them, 32 at a time. 8 bits,
+ * and columns that name their groups: a vector of codes at a time is multiplied and rounded. What is left at the end
+ * of a group, and a group whose scale is not finite, is left to the scalar kernel. A file that includes this must
+ * define load_int4: LANES 4-bit codes. */
 
 /* `columns` (a multiple of 32) 4-bit codes of one group that begin at a whole byte. */
 TARGET static void decode_int4(const uint8_t *codes, int64_t columns, float scale, float zero, uint16_t *out) {

@@ -1,9 +1,9 @@
-/* A group of FP4 codes is looked up in the products of its scale; FP8 codes are multiplied. What is left at the end of a
- * group, FP8 NaN, and a group whose scale is not finite, are left to the scalar kernel. A file that includes this must
- * define decode_fp4: `columns` (a multiple of 16) codes that begin at a whole byte. */
+/* A group of FP4 codes is looked up in the products of its scale; FP8 codes are multiplied. What is left at the end of
+ * a group, FP8 NaN, and a group whose scale is not finite, are left to the scalar kernel. A file that includes this
+ * must define decode_fp4: `columns` (a multiple of 16) codes that begin at a whole byte. */
 
-/* `columns` (a multiple of 2 * LANES) FP8 codes; whether none was NaN. A code, shifted, is the FP16 value that is 2^-8 of
- * its own; so `scale` is 2^8 of theirs. */
+/* `columns` (a multiple of 2 * LANES) FP8 codes; whether none was NaN. A code, shifted, is the FP16 value that is 2^-8
+ * of its own; so `scale` is 2^8 of theirs. */
 TARGET static inline int decode_fp8(const uint8_t *codes, int64_t columns, floats scale, uint16_t *out) {
     ints largest = setzero_si();
     for (int64_t c = 0; c < columns; c += 2 * LANES) {

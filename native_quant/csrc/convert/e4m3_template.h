@@ -1,5 +1,5 @@
-/* Two vectors of values at a time, the even and the odd ones as float32; joined again they are two bytes in each word of
- * 32 bits. */
+/* Two vectors of values at a time, the even and the odd ones as float32; joined again they are two bytes in each word
+ * of 32 bits. */
 #include "e4m3.h"
 
 /* kt_e4m3_magnitude of x / scale in each lane, and KT_E4M3_LEAST >> 20 more. */

@@ -13,8 +13,8 @@ TARGET static inline uint16_t group_amax(const uint8_t *p, int64_t group) {
     return reduce_max_epu16(a);
 }
 
-/* x / scale, rounded to BF16 if the library does, cut to what the bits hold, and as an unsigned code in the lowest byte:
-   adding 1.5 * 2^23 + 2^(bits-1) leaves no place for a fraction. */
+/* x / scale, rounded to BF16 if the library does, cut to what the bits hold, and as an unsigned code in the lowest
+   byte: adding 1.5 * 2^23 + 2^(bits-1) leaves no place for a fraction. */
 TARGET static inline ints codes(int bits, int rounding, floats x, floats scale) {
     const float offset = bits == 4 ? 8.0f : 128.0f;
     floats q = div_ps(x, scale);

@@ -1,5 +1,5 @@
-/* Blocks of a row that fill a vector, whose words of 32 bits are 8 columns each; LANES rows of them are transposed. Fewer
- * blocks are left to the scalar kernel. */
+/* Blocks of a row that fill a vector, whose words of 32 bits are 8 columns each; LANES rows of them are transposed.
+ * Fewer blocks are left to the scalar kernel. */
 #include "ggml_blocks.h"
 
 enum { BLOCKS = VECTOR_BYTES / 16 };

@@ -48,7 +48,8 @@ TARGET static inline ints kt_int8_codes(const uint8_t *bf16, floats reciprocal) 
 TARGET static inline void kt_store_quads(const ints *rows, int in_order, uint8_t *half) {
     ints quads[LANES];
     transpose_words(rows, quads);
-    for (int i = 0; i < LANES; i++) { /* packs_epi16: the first quad of 128 bits number l is 2l, the third LANES/2 more */
+    for (int i = 0; i < LANES; i++) {
+        /* packs_epi16: the first quad of 128 bits number l is 2l, the third LANES/2 more. */
         int packed = i / 4 * 2 + i % 2 + i % 4 / 2 * (LANES / 2);
         storeu_si(half + 64 * (in_order ? i : packed), quads[i]);
     }
@@ -60,6 +61,25 @@ TARGET static inline void kt_fetch(const kt_ahead *ahead, int64_t r, int64_t col
     const char *at = (const char *)ahead->first + r * ahead->row_stride + (column * ahead->column_bits >> 3);
     int64_t bytes = columns * ahead->column_bits >> 3;
     for (int64_t done = 0; done < bytes; done += 64) FETCH_AHEAD(at + done);
+}
+
+/* kt_pack_fn. codes_of: a vector of bytes of a row, from its BF16 values and its reciprocal. */
+TARGET static inline __attribute__((always_inline)) void
+kt_pack_tiles(int bits, ints codes_of(const uint8_t *, floats), const uint8_t *rows, int64_t row_stride,
+              int64_t columns, const float *reciprocal, uint8_t *tiles, const kt_ahead *ahead) {
+    const int64_t tile_columns = 512 / bits;
+    for (int64_t c = 0; c < columns; c += tile_columns, tiles += KT_TILE_BYTES)
+        for (int first = 0; first < KT_HALF_ROWS; first += LANES) {
+            ints codes[SIDES][LANES];
+            for (int r = 0; r < LANES; r++) {
+                const uint8_t *row = rows + (first + r) * row_stride + 2 * c;
+                floats factor = set1_ps(reciprocal[first + r]);
+                for (int side = 0; side < SIDES; side++)
+                    codes[side][r] = codes_of(row + 2 * VECTOR_BYTES * side, factor);
+                kt_fetch(ahead, first + r, c, tile_columns);
+            }
+            for (int side = 0; side < SIDES; side++) kt_store_quads(codes[side], 0, tiles + 4 * first + 512 * side);
+        }
 }
 
 #endif

@@ -2,8 +2,8 @@
  * registers; what the first ones computed of a row is read again from L1. A file that includes this must define
  *
  *     AT_ONCE    how many candidates at a time
- *     add_lanes  the sums of the lanes of 2 * AT_ONCE vectors, of which the first half are the products: upper halves are
- *                added to lower ones, of ever more vectors at once */
+ *     add_lanes  the sums of the lanes of 2 * AT_ONCE vectors, of which the first half are the products: upper halves
+ *                are added to lower ones, of ever more vectors at once */
 
 enum { VECTORS = KT_SUM_LANES / LANES };
 

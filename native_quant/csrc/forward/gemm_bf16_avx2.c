@@ -4,6 +4,7 @@
 
 #include "gemm_bf16_steps.h"
 
+#define TARGET KT_TARGET_AVX2
 #define INLINE static inline __attribute__((always_inline))
 
 enum { BLOCK = 6 }; /* tokens */
@@ -64,18 +65,7 @@ INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *panel, int64_t colum
 }
 
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
-#define DEFINE(N)                                                                                                      \
-    KT_TARGET_AVX2 static void block_##N(const kt_bf16_block *w) {                                                     \
-        block(N, w->panel, w->columns, w->scale, w->scale_step, w->a, w->c, w->ahead, w->step);                        \
-    }
-BLOCKS(DEFINE)
-#undef DEFINE
-#define NAME(N) block_##N,
-static void block_of_any(const kt_bf16_block *work) {
-    static kt_bf16_block_fn *const blocks[BLOCK] = {BLOCKS(NAME)};
-    blocks[work->tokens - 1](work);
-}
-#undef NAME
+#include "gemm_bf16_blocks.h"
 
 KT_TARGET_AVX2 static void copy(const uint16_t *a, int64_t columns, void *out) {
     for (int64_t j = 0; j < columns; j += 8) {

@@ -62,18 +62,6 @@ KT_INLINE TARGET void block(int tokens, const uint8_t *panel, int64_t columns, c
 }
 
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
-#define DEFINE(N)                                                                                                      \
-    TARGET static void block_##N(const kt_bf16_block *w) {                                                             \
-        block(N, w->panel, w->columns, w->scale, w->scale_step, w->a, w->c, w->ahead, w->step);                        \
-    }
-BLOCKS(DEFINE)
-#undef DEFINE
-#define NAME(N) block_##N,
-static void block_of_any(const kt_bf16_block *work) {
-    static kt_bf16_block_fn *const blocks[BLOCK] = {BLOCKS(NAME)};
-    blocks[work->tokens - 1](work);
-}
-#undef NAME
-#undef BLOCKS
+#include "gemm_bf16_blocks.h"
 
 #endif

@@ -7,8 +7,8 @@ TARGET static inline ints normal(ints code) {
     return add_epi16(fields, set1_epi16(0x3c00));
 }
 
-/* and where some are subnormal or 0: m * 2^-9, the upper and the lower byte. Where shuffle_epi8's index is 0, so is what
-   it finds. */
+/* and where some are subnormal or 0: m * 2^-9, the upper and the lower byte. Where shuffle_epi8's index is 0, so is
+   what it finds. */
 TARGET static inline ints any(ints code, ints normal) {
     static const uint8_t lower[16] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60};
     static const uint8_t upper[16] = {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};

@@ -1,7 +1,7 @@
 /* The operations of the templates (FAMILY_template.h) that x86 names alike at every width, and those that are made of
  * them. vectors_avx2.h and vectors_avx512.h define OF_WIDTH, SI and, for half as many bytes, OF_HALF and HALF_SI,
- * which add the prefix and the suffix of a width, and have the operations that are more than a name; another architecture's header defines all of these. A name is
- * Intel's without the prefix and the width. */
+ * which add the prefix and the suffix of a width, and have the operations that are more than a name; another
+ * architecture's header defines all of these. A name is Intel's without the prefix and the width. */
 #ifndef KT_VECTORS_H
 #define KT_VECTORS_H
 
@@ -89,7 +89,8 @@ TARGET static inline ints load_repeated_bytes(const uint16_t *words, int upper) 
     return repeated(_mm_packus_epi16(_mm_and_si128(a, low), _mm_and_si128(b, low)));
 }
 
-/* Each block of 4 x 4 words that shares 128 bits, transposed: turned[q] has in 128 bits number l word 4l + q of w[0..3]. */
+/* Each block of 4 x 4 words that shares 128 bits, transposed: turned[q] has in 128 bits number l word 4l + q of
+   w[0..3]. */
 TARGET static inline void turn_blocks(const ints *w, ints *turned) {
     ints low01 = OF_WIDTH(unpacklo_epi32)(w[0], w[1]), high01 = OF_WIDTH(unpackhi_epi32)(w[0], w[1]);
     ints low23 = OF_WIDTH(unpacklo_epi32)(w[2], w[3]), high23 = OF_WIDTH(unpackhi_epi32)(w[2], w[3]);
