@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,14 +13,12 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.native_quant import kernels
-from rig import conversion, draws, forks
+from rig import conversion, draws
 from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
-
-NOW = "PYTEST_CURRENT_TEST"  # of the environment: pytest says there what runs
 
 # Their fixtures are for all tests: `bench` and `servers`, `converted` and `converted_long`, `dask_cluster`.
 pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.threads")
@@ -50,28 +47,19 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
-    """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...}).
+def cli() -> Cli:
+    """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
 
-    It is forked from one that has imported what commands import; in another environment, Python is started for it.
-    """
-    said = tmp_path_factory.mktemp("said")
-    environment = {**os.environ, NOW: ""}
-    with forks.Forks([], 1) as server:
+    def run(
+        *arguments: object, code: int | None = 0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        done = conversion.ktconvert(*map(str, arguments), env=env)
+        assert "Traceback" not in done.stderr, done.stderr
+        if code is not None:
+            assert done.returncode == code, f"exit code {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
+        return done
 
-        def run(
-            *arguments: object, code: int | None = 0, env: dict[str, str] | None = None
-        ) -> subprocess.CompletedProcess[str]:
-            if env or {**os.environ, NOW: ""} != environment:
-                done = conversion.ktconvert(*map(str, arguments), env=env)
-            else:
-                done = server.run(list(map(str, arguments)), said / "log", printed=said / "printed")
-            assert "Traceback" not in done.stderr, done.stderr
-            if code is not None:
-                assert done.returncode == code, f"exit {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
-            return done
-
-        yield run
+    return run
 
 
 @pytest.fixture(scope="session")

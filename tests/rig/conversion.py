@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import random
@@ -11,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import numpy as np
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
+from rig import forks
 from rig.files import move_time
 from rig.safetensors import write_file
 
@@ -88,10 +92,31 @@ def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
 def ktconvert(
     *arguments: str | Path, env: Mapping[str, str] | None = None, prefix: Iterable[str] = (), **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run the real command line to its end."""
+    """Run the real command line to its end, in a process of its own.
+
+    It is forked from one that has imported it, where neither environment nor process are to be special.
+    """
+    if not (env or prefix or how) and threading.current_thread() is threading.main_thread():
+        fork, begun_in = _server()
+        if begun_in == _environment():
+            return fork(arguments)
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
     how = {"timeout": TIMEOUT, "capture_output": True, "text": True} | how
     return subprocess.run(command, env={**os.environ, **(env or {})}, **how)
+
+
+@functools.cache
+def _server() -> tuple[Callable[[Sequence[str | Path]], subprocess.CompletedProcess[str]], dict[str, str]]:
+    """A server for this process, and the environment that it was started in."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    said = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    server = stack.enter_context(forks.Forks([], 1))
+    return lambda words: server.run(words, said / "log", printed=said / "printed"), _environment()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTEST_CURRENT_TEST": ""}  # pytest says there what runs
 
 
 def larger(base: Path) -> tuple[Path, Tree]:
