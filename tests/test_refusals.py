@@ -187,6 +187,24 @@ def test_what_appears_during_the_run_is_not_replaced(larger: tuple[Path, Any], o
     assert conversion.names(output.parent) == ["out", "thesis"]
 
 
+def test_what_is_put_into_an_output_meanwhile_is_not_overwritten(larger: tuple[Path, Any], output: Path) -> None:
+    source, wanted = larger
+    assert convert(source, output, "--quant-method", "int8").returncode == 0
+    with conversion.held(source, output, "--overwrite") as process:
+        (output / "thesis.txt").write_text("years")
+        before = conversion.identity(output)
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == 7, errors
+    assert "1 file (5 B) that no manifest lists: thesis.txt" in errors
+    conversion.refused(conversion.ktconvert("resume", output), 7, "thesis.txt")
+    assert conversion.identity(output) == before
+    (output / "thesis.txt").unlink()
+    done = conversion.ktconvert("resume", output)
+    assert done.returncode == 0, done.stderr
+    assert conversion.differing(conversion.tree(output), wanted) == []
+
+
 # ---- the input is never written to -----------------------------------------------------------------------------------
 
 
@@ -355,6 +373,18 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path
         assert ("nothing to do" in done.stderr) == (again == "finished")
         assert conversion.tree(mounts.seen(output)) == wanted | {"lost+found": None}
     assert conversion.names(output.parent) == ["out"]
+
+
+def test_the_input_under_another_name_is_no_output(tmp_path: Path, source: Path, mounts: Any) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(source, first / "model")
+    second.mkdir()
+    mounts.mount("--bind", first, second)
+    before = conversion.identity(first)
+    for output in (second / "model", second / "model" / "inside"):
+        done = convert(first / "model", output, "--overwrite", "--delete-others", prefix=mounts.prefix)
+        conversion.refused(done, 2, str(output), "the input is never written to")
+    assert conversion.identity(first) == before
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------

@@ -154,6 +154,7 @@ def run(
     """Make what a plan says, from wherever it stands: with threads of this process, or with the workers of any
     concurrent.futures.Executor, which see its input and output under the same paths and have this ktconvert.
 
+    overwrite  as --overwrite; `delete_others` of the request's tuning is --delete-others
     Returns False when there was nothing to do. Raises KtconvertError.
     """
     return execute(plan, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)

@@ -131,13 +131,13 @@ def larger(base: Path) -> tuple[Path, Tree]:
 
 @contextlib.contextmanager
 def held(
-    source: Path, seen: Path, *, output: Path | None = None, prefix: Iterable[str] = ()
+    source: Path, seen: Path, *options: str, output: Path | None = None, prefix: Iterable[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent.
 
     seen is how this process sees the output, where the conversion knows it under another name.
     """
-    command = [*prefix, *KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen)]
+    command = [*prefix, *KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen), *options]
     env = {**os.environ, "KTCONVERT_ISA": "scalar"}  # slow enough to be interrupted
     book = seen.with_name(f"{seen.name}.work") / "journal.jsonl"
     for _ in range(10):
