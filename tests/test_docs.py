@@ -34,7 +34,11 @@ from ktconvert.quantizers import ROW_GRIDS, reference
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = {".venv", ".git", "build", "dist"}
 PAGES = sorted(p for p in ROOT.rglob("*.md") if not LEFT_OUT & {*p.relative_to(ROOT).parts})
+README = ROOT / "README.md"
 COMMANDS_PAGE = ROOT / "docs" / "commands.md"
+FORMATS_PAGE = ROOT / "docs" / "formats.md"
+FROM_KT_KERNEL_PAGE = ROOT / "docs" / "from-kt-kernel.md"
+TUTORIAL_PAGE = ROOT / "docs" / "tutorial.md"
 ARCHITECTURES_PAGE = ROOT / "docs" / "architectures.md"
 FORMAT_PAGE = ROOT / "layouts" / "FORMAT.md"
 NUMBERS_PAGE = ROOT / "quantizers" / "NUMERICS.md"
@@ -104,7 +108,7 @@ def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
 
 def test_every_command_is_in_the_readme() -> None:
     for name in COMMANDS:
-        assert re.search(rf"\b{name}\b", text_of(ROOT / "README.md")), name
+        assert re.search(rf"\b{name}\b", text_of(README)), name
 
 
 def examples() -> list[tuple[str, str]]:
@@ -119,7 +123,8 @@ def examples() -> list[tuple[str, str]]:
 
 
 def test_there_are_examples() -> None:
-    assert {"README.md", "docs/commands.md"} <= {page for page, _ in examples()}
+    pages = {page for page, _ in examples()}
+    assert {named(page) for page in (README, COMMANDS_PAGE, FROM_KT_KERNEL_PAGE, TUTORIAL_PAGE)} <= pages
 
 
 @pytest.mark.parametrize(("page", "line"), examples())
@@ -141,12 +146,12 @@ def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
     scripts |= {"scripts/convert_cpu_weights_ds4.py": "cpu", "scripts/convert_gpu_weights.py": "gpu"}
     scripts["scripts/convert_moe_to_bf16.py"] = "dequantize"
     scripts["scripts/convert_kimi_k2_fp8_to_bf16_cpu.py"] = "dequantize"
-    block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_cpu_weights.py" in b)
-    lines = [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
-    block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_gpu_weights.py" in b)
-    lines += [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
-    block = next(b for b in blocks(text_of(ROOT / "README.md"), "bash") if "convert_moe_to_bf16.py" in b)
-    lines += [shlex.split(line) for line in block.splitlines() if line and not line.startswith("#")]
+    lines = [
+        shlex.split(line)
+        for block in blocks(text_of(FROM_KT_KERNEL_PAGE), "bash")
+        for line in block.splitlines()
+        if line and not line.startswith("#")
+    ]
     assert len(lines) == 2 * (10 + 3 + 2)
     for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
         assert theirs[0] == "python"
@@ -159,13 +164,11 @@ def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
 def test_every_exit_code_is_documented() -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.KtconvertError)]
     assert len(classes) > 5
-    page, readme = section(text_of(COMMANDS_PAGE), "Exit codes"), section(text_of(ROOT / "README.md"), "Exit codes")
-    for error in classes:
-        assert re.search(rf"^\| {error.exit_code} \| `{error.__name__}`", page, re.M), error
-        assert re.search(rf"^\| {error.exit_code} \|", readme, re.M), error
-    for code in ("0", "130, 143"):
-        assert f"\n| {code} |" in page
-        assert f"\n| {code} |" in readme
+    page = section(text_of(COMMANDS_PAGE), "Exit codes")
+    for error in classes:  # the last two cells: what it means, and what to do
+        assert re.search(rf"^\| {error.exit_code} \| `{error.__name__}`.*\| \w.* \| \S.* \|$", page, re.M), error
+    assert "\n| 0 |" in page
+    assert re.search(r"^\| 130, 143 \|.*\| \w.* \| \S.* \|$", page, re.M)
 
 
 def events() -> dict[str, set[str]]:
@@ -276,7 +279,7 @@ def test_every_quantizer_and_decoder_is_in_numerics() -> None:
     for name in ROW_GRIDS:
         assert name in page, name
     for kind in KINDS:
-        for text in (page, text_of(ROOT / "README.md").lower()):
+        for text in (page, text_of(FORMATS_PAGE).lower()):
             assert kind in text or kind.replace("_", " ") in text, kind
 
 
@@ -413,23 +416,36 @@ def test_no_page_names_a_path_of_its_writers(page: Path) -> None:
 
 def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, example: Path) -> None:
     """Every line of inspect's and verify's report on the bundled model, but for paths and advice for this machine."""
-    readme = text_of(ROOT / "README.md").splitlines()
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--threadpool-count", 2)
-    output = cli("inspect", example).stdout + cli("verify", out, "--against", example, "--full").stdout
-    for line in output.splitlines():
-        if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ", "ktconvert gpu ")):
-            assert line in readme, f"README.md, transcript: {line!r} is missing; paste `make demo` again"
+    inspected, verified = cli("inspect", example).stdout, cli("verify", out, "--against", example, "--full").stdout
+    inspect_section = section(text_of(COMMANDS_PAGE), "`ktconvert inspect`")
+    for page, text, output in ((COMMANDS_PAGE, inspect_section, inspected), (README, text_of(README), verified)):
+        lines = text.splitlines()
+        for line in output.splitlines():
+            if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ", "ktconvert gpu ")):
+                assert line in lines, f"{named(page)}, transcript: {line!r} is missing; paste `make demo` again"
 
 
 def test_figures_of_one_machine_are_marked() -> None:
-    """The README's transcripts: speeds, and what comes from torch's sums."""
+    """The transcripts of the README and of docs/commands.md: speeds, and what comes from torch's sums."""
     machine = re.compile(r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|^\d+ +0\.\d+$")
-    lines = [line for block in blocks(text_of(ROOT / "README.md"), "text") for line in block.splitlines()]
-    figures = [line for line in lines if machine.search(line.removesuffix("  †"))]
-    assert len(figures) > 10
-    assert [line for line in figures if not line.endswith("  †")] == []
-    assert [line for line in lines if line.endswith("†") and line not in figures] == []
+    for page in (README, COMMANDS_PAGE):
+        lines = [line for block in blocks(text_of(page), "text") for line in block.splitlines()]
+        figures = [line for line in lines if machine.search(line.removesuffix("  †"))]
+        assert len(figures) > 5, named(page)
+        assert [line for line in figures if not line.endswith("  †")] == []
+        assert [line for line in lines if line.endswith("†") and line not in figures] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).splitlines()) <= 200, "README.md: more than 200 lines; move details to docs/"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in LINK.findall(text_of(index))}
+    assert {*index.parent.glob("*.md")} - {index} <= linked
 
 
 if __name__ == "__main__":
