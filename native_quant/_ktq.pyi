@@ -38,7 +38,7 @@ class Lib:
     KTQ_FLOAT32: int
     KTQ_GPTQ_COLUMNS: int
     KTQ_BF16_MULTIPLE: int
-    KTQ_STRIPS: int
+    KTQ_PANELS: int
     KTQ_ROWS: int
     KTQ_BLOCKS: int
     KTQ_MXFP4_MULTIPLE: int

@@ -1,4 +1,4 @@
-"""Packers of floating-point weights in strips of 32 rows (FORMAT.md, Strips), for NumPy arrays: kernels like those of
+"""Packers of floating-point weights in strips of 32 rows (FORMAT.md, Panels), for NumPy arrays: kernels like those of
 kernels.py.
 """
 
@@ -31,7 +31,7 @@ def _order(name: str, codes: npt.NDArray[Any], dtype: np.dtype[Any], n: int, k: 
     """The order of codes by their shape: strips, or rows. Raises ValueError for codes that are neither."""
     rows = codes.shape == (n, k)
     _check_array(name, codes, dtype, (n, k) if rows else (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
-    return lib.KTQ_ROWS if rows else lib.KTQ_STRIPS
+    return lib.KTQ_ROWS if rows else lib.KTQ_PANELS
 
 
 def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:

@@ -1,4 +1,4 @@
-"""The order of strips (FORMAT.md, Strips), in NumPy: what the kernels are compared with, and the way back."""
+"""The order of strips (FORMAT.md, Panels), in NumPy: what the kernels are compared with, and the way back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* Where the codes of a packed weight lie (FORMAT.md, Tiles): row blocks, column blocks, strips of 32 rows, tiles,
+/* Where the codes of a packed weight lie (FORMAT.md, Tiles): row blocks, column blocks, panels of 32 rows, tiles,
  * halves. */
 #ifndef KT_GEOMETRY_H
 #define KT_GEOMETRY_H
@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 enum {
-    KT_STRIP_ROWS = 32, /* rows of a tile, which are transposed together */
+    KT_PANEL_ROWS = 32, /* rows of a tile, which are transposed together */
     KT_HALF_ROWS = 16,  /* rows of a half tile, which are quantized and packed together */
     KT_HALF_BYTES = 1024,
     KT_TILE_BYTES = 2048,
@@ -45,7 +45,7 @@ int kt_check_shape(int bits, int64_t n, int64_t k);
 typedef struct {
     const uint8_t *block;
     int64_t row;
-} kt_strip;
+} kt_panel;
 
 /* Where the byte of row r, column j lies in a half tile, whose bytes are 16 rows of 64; INT4: of columns j and j + 64.
  */
@@ -53,30 +53,30 @@ static inline int64_t kt_byte_in_half(int64_t r, int64_t j) {
     return j / 4 * 64 + r * 4 + j % 4;
 }
 
-/* Strip number `index` of a packed weight [n, k]. */
-static inline kt_strip kt_strip_of(int bits, const void *weight, int64_t k, int64_t index) {
-    int64_t block_rows = kt_geometry_of(bits)->block_rows, row = index * KT_STRIP_ROWS;
-    return (kt_strip){(const uint8_t *)weight + row / block_rows * block_rows * k * bits / 8, row % block_rows};
+/* Panel number `index` of a packed weight [n, k]. */
+static inline kt_panel kt_panel_of(int bits, const void *weight, int64_t k, int64_t index) {
+    int64_t block_rows = kt_geometry_of(bits)->block_rows, row = index * KT_PANEL_ROWS;
+    return (kt_panel){(const uint8_t *)weight + row / block_rows * block_rows * k * bits / 8, row % block_rows};
 }
 
-/* The tiles of a strip's columns first .. end of the column block, one after the other. first: a multiple of
+/* The tiles of a panel's columns first .. end of the column block, one after the other. first: a multiple of
  * KT_K_BLOCK. */
-static inline const uint8_t *kt_strip_tiles(int bits, const kt_strip *strip, int64_t k, int64_t first) {
+static inline const uint8_t *kt_panel_tiles(int bits, const kt_panel *panel, int64_t k, int64_t first) {
     int64_t block_rows = kt_geometry_of(bits)->block_rows, columns = k - first < KT_K_BLOCK ? k - first : KT_K_BLOCK;
-    return strip->block + (first * block_rows + strip->row * columns) * bits / 8;
+    return panel->block + (first * block_rows + panel->row * columns) * bits / 8;
 }
 
-/* Bytes of a strip's first column block. */
+/* Bytes of a panel's first column block. */
 static inline int64_t kt_first_block_bytes(int bits, int64_t k) {
-    return (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_STRIP_ROWS * bits / 8;
+    return (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_PANEL_ROWS * bits / 8;
 }
 
 /* Where the half tiles of rows row .. row + 15 begin, of the column block that begins at `first`; KT_TILE_BYTES apart.
  */
 static inline uint8_t *kt_half_tiles(int bits, uint8_t *weight, int64_t k, int64_t row, int64_t first) {
-    kt_strip strip = kt_strip_of(bits, weight, k, row / KT_STRIP_ROWS);
-    int64_t tiles = kt_strip_tiles(bits, &strip, k, first) - weight;
-    return weight + tiles + row % KT_STRIP_ROWS / KT_HALF_ROWS * KT_HALF_BYTES;
+    kt_panel panel = kt_panel_of(bits, weight, k, row / KT_PANEL_ROWS);
+    int64_t tiles = kt_panel_tiles(bits, &panel, k, first) - weight;
+    return weight + tiles + row % KT_PANEL_ROWS / KT_HALF_ROWS * KT_HALF_BYTES;
 }
 
 #endif

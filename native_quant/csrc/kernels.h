@@ -72,7 +72,7 @@ typedef int kt_pack_codes_fn(int bits, const int8_t *rows, int64_t row_stride, i
 typedef int kt_groups_fn(int bits, int64_t group, int rounding, const uint8_t *row, int64_t k, uint8_t *packed,
                          uint16_t *scale);
 
-/* Half a block in strips (FORMAT.md): 16 rows of KT_GROUP_COLUMNS BF16 values as MXFP4 (NUMERICS.md, section 9): 256
+/* Half a block in panels (FORMAT.md): 16 rows of KT_GROUP_COLUMNS BF16 values as MXFP4 (NUMERICS.md, section 9): 256
    bytes of codes, and an exponent of each row. rows, row_stride (bytes): any alignment. Returns 0, with some of it
    written, if a value is not finite, else 1. */
 typedef int kt_pack_mxfp4_fn(const uint8_t *rows, int64_t row_stride, uint8_t *codes, uint8_t *exponents,
@@ -89,7 +89,7 @@ typedef void kt_e4m3_fn(const uint8_t *values, int64_t count, float scale, uint8
 
 /* A block of columns of GPTQ for 32 rows (NUMERICS.md, section 7). least, most: the range of codes. rounded: what a
    code stands for is rounded to BF16. inverse[width][width]: only its upper triangle is read. Tiles
-   [width][KT_STRIP_ROWS] on a boundary of 64 bytes: weight becomes what the corrections leave, scale the values that
+   [width][KT_PANEL_ROWS] on a boundary of 64 bytes: weight becomes what the corrections leave, scale the values that
    the codes stand for; error is written. */
 typedef struct {
     int least, most, rounded;
@@ -182,12 +182,12 @@ static inline int64_t kt_in_tiles(int64_t rows, int64_t k, int64_t t) {
     return t / rows * rows * k + t % rows * 64;
 }
 
-/* Integer dot products of the activations of m tokens with the 32 rows of each strip, over all k columns, exact:
-   unit * c[s * c_pitch + t * 32 + r] = weight_unit * the sum over j of a[t][j] * code[strip s][r][j], with the unit
+/* Integer dot products of the activations of m tokens with the 32 rows of each panel, over all k columns, exact:
+   unit * c[s * c_pitch + t * 32 + r] = weight_unit * the sum over j of a[t][j] * code[panel s][r][j], with the unit
    that is returned and that of the weight's kt_geometry.
    a: -127..127, in tiles of tile_rows tokens. The last tile is read whole; c has rows for whole tiles.
    sums[t * sums_pitch + b]: the sum of token t's activations in column block b, for kernels that multiply unsigned
-   codes. c: on a boundary of 64 bytes. next: where the first strip of the call that follows on this thread probably
+   codes. c: on a boundary of 64 bytes. next: where the first panel of the call that follows on this thread probably
    begins, next_bytes up to the end of its first column block: to be prefetched, never read; NULL: unknown. scratch:
    KT_GEMM_SCRATCH bytes on a boundary of 64. */
 typedef struct {
@@ -196,15 +196,15 @@ typedef struct {
     int64_t tile_rows;
     const int32_t *sums;
     int64_t sums_pitch;
-    int64_t strips;
-    const kt_strip *strip;
+    int64_t panels;
+    const kt_panel *panel;
     int32_t *c;
     int64_t c_pitch;
     const uint8_t *next;
     int64_t next_bytes;
     uint8_t *scratch;
 } kt_gemm;
-enum { KT_GEMM_SCRATCH = KT_STRIP_ROWS * KT_K_BLOCK };
+enum { KT_GEMM_SCRATCH = KT_PANEL_ROWS * KT_K_BLOCK };
 typedef int kt_gemm_fn(const kt_gemm *job);
 
 /* A token's codes in a tile: each 64 columns `pitch` bytes after the 64 before. */
@@ -255,48 +255,48 @@ typedef void kt_merge_fn(int64_t terms, const float *const *rows, int64_t column
 /* 32 rows of a weight: their codes and scales (formats.h). */
 typedef struct {
     const uint8_t *codes, *scales;
-} kt_bf16_strip;
+} kt_bf16_panel;
 
 enum {
     KT_SUM_COLUMNS = 32,    /* whose products are added up before they are scaled */
-    KT_PANEL_COLUMNS = 256, /* at most */
-    /* Bytes: while codes become a panel, half as many are fetched, from so many after the first on. */
-    KT_PANEL_AHEAD = 4096,
+    KT_CHUNK_COLUMNS = 256, /* at most */
+    /* Bytes: while codes become a chunk, half as many are fetched, from so many after the first on. */
+    KT_CHUNK_AHEAD = 4096,
 };
 
 typedef struct kt_kernels kt_kernels;
 
-/* A panel is 32 rows x `columns` columns (a multiple of KT_SUM_COLUMNS) of BF16 in the order of BF16 experts
-   (FORMAT.md). panel: columns first .. of a strip, unscaled, on a boundary of 64 bytes; scale
+/* A chunk is 32 rows x `columns` columns (a multiple of KT_SUM_COLUMNS) of BF16 in the order of BF16 experts
+   (FORMAT.md). chunk: columns first .. of a panel, unscaled, on a boundary of 64 bytes; scale
    [columns / KT_SUM_COLUMNS][32 rows]: normal numbers that the sums of products are to be multiplied with. */
-typedef void kt_panel_fn(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
-                         uint16_t *panel, float *scale);
+typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                         uint16_t *chunk, float *scale);
 
-/* Codes of MXFP4 (FORMAT.md) to a panel, and its E8M0 scales to float32; one of 0 becomes 0. Returns whether there is
+/* Codes of MXFP4 (FORMAT.md) to a chunk, and its E8M0 scales to float32; one of 0 becomes 0. Returns whether there is
    such a scale. */
-typedef int kt_panel_mxfp4_fn(const uint8_t *codes, const uint8_t *scales, int64_t columns, uint16_t *panel,
+typedef int kt_chunk_mxfp4_fn(const uint8_t *codes, const uint8_t *scales, int64_t columns, uint16_t *chunk,
                               float *scale);
 
-/* Codes of FP8 E4M3 (FORMAT.md) to a panel. */
-typedef void kt_panel_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *panel);
+/* Codes of FP8 E4M3 (FORMAT.md) to a chunk. */
+typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);
 
-/* Multiplies a panel with scales in BF16, [columns / 16][32 rows], where the products are BF16, too. */
-typedef void kt_scale_panel_fn(const uint16_t *scales, int64_t columns, uint16_t *panel);
+/* Multiplies a chunk with scales in BF16, [columns / 16][32 rows], where the products are BF16, too. */
+typedef void kt_scale_chunk_fn(const uint16_t *scales, int64_t columns, uint16_t *chunk);
 
-/* Sums of products of m rows of BF16 activations with the 32 rows of each strip, over all k columns:
-   c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `strips` and their order.
-   panel: how codes become panels; NULL: they are panels. bits: of a code. sum_columns: so many columns of a row, from
+/* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:
+   c[s * c_pitch + t * 32 + r]. The order of additions is fixed, whatever m, `panels` and their order.
+   chunk: how codes become chunks; NULL: they are chunks. bits: of a code. sum_columns: so many columns of a row, from
    a multiple of it on, have one scale. c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of
    64. */
 typedef struct {
     int64_t m, k;
     const uint16_t *a;
     int64_t a_pitch;
-    int64_t strips;
-    const kt_bf16_strip *strip;
+    int64_t panels;
+    const kt_bf16_panel *panel;
     int bits;
     int64_t sum_columns;
-    kt_panel_fn *panel;
+    kt_chunk_fn *chunk;
     const kt_kernels *kernels;
     float *c;
     int64_t c_pitch;

@@ -117,12 +117,12 @@ enum { KTQ_GPTQ_COLUMNS = 128 };
 int ktq_gptq_block(int least, int most, int kind, int64_t n, int64_t width, const float *inverse, const float *scale,
                    float *weight, float *value, float *error);
 
-/* What n and k of a weight in strips of 32 rows (FORMAT.md, Strips) are multiples of. */
+/* What n and k of a weight in panels of 32 rows (FORMAT.md, Panels) are multiples of. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };
 
-/* The order of codes: that of strips, or row after row. BF16 also has that of kt-kernel: row blocks of 256 rows, column
-   blocks of 1792 columns, each in strips; the last ones may be smaller. */
-enum { KTQ_STRIPS, KTQ_ROWS, KTQ_BLOCKS };
+/* The order of codes: that of panels, or row after row. BF16 also has that of kt-kernel: row blocks of 256 rows, column
+   blocks of 1792 columns, each in panels; the last ones may be smaller. */
+enum { KTQ_PANELS, KTQ_ROWS, KTQ_BLOCKS };
 enum { KTQ_BF16_BLOCK_ROWS = 256, KTQ_BF16_BLOCK_COLUMNS = 1792 };
 
 /* The source as BF16. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k BF16.
@@ -130,12 +130,12 @@ enum { KTQ_BF16_BLOCK_ROWS = 256, KTQ_BF16_BLOCK_COLUMNS = 1792 };
 int ktq_pack_bf16(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint16_t *codes,
                   int64_t *bad_row);
 
-/* The source as MXFP4 (NUMERICS.md, section 9), in strips; a source that has E2M1 codes and an E8M0 scale for each 32
+/* The source as MXFP4 (NUMERICS.md, section 9), in panels; a source that has E2M1 codes and an E8M0 scale for each 32
    columns keeps them. scratch: 32*k uint16, best on a boundary of 64 bytes; codes: n*k/2 bytes; exponents: n*k/32.
    KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; what is written means nothing then. */
 int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                    uint8_t *exponents, int64_t *bad_row);
-/* MXFP4 in strips to rows [n][k/2], the even column in the lower half of a byte, and exponents [n][k/32]. */
+/* MXFP4 in panels to rows [n][k/2], the even column in the lower half of a byte, and exponents [n][k/32]. */
 int ktq_mxfp4_rows(int64_t n, int64_t k, const uint8_t *codes, const uint8_t *exponents, uint8_t *rows,
                    uint8_t *row_exponents);
 
@@ -146,7 +146,7 @@ int ktq_mxfp4_rows(int64_t n, int64_t k, const uint8_t *codes, const uint8_t *ex
 int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                  float *scales, int64_t *bad_row);
 
-/* Codes of FP8 E4M3 in strips as they are, multiples of 32. rows: n of them, row_stride bytes apart. KTQ_ENONFINITE: a
+/* Codes of FP8 E4M3 in panels as they are, multiples of 32. rows: n of them, row_stride bytes apart. KTQ_ENONFINITE: a
    code of row *bad_row is NaN. */
 int ktq_lay_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row);
 
@@ -182,7 +182,7 @@ void ktq_pool_free(ktq_pool *pool);
 
 /* The formats of experts (layouts/FORMAT.md). Their scales: float32 (AMXINT4, AMXINT8, FP8), E8M0 (MXFP4), none.
    The last three are in memory only. Codes of FP8_PERCHANNEL and MXFP8 are those of FP8, and of NVFP4 those of MXFP4.
-   Scales: float32 for each row; as MXFP4; and for each strip KTQ_NVFP4_HEADER bytes, of which the first 4 are the
+   Scales: float32 for each row; as MXFP4; and for each panel KTQ_NVFP4_HEADER bytes, of which the first 4 are the
    float32 scale of the whole weight, and an E4M3 scale for each row and 16 columns: groups of columns one after the
    other, each with its 32 rows. */
 enum {

@@ -1,5 +1,5 @@
 /* One kernel of products alone: what is arranged around it in a forward, and nothing else. `kernels` is the table of
- * the library that ships (ktq_kernels); what lies where, and how codes become panels, is compiled from its sources. */
+ * the library that ships (ktq_kernels); what lies where, and how codes become chunks, is compiled from its sources. */
 #define _GNU_SOURCE /* clock_gettime */
 #include <stdlib.h>
 #include <time.h>
@@ -16,14 +16,14 @@ typedef struct {
     kt_gemm job;
     int8_t *tiles;
     int32_t *sums, *out;
-    kt_strip *strip;
+    kt_panel *panel;
     uint8_t *scratch;
 } alone;
 
 static void release(alone *one) {
     free(one->tiles);
     free(one->sums);
-    free(one->strip);
+    free(one->panel);
     free(one->out);
     free(one->scratch);
 }
@@ -31,15 +31,15 @@ static void release(alone *one) {
 static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n,
                    int64_t k, const int8_t *a) {
     int64_t tile_rows = kernels->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
-    int64_t blocks = kt_blocks(k, KT_K_BLOCK), strips = n / KT_STRIP_ROWS;
+    int64_t blocks = kt_blocks(k, KT_K_BLOCK), panels = n / KT_PANEL_ROWS;
     *one = (alone){.kernels = kernels,
                    .bits = bits,
                    .tiles = aligned_alloc(64, (size_t)(rows * k)),
                    .sums = calloc((size_t)(m * blocks), sizeof *one->sums),
-                   .strip = calloc((size_t)strips, sizeof *one->strip),
-                   .out = aligned_alloc(64, (size_t)(strips * rows * KT_STRIP_ROWS) * sizeof *one->out),
+                   .panel = calloc((size_t)panels, sizeof *one->panel),
+                   .out = aligned_alloc(64, (size_t)(panels * rows * KT_PANEL_ROWS) * sizeof *one->out),
                    .scratch = aligned_alloc(64, KT_GEMM_SCRATCH)};
-    if (!one->tiles || !one->sums || !one->strip || !one->out || !one->scratch) {
+    if (!one->tiles || !one->sums || !one->panel || !one->out || !one->scratch) {
         release(one);
         return KTQ_ENOMEM;
     }
@@ -54,10 +54,10 @@ static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, i
                          .tile_rows = tile_rows,
                          .sums = one->sums,
                          .sums_pitch = blocks,
-                         .strips = strips,
-                         .strip = one->strip,
+                         .panels = panels,
+                         .panel = one->panel,
                          .c = one->out,
-                         .c_pitch = rows * KT_STRIP_ROWS,
+                         .c_pitch = rows * KT_PANEL_ROWS,
                          .next_bytes = kt_first_block_bytes(bits, k),
                          .scratch = one->scratch};
     return KTQ_OK;
@@ -65,7 +65,7 @@ static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, i
 
 /* Returns the unit of the sums. */
 static int multiply(alone *one, const uint8_t *weight, const uint8_t *next) {
-    for (int64_t s = 0; s < one->job.strips; s++) one->strip[s] = kt_strip_of(one->bits, weight, one->job.k, s);
+    for (int64_t s = 0; s < one->job.panels; s++) one->panel[s] = kt_panel_of(one->bits, weight, one->job.k, s);
     one->job.next = next;
     return (one->bits == 8 ? one->kernels->gemm_int8 : one->kernels->gemm_int4)(&one->job);
 }
@@ -106,21 +106,21 @@ double time_gemm(const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_f
 int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64_t k, const uint16_t *a,
               const void *codes, const void *scales, float *c) {
     const kt_format *format = kt_format_of(number);
-    int64_t strips = n / KT_STRIP_ROWS;
-    kt_bf16_strip *strip = calloc((size_t)strips, sizeof *strip);
-    float *out = aligned_alloc(64, (size_t)(strips * m * KT_STRIP_ROWS) * sizeof *out);
+    int64_t panels = n / KT_PANEL_ROWS;
+    kt_bf16_panel *panel = calloc((size_t)panels, sizeof *panel);
+    float *out = aligned_alloc(64, (size_t)(panels * m * KT_PANEL_ROWS) * sizeof *out);
     uint8_t *scratch = aligned_alloc(64, KT_GEMM_SCRATCH);
-    int error = !strip || !out || !scratch ? KTQ_ENOMEM : kt_check_size(format, n, k);
+    int error = !panel || !out || !scratch ? KTQ_ENOMEM : kt_check_size(format, n, k);
     if (!error) {
         kt_fp_state state = kt_enter_forward();
-        for (int64_t s = 0; s < strips; s++) strip[s] = kt_bf16_strip_of(format, codes, scales, k, s);
-        kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, strips, strip, format->bits, kt_sum_columns(format),
-                                           format->panel, kernels, out, m * KT_STRIP_ROWS, scratch});
+        for (int64_t s = 0; s < panels; s++) panel[s] = kt_bf16_panel_of(format, codes, scales, k, s);
+        kernels->gemm_bf16(&(kt_bf16_gemm){m, k, a, k, panels, panel, format->bits, kt_sum_columns(format),
+                                           format->chunk, kernels, out, m * KT_PANEL_ROWS, scratch});
         for (int64_t t = 0; t < m; t++)
             for (int64_t r = 0; r < n; r++) c[t * n + r] = out[(r / 32 * m + t) * 32 + r % 32];
         kt_leave(state);
     }
-    free(strip);
+    free(panel);
     free(out);
     free(scratch);
     return error;

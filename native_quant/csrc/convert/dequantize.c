@@ -8,13 +8,13 @@ enum { TILE_COLUMNS_MAX = 128, LANES = 8 };
 
 /* Where the tiles of row r begin, in the column block that begins at c. */
 static const uint8_t *tiles_at(int bits, int64_t k, const uint8_t *weight, int64_t r, int64_t c) {
-    kt_strip strip = kt_strip_of(bits, weight, k, r / KT_STRIP_ROWS);
-    return kt_strip_tiles(bits, &strip, k, c);
+    kt_panel panel = kt_panel_of(bits, weight, k, r / KT_PANEL_ROWS);
+    return kt_panel_tiles(bits, &panel, k, c);
 }
 
 /* One row of a tile as it is multiplied by the scale: INT8 codes, or 16 times the INT4 codes. */
 static void unpack_tile_row(int bits, const uint8_t *tile, int64_t r, int8_t *codes) {
-    const uint8_t *row = tile + r % KT_STRIP_ROWS / KT_HALF_ROWS * KT_HALF_BYTES + r % KT_HALF_ROWS * 4;
+    const uint8_t *row = tile + r % KT_PANEL_ROWS / KT_HALF_ROWS * KT_HALF_BYTES + r % KT_HALF_ROWS * 4;
     for (int64_t quad = 0; quad < 16; quad++) {
         uint32_t bytes;
         memcpy(&bytes, row + quad * 64, sizeof bytes);

@@ -2,7 +2,7 @@
  * what it takes from the others. min and max give their second operand where one is NaN, so NaN stays NaN. */
 #include "bf16_template.h"
 
-enum { VECTORS = KT_STRIP_ROWS / LANES };
+enum { VECTORS = KT_PANEL_ROWS / LANES };
 
 TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
     const floats least = set1_ps((float)job->least), most = set1_ps((float)job->most);
@@ -11,7 +11,7 @@ TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
         const floats diagonal = set1_ps(inverse[i]);
         floats e[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
-            int64_t at = i * KT_STRIP_ROWS + v * LANES;
+            int64_t at = i * KT_PANEL_ROWS + v * LANES;
             floats w = load_ps(job->weight + at), scale = load_ps(job->scale + at);
             floats q = min_ps(most, max_ps(least, div_ps(w, scale)));
             floats y = mul_ps(round_ps(q), scale);
@@ -23,7 +23,7 @@ TARGET void KERNEL_OF(gptq)(const kt_gptq *job) {
         for (int64_t c = i; c < job->width; c++) {
             const floats h = set1_ps(inverse[c]);
             for (int v = 0; v < VECTORS; v++) {
-                float *w = job->weight + c * KT_STRIP_ROWS + v * LANES;
+                float *w = job->weight + c * KT_PANEL_ROWS + v * LANES;
                 store_ps(w, sub_ps(load_ps(w), mul_ps(e[v], h)));
             }
         }

@@ -16,8 +16,8 @@ int ktq_quantize_groups(int bits, int64_t group, int rounding, int64_t n, int64_
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
     *bad_row = -1;
-    for (int64_t first = 0; first < n && *bad_row < 0; first += KT_STRIP_ROWS) {
-        int64_t rows = n - first < KT_STRIP_ROWS ? n - first : KT_STRIP_ROWS, row_stride;
+    for (int64_t first = 0; first < n && *bad_row < 0; first += KT_PANEL_ROWS) {
+        int64_t rows = n - first < KT_PANEL_ROWS ? n - first : KT_PANEL_ROWS, row_stride;
         const uint8_t *row = kt_bf16_rows(kernels, source, first, rows, k, scratch, &row_stride);
         for (int64_t r = first; r < first + rows; r++, row += row_stride) {
             if (kernels->groups(bits, group, rounding, row, k, packed + r * (k * bits / 8), scale + r * (k / group)))

@@ -34,7 +34,7 @@ static void decode(const kt_kernels *kernels, const ktq_source *source, int64_t 
 /* Words of a row that are column_stride apart. */
 static void decode_words(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                          uint16_t *out) {
-    uint8_t stage[KT_STRIP_ROWS * STAGE_BYTES];
+    uint8_t stage[KT_PANEL_ROWS * STAGE_BYTES];
     const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
     int64_t in_word = 32 / kt_column_bits(source->kind), in_stage = STAGE_BYTES / WORD_BYTES * in_word;
     for (int64_t c = 0, columns; c < k; c += columns) {

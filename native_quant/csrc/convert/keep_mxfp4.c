@@ -3,7 +3,7 @@
 #include "bf16.h"
 #include "ggml_blocks.h"
 #include "kernels.h"
-#include "strips.h"
+#include "panels.h"
 
 enum { ROW_BYTES = KT_GROUP_COLUMNS / 2, NO_EXPONENT = 256 };
 
@@ -28,7 +28,7 @@ static int are_finite(const uint8_t *codes, int e) {
     return 1;
 }
 
-/* The exponents of a row, KT_STRIP_ROWS apart. Returns 1, or 0 if a number is not finite, or NO_EXPONENT. */
+/* The exponents of a row, KT_PANEL_ROWS apart. Returns 1, or 0 if a number is not finite, or NO_EXPONENT. */
 static int lay_exponents(const ktq_source *source, int64_t r, const uint8_t *row, int64_t block_bytes, int64_t blocks,
                          uint8_t *exponents) {
     int finite = 1, in_blocks = source->kind == KTQ_GGML_MXFP4;
@@ -40,7 +40,7 @@ static int lay_exponents(const ktq_source *source, int64_t r, const uint8_t *row
         int e = in_blocks ? *row : exponent_of(scales[b]);
         if (e == NO_EXPONENT) return NO_EXPONENT;
         if (e >= 253) finite &= are_finite(row + in_blocks, e);
-        exponents[b * KT_STRIP_ROWS] = (uint8_t)e;
+        exponents[b * KT_PANEL_ROWS] = (uint8_t)e;
     }
     return finite;
 }
@@ -57,14 +57,14 @@ int kt_keep_mxfp4(const kt_kernels *kernels, const ktq_source *source, int64_t n
     const uint8_t *rows = (const uint8_t *)source->values + first_block;
     for (int64_t r = 0; r < n; r++, rows += source->row_stride) {
         if (r + KT_HALF_ROWS < n) fetch(rows + KT_HALF_ROWS * source->row_stride, blocks * block_bytes);
-        int done = lay_exponents(source, r, rows, block_bytes, blocks, exponents + r % KT_STRIP_ROWS);
+        int done = lay_exponents(source, r, rows, block_bytes, blocks, exponents + r % KT_PANEL_ROWS);
         if (done == NO_EXPONENT) return 0;
         if (!done && *bad_row < 0) *bad_row = r;
         if (r % KT_HALF_ROWS == 0)
             kernels->lay_mxfp4(source->kind, rows, source->row_stride, blocks,
-                               codes + r % KT_STRIP_ROWS / KT_HALF_ROWS * KT_MXFP4_HALF_BYTES);
-        if (r % KT_STRIP_ROWS == KT_STRIP_ROWS - 1) {
-            codes += KT_STRIP_ROWS * k / 2;
+                               codes + r % KT_PANEL_ROWS / KT_HALF_ROWS * KT_MXFP4_HALF_BYTES);
+        if (r % KT_PANEL_ROWS == KT_PANEL_ROWS - 1) {
+            codes += KT_PANEL_ROWS * k / 2;
             exponents += k;
         }
     }

@@ -4,7 +4,7 @@
 
 #include "bf16.h"
 #include "kernels.h"
-#include "strips.h"
+#include "panels.h"
 
 enum { KT_FP8_BLOCK = KTQ_FP8_MULTIPLE }; /* rows and columns that share a scale */
 
@@ -43,15 +43,15 @@ static int64_t keep(const kt_kernels *kernels, int order, int64_t n, int64_t k, 
                           source->first_column / KT_FP8_BLOCK;
     for (int64_t r = 0; r < n / KT_FP8_BLOCK; r++, stored += source->scales_per_row, scales += blocks)
         memcpy(scales, stored, (size_t)blocks * sizeof *scales);
-    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS) {
+    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS) {
         const uint8_t *rows = (const uint8_t *)source->values + first * source->row_stride;
         int64_t row_stride = source->row_stride;
         if (!kt_is_row_contiguous(source)) {
-            kernels->transpose(1, rows, source->column_stride, KT_STRIP_ROWS, k, scratch, k);
+            kernels->transpose(1, rows, source->column_stride, KT_PANEL_ROWS, k, scratch, k);
             rows = scratch;
             row_stride = k;
         }
-        for (int r = 0; r < KT_STRIP_ROWS; r++)
+        for (int r = 0; r < KT_PANEL_ROWS; r++)
             if (has_nan(rows + r * row_stride, k)) return first + r;
         kt_put_rows(kernels, order, 1, rows, row_stride, k, codes + first * k);
     }
@@ -90,10 +90,10 @@ static int64_t round_all(const kt_kernels *kernels, int order, int64_t n, int64_
     for (int64_t first = 0; first < n; first += KT_FP8_BLOCK, scales += k / KT_FP8_BLOCK) {
         const uint8_t *rows = NULL;
         int64_t row_stride;
-        for (int64_t r = 0; r < KT_FP8_BLOCK; r += KT_STRIP_ROWS) {
-            const uint8_t *strip =
-                kt_bf16_rows(kernels, source, first + r, KT_STRIP_ROWS, k, scratch + r * k, &row_stride);
-            if (r == 0) rows = strip;
+        for (int64_t r = 0; r < KT_FP8_BLOCK; r += KT_PANEL_ROWS) {
+            const uint8_t *panel =
+                kt_bf16_rows(kernels, source, first + r, KT_PANEL_ROWS, k, scratch + r * k, &row_stride);
+            if (r == 0) rows = panel;
         }
         int64_t bad = measure(kernels, rows, row_stride, k, scales);
         if (bad >= 0) return first + bad;
@@ -104,12 +104,12 @@ static int64_t round_all(const kt_kernels *kernels, int order, int64_t n, int64_
                                   codes + (first + r) * k + c);
             continue;
         }
-        for (int64_t r = 0; r < KT_FP8_BLOCK; r += KT_STRIP_ROWS)
+        for (int64_t r = 0; r < KT_FP8_BLOCK; r += KT_PANEL_ROWS)
             for (int64_t c = 0; c < k; c += KT_FP8_BLOCK) {
-                _Alignas(64) uint16_t values[KT_STRIP_ROWS * KT_FP8_BLOCK];
-                kt_lay_strip(kernels, 2, rows + r * row_stride + 2 * c, row_stride, KT_FP8_BLOCK, (uint8_t *)values);
-                kernels->e4m3((const uint8_t *)values, KT_STRIP_ROWS * KT_FP8_BLOCK, scales[c / KT_FP8_BLOCK],
-                              codes + (first + r) * k + c * KT_STRIP_ROWS);
+                _Alignas(64) uint16_t values[KT_PANEL_ROWS * KT_FP8_BLOCK];
+                kt_lay_panel(kernels, 2, rows + r * row_stride + 2 * c, row_stride, KT_FP8_BLOCK, (uint8_t *)values);
+                kernels->e4m3((const uint8_t *)values, KT_PANEL_ROWS * KT_FP8_BLOCK, scales[c / KT_FP8_BLOCK],
+                              codes + (first + r) * k + c * KT_PANEL_ROWS);
             }
     }
     return -1;
@@ -117,9 +117,9 @@ static int64_t round_all(const kt_kernels *kernels, int order, int64_t n, int64_
 
 int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                  float *scales, int64_t *bad_row) {
-    int error = kt_check_strips(KTQ_FP8_MULTIPLE, n, k);
+    int error = kt_check_panels(KTQ_FP8_MULTIPLE, n, k);
     if (!error) error = source && scratch && codes && scales && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
-    if (!error && order != KTQ_STRIPS && order != KTQ_ROWS) error = KTQ_EINVAL;
+    if (!error && order != KTQ_PANELS && order != KTQ_ROWS) error = KTQ_EINVAL;
     if (error) return error;
 
     const kt_kernels *kernels = kt_current();
@@ -131,13 +131,13 @@ int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint
 }
 
 int ktq_lay_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row) {
-    int error = kt_check_strips(KT_STRIP_ROWS, n, k);
+    int error = kt_check_panels(KT_PANEL_ROWS, n, k);
     if (!error && (!rows || row_stride < k || !codes || !bad_row)) error = KTQ_EINVAL;
     if (error) return error;
     for (*bad_row = 0; *bad_row < n; ++*bad_row)
         if (has_nan(rows + *bad_row * row_stride, k)) return KTQ_ENONFINITE;
     *bad_row = -1;
-    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
-        kt_lay_strip(kt_current(), 1, rows + first * row_stride, row_stride, k, codes + first * k);
+    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
+        kt_lay_panel(kt_current(), 1, rows + first * row_stride, row_stride, k, codes + first * k);
     return KTQ_OK;
 }

@@ -1,10 +1,10 @@
-/* MXFP4 in strips: quantized from BF16, or as it is where the source has the same numbers. */
+/* MXFP4 in panels: quantized from BF16, or as it is where the source has the same numbers. */
 #include <stddef.h>
 #include <string.h>
 
 #include "bf16.h"
 #include "kernels.h"
-#include "strips.h"
+#include "panels.h"
 
 /* The first of 16 rows that is not finite. */
 static int first_bad(const kt_kernels *kernels, const uint8_t *rows, int64_t row_stride, int64_t k) {
@@ -16,14 +16,14 @@ static int first_bad(const kt_kernels *kernels, const uint8_t *rows, int64_t row
 /* Returns the first row that is not finite, or -1. */
 static int64_t quantize(const kt_kernels *kernels, const ktq_source *source, int64_t n, int64_t k, uint16_t *scratch,
                         uint8_t *codes, uint8_t *exponents) {
-    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS) {
+    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS) {
         int64_t row_stride;
-        const uint8_t *strip = kt_bf16_rows(kernels, source, first, KT_STRIP_ROWS, k, scratch, &row_stride);
+        const uint8_t *panel = kt_bf16_rows(kernels, source, first, KT_PANEL_ROWS, k, scratch, &row_stride);
         for (int half = 0; half < 2; half++) {
-            const uint8_t *rows = strip + half * KT_HALF_ROWS * row_stride;
+            const uint8_t *rows = panel + half * KT_HALF_ROWS * row_stride;
             uint8_t *to = codes + first * k / 2 + half * KT_MXFP4_HALF_BYTES;
             uint8_t *of_rows = exponents + first * k / KT_GROUP_COLUMNS + half * KT_HALF_ROWS;
-            int last = half && (strip == (const uint8_t *)scratch || first + KT_STRIP_ROWS == n);
+            int last = half && (panel == (const uint8_t *)scratch || first + KT_PANEL_ROWS == n);
             kt_ahead ahead = {last ? rows : rows + KT_HALF_ROWS * row_stride, last ? 0 : row_stride, last ? 0 : 16};
             const uint8_t *block = rows;
             for (int64_t c = 0; c < k; c += KT_GROUP_COLUMNS) {
@@ -32,7 +32,7 @@ static int64_t quantize(const kt_kernels *kernels, const ktq_source *source, int
                 block += 2 * KT_GROUP_COLUMNS;
                 ahead.first += 2 * KT_GROUP_COLUMNS;
                 to += 2 * KT_MXFP4_HALF_BYTES;
-                of_rows += KT_STRIP_ROWS;
+                of_rows += KT_PANEL_ROWS;
             }
         }
     }
@@ -41,7 +41,7 @@ static int64_t quantize(const kt_kernels *kernels, const ktq_source *source, int
 
 int ktq_pack_mxfp4(int64_t n, int64_t k, const ktq_source *source, uint16_t *scratch, uint8_t *codes,
                    uint8_t *exponents, int64_t *bad_row) {
-    int error = kt_check_strips(KT_GROUP_COLUMNS, n, k);
+    int error = kt_check_panels(KT_GROUP_COLUMNS, n, k);
     if (!error) error = source && scratch && codes && exponents && bad_row ? kt_check_source(source, n, k) : KTQ_EINVAL;
     if (error) return error;
 
@@ -63,13 +63,13 @@ static uint32_t in_order(uint32_t words) {
 
 int ktq_mxfp4_rows(int64_t n, int64_t k, const uint8_t *codes, const uint8_t *exponents, uint8_t *rows,
                    uint8_t *row_exponents) {
-    int error = kt_check_strips(KT_GROUP_COLUMNS, n, k);
+    int error = kt_check_panels(KT_GROUP_COLUMNS, n, k);
     if (!error && (!codes || !exponents || !rows || !row_exponents)) error = KTQ_EINVAL;
     if (error) return error;
     int64_t blocks = k / KT_GROUP_COLUMNS;
-    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
-        for (int64_t b = 0; b < blocks; b++, exponents += KT_STRIP_ROWS, codes += 2 * KT_MXFP4_HALF_BYTES)
-            for (int64_t r = first; r < first + KT_STRIP_ROWS; r++) {
+    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
+        for (int64_t b = 0; b < blocks; b++, exponents += KT_PANEL_ROWS, codes += 2 * KT_MXFP4_HALF_BYTES)
+            for (int64_t r = first; r < first + KT_PANEL_ROWS; r++) {
                 const uint8_t *half = codes + (r - first) / KT_HALF_ROWS * KT_MXFP4_HALF_BYTES;
                 row_exponents[r * blocks + b] = exponents[r - first];
                 for (int64_t v = 0; v < KT_GROUP_COLUMNS / 8; v++) {

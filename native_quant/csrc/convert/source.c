@@ -67,7 +67,7 @@ static int is_grouped_down(const ktq_source *source) {
 /* At most 32 rows first..first+rows-1, each column in groups of rows: out[rows][k]. */
 static void decode_grouped_down(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows,
                                 int64_t k, uint16_t *out) {
-    uint16_t stage[STAGE_COLUMNS * KT_STRIP_ROWS];
+    uint16_t stage[STAGE_COLUMNS * KT_PANEL_ROWS];
     const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
     for (int64_t c = 0; c < k; c += STAGE_COLUMNS) {
         int64_t columns = least(k - c, STAGE_COLUMNS);
@@ -78,10 +78,10 @@ static void decode_grouped_down(const kt_kernels *kernels, const ktq_source *sou
                 high = least(rows - r, source->block_rows - y % source->block_rows);
                 const float *scale = source->scales + y / source->block_rows * source->scales_per_row + x;
                 kt_floats column = {source->kind, in + (c + j) * source->column_stride + r, 0, high, scale, 0, high};
-                kernels->decode_floats(&column, stage + j * KT_STRIP_ROWS + r);
+                kernels->decode_floats(&column, stage + j * KT_PANEL_ROWS + r);
             }
         }
-        kernels->transpose(sizeof *out, (const uint8_t *)stage, KT_STRIP_ROWS * sizeof *out, rows, columns,
+        kernels->transpose(sizeof *out, (const uint8_t *)stage, KT_PANEL_ROWS * sizeof *out, rows, columns,
                            (uint8_t *)(out + c), k * (int64_t)sizeof *out);
     }
 }
@@ -132,7 +132,7 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
     } else if (is_grouped_down(source)) {
         decode_grouped_down(kernels, source, first, rows, k, out);
     } else {
-        uint8_t stage[KT_STRIP_ROWS * STAGE_COLUMNS * 4];
+        uint8_t stage[KT_PANEL_ROWS * STAGE_COLUMNS * 4];
         for (int64_t c = 0; c < k; c += STAGE_COLUMNS) {
             int64_t columns = least(k - c, STAGE_COLUMNS);
             kernels->transpose(bytes, in + c * source->column_stride, source->column_stride, rows, columns, stage,
@@ -146,8 +146,8 @@ const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, 
                            uint16_t *scratch) {
     if (source->kind == KTQ_BF16 && kt_is_row_contiguous(source))
         return (const uint8_t *)source->values + r * source->row_stride;
-    /* Columns that are contiguous: a whole strip, so that whole cache lines are read. */
-    int64_t rows = kt_is_row_contiguous(source) ? KT_HALF_ROWS : KT_STRIP_ROWS;
+    /* Columns that are contiguous: a whole panel, so that whole cache lines are read. */
+    int64_t rows = kt_is_row_contiguous(source) ? KT_HALF_ROWS : KT_PANEL_ROWS;
     if (r % rows == 0) decode_rows(kernels, source, r, rows, k, scratch);
     return (const uint8_t *)(scratch + r % rows * k);
 }
@@ -166,8 +166,8 @@ int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out) {
     if (error) return error;
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
-    for (int64_t first = 0; first < n; first += KT_STRIP_ROWS)
-        decode_rows(kernels, source, first, least(n - first, KT_STRIP_ROWS), k, out + first * k);
+    for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
+        decode_rows(kernels, source, first, least(n - first, KT_PANEL_ROWS), k, out + first * k);
     kt_leave(state);
     return KTQ_OK;
 }

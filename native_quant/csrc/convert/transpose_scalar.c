@@ -1,4 +1,4 @@
-/* A strip whose columns are contiguous becomes one whose rows are. */
+/* A panel whose columns are contiguous becomes one whose rows are. */
 #include <string.h>
 
 #include "kernels.h"

@@ -74,7 +74,7 @@ in_steps(int item_bytes, int64_t at_once, int64_t step, void turn(const uint8_t 
 
 TARGET void KERNEL_OF(transpose)(int item_bytes, const uint8_t *in, int64_t column_stride, int64_t rows,
                                  int64_t columns, uint8_t *out, int64_t row_pitch) {
-    if (item_bytes == 4 && rows == LANES && columns == LANES) /* a block of a panel: a tenth of its time is the loops */
+    if (item_bytes == 4 && rows == LANES && columns == LANES) /* a block of a chunk: a tenth of its time is the loops */
         transpose_4(in, column_stride, out, row_pitch);
     else if (item_bytes == 4)
         in_steps(4, LANES, LANES, transpose_4, in, column_stride, rows, columns, out, row_pitch);

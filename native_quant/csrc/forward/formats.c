@@ -13,10 +13,10 @@ static kt_gemm_fn *gemm_int8(const kt_kernels *kernels) {
 }
 
 /* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. */
-static void halve(const uint8_t *scales, int64_t columns, uint16_t *panel, float *scale) {
+static void halve(const uint8_t *scales, int64_t columns, uint16_t *chunk, float *scale) {
     for (int64_t i = 0; i < columns; i++) { /* as many scales as columns: of 32 rows, for each 32 columns */
         if (scales[i]) continue;
-        uint16_t *half = panel + i / 32 * 32 * KT_SUM_COLUMNS + i % 32 / KT_HALF_ROWS * KT_HALF_BYTES / 2;
+        uint16_t *half = chunk + i / 32 * 32 * KT_SUM_COLUMNS + i % 32 / KT_HALF_ROWS * KT_HALF_BYTES / 2;
         scale[i] = 0x1p-126f;
         for (int64_t j = 0; j < KT_SUM_COLUMNS; j++) {
             uint16_t *weight = half + j / 2 * 32 + i % KT_HALF_ROWS * 2 + j % 2;
@@ -25,52 +25,52 @@ static void halve(const uint8_t *scales, int64_t columns, uint16_t *panel, float
     }
 }
 
-static void panel_mxfp4(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
-                        uint16_t *panel, float *scale) {
-    const uint8_t *scales = strip->scales + first;
-    if (kernels->panel_mxfp4(strip->codes + first * KT_STRIP_ROWS / 2, scales, columns, panel, scale))
-        halve(scales, columns, panel, scale);
+static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        uint16_t *chunk, float *scale) {
+    const uint8_t *scales = panel->scales + first;
+    if (kernels->chunk_mxfp4(panel->codes + first * KT_PANEL_ROWS / 2, scales, columns, chunk, scale))
+        halve(scales, columns, chunk, scale);
 }
 
-static void panel_fp8(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
-                      uint16_t *panel, float *scale) {
-    kernels->panel_fp8(strip->codes + first * KT_STRIP_ROWS, columns, panel);
+static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                      uint16_t *chunk, float *scale) {
+    kernels->chunk_fp8(panel->codes + first * KT_PANEL_ROWS, columns, chunk);
     for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS) {
         float s;
-        memcpy(&s, strip->scales + (first + j) / 128 * sizeof s, sizeof s);
-        for (int64_t r = 0; r < KT_STRIP_ROWS; r++) scale[j + r] = s;
+        memcpy(&s, panel->scales + (first + j) / 128 * sizeof s, sizeof s);
+        for (int64_t r = 0; r < KT_PANEL_ROWS; r++) scale[j + r] = s;
     }
 }
 
-static void panel_fp8_perchannel(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first,
-                                 int64_t columns, uint16_t *panel, float *scale) {
-    kernels->panel_fp8(strip->codes + first * KT_STRIP_ROWS, columns, panel);
-    for (int64_t i = 0; i < columns; i += KT_STRIP_ROWS)
-        memcpy(scale + i, strip->scales, KT_STRIP_ROWS * sizeof *scale);
+static void chunk_fp8_perchannel(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first,
+                                 int64_t columns, uint16_t *chunk, float *scale) {
+    kernels->chunk_fp8(panel->codes + first * KT_PANEL_ROWS, columns, chunk);
+    for (int64_t i = 0; i < columns; i += KT_PANEL_ROWS)
+        memcpy(scale + i, panel->scales, KT_PANEL_ROWS * sizeof *scale);
 }
 
-static void panel_mxfp8(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
-                        uint16_t *panel, float *scale) {
-    const uint8_t *scales = strip->scales + first;
+static void chunk_mxfp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        uint16_t *chunk, float *scale) {
+    const uint8_t *scales = panel->scales + first;
     int has_zero = 0;
-    kernels->panel_fp8(strip->codes + first * KT_STRIP_ROWS, columns, panel);
+    kernels->chunk_fp8(panel->codes + first * KT_PANEL_ROWS, columns, chunk);
     for (int64_t i = 0; i < columns; i++) {
         scale[i] = kt_float((uint32_t)scales[i] << 23);
         has_zero |= !scales[i];
     }
-    if (has_zero) halve(scales, columns, panel, scale);
+    if (has_zero) halve(scales, columns, chunk, scale);
 }
 
-/* A strip's scales begin with that of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
-static void panel_nvfp4(const kt_kernels *kernels, const kt_bf16_strip *strip, int64_t first, int64_t columns,
-                        uint16_t *panel, float *scale) {
-    const uint8_t *scales = strip->scales + KTQ_NVFP4_HEADER + 2 * first;
-    uint16_t groups[2 * KT_PANEL_COLUMNS];
+/* A panel's scales begin with that of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
+static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        uint16_t *chunk, float *scale) {
+    const uint8_t *scales = panel->scales + KTQ_NVFP4_HEADER + 2 * first;
+    uint16_t groups[2 * KT_CHUNK_COLUMNS];
     float whole;
-    kernels->panel_mxfp4(strip->codes + first * KT_STRIP_ROWS / 2, scales, columns, panel, scale);
+    kernels->chunk_mxfp4(panel->codes + first * KT_PANEL_ROWS / 2, scales, columns, chunk, scale);
     kernels->decode(KTQ_FP8_E4M3, scales, 0, 1, 2 * columns, 1, groups, 0);
-    kernels->scale_panel(groups, columns, panel);
-    memcpy(&whole, strip->scales, sizeof whole);
+    kernels->scale_chunk(groups, columns, chunk);
+    memcpy(&whole, panel->scales, sizeof whole);
     for (int64_t i = 0; i < columns; i++) scale[i] = whole;
 }
 
@@ -79,12 +79,12 @@ static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128
 static const kt_format formats[] = {
     [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], .bits = 4, .gemm = gemm_int4},
     [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], .bits = 8, .gemm = gemm_int8},
-    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .panel = panel_mxfp4},
-    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .panel = panel_fp8},
+    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp4},
+    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .chunk = chunk_fp8},
     [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, .bits = 16},
-    [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .panel = panel_fp8_perchannel},
-    [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .panel = panel_mxfp8},
-    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, sizeof(uint8_t), KTQ_NVFP4_HEADER, .panel = panel_nvfp4},
+    [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .chunk = chunk_fp8_perchannel},
+    [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp8},
+    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, sizeof(uint8_t), KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 

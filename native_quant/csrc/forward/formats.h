@@ -13,16 +13,16 @@ typedef struct {
     const kt_geometry *geometry;
     int bits; /* of a code */
     /* BF16 arithmetic: so many rows and columns share a scale of so many bytes; 0 columns: a whole row does; 0 bytes:
-     * there are no scales. So many bytes precede the scales of each strip. */
+     * there are no scales. So many bytes precede the scales of each panel. */
     int64_t scale_rows, scale_columns, scale_bytes, header_bytes;
     kt_gemm_fn *(*gemm)(const kt_kernels *kernels); /* int8 arithmetic */
-    kt_panel_fn *panel;                             /* BF16 arithmetic; NULL: codes are panels */
+    kt_chunk_fn *chunk;                             /* BF16 arithmetic; NULL: codes are chunks */
 } kt_format;
 
 enum { KT_MOST_SUM_COLUMNS = 128 };
 
 /* kt_bf16_gemm's sum_columns: the largest power of two that divides the columns of a scale, but not more than a sum can
- * have. Where that is less than KT_SUM_COLUMNS (NVFP4: 16), `panel` multiplies these scales into the weights, and those
+ * have. Where that is less than KT_SUM_COLUMNS (NVFP4: 16), `chunk` multiplies these scales into the weights, and those
  * that it leaves are of the whole row, as where there are no columns. */
 static inline int64_t kt_sum_columns(const kt_format *format) {
     int64_t power = format->scale_columns & -format->scale_columns;
@@ -35,15 +35,15 @@ const kt_format *kt_format_of(int format);
 /* KTQ_OK if a weight can have these sizes, else KTQ_EINVAL or KTQ_ESHAPE. */
 int kt_check_size(const kt_format *format, int64_t n, int64_t k);
 
-/* Strip number `index` of a weight [n, k] for BF16 arithmetic. */
-static inline kt_bf16_strip kt_bf16_strip_of(const kt_format *format, const void *codes, const void *scales,
+/* Panel number `index` of a weight [n, k] for BF16 arithmetic. */
+static inline kt_bf16_panel kt_bf16_panel_of(const kt_format *format, const void *codes, const void *scales,
                                              int64_t k, int64_t index) {
-    int64_t row = index * KT_STRIP_ROWS;
-    kt_bf16_strip strip = {(const uint8_t *)codes + row * k * format->bits / 8, scales};
+    int64_t row = index * KT_PANEL_ROWS;
+    kt_bf16_panel panel = {(const uint8_t *)codes + row * k * format->bits / 8, scales};
     int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* whole rows of scales come before it */
-        strip.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;
-    return strip;
+        panel.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;
+    return panel;
 }
 
 #endif

@@ -8,7 +8,7 @@
 
 #include "gemm_steps.h"
 
-enum { KT_FETCH_AHEAD = 4096 }; /* bytes, of a strip that is read once */
+enum { KT_FETCH_AHEAD = 4096 }; /* bytes, of a panel that is read once */
 
 KT_INLINE KT_TARGET_AVX2 __m256i kt_load(const void *p) {
     return _mm256_loadu_si256((const __m256i *)p);
@@ -79,14 +79,14 @@ KT_TARGET_AVX2 static inline void kt_copy_bytes(const int8_t *a, int64_t columns
 }
 
 /* The tables' functions for 1 .. KT_FEW tokens, from two inline ones that take the number of tokens first:
-   tile_few(tokens, tile, a, c) for one tile of a strip, and block as in kt_block_fn. Each begins a line of the cache:
+   tile_few(tokens, tile, a, c) for one tile of a panel, and block as in kt_block_fn. Each begins a line of the cache:
    where the linker happened to put it elsewhere, block of AVX-VNNI and INT8 took 3 to 7 % longer (Emerald Rapids). */
 #define KT_ON_A_LINE __attribute__((aligned(64)))
 #define KT_DEFINE_FEW(N, TARGET, TILE_COLUMNS)                                                                         \
-    TARGET KT_ON_A_LINE static void few_##N(int64_t strips, const uint8_t *const *tiles, int64_t columns,              \
+    TARGET KT_ON_A_LINE static void few_##N(int64_t panels, const uint8_t *const *tiles, int64_t columns,              \
                                             const int8_t *a, int32_t *const *c) {                                      \
         for (int64_t j = 0; j < columns; j += (TILE_COLUMNS))                                                          \
-            for (int64_t s = 0; s < strips; s++)                                                                       \
+            for (int64_t s = 0; s < panels; s++)                                                                       \
                 tile_few(N, tiles[s] + j / (TILE_COLUMNS) * KT_TILE_BYTES, a + j, c[s]);                               \
     }
 #define KT_DEFINE_BLOCK(N, TARGET)                                                                                     \

@@ -7,14 +7,14 @@
  *     multiply               adds to 16 sums the products of 16 rows * 4 codes with four activations
  *     load, rest, store      how sums come from memory, what is done with them every 4 quads, and how they get back
  *
- * A kernel multiplies up to 12 tokens by a panel of a strip (24 registers of sums), or up to 5 by those of two strips.
- * Up to 12 tokens, memory is the limit: each strip is read once, panel by panel. With more tokens arithmetic is: a
- * panel is multiplied by one block of tokens after the other. Where codes are not the bytes of the tiles, the first
+ * A kernel multiplies up to 12 tokens by a chunk of a panel (24 registers of sums), or up to 5 by those of two panels.
+ * Up to 12 tokens, memory is the limit: each panel is read once, chunk by chunk. With more tokens arithmetic is: a
+ * chunk is multiplied by one block of tokens after the other. Where codes are not the bytes of the tiles, the first
  * block leaves them in the scratch memory for the others, where they stay in L1: a tenth of an int4 kernel's arithmetic
  * is to unpack them.
  *
- * Memory gives most where it is read in several pages at once. So while a panel is multiplied the next one is fetched
- * in up to four places: the next of the strip, or the first of the strip, the columns or the call that come next. */
+ * Memory gives most where it is read in several pages at once. So while a chunk is multiplied the next one is fetched
+ * in up to four places: the next of the panel, or the first of the panel, the columns or the call that come next. */
 #ifndef KT_GEMM_AVX512_KERNEL_H
 #define KT_GEMM_AVX512_KERNEL_H
 
@@ -22,21 +22,21 @@
 
 enum {
     BLOCK = 12,    /* tokens */
-    BLOCK_TWO = 5, /* tokens that are multiplied by two strips at once */
+    BLOCK_TWO = 5, /* tokens that are multiplied by two panels at once */
     TILE_COLUMNS = 512 / BITS,
-    PANEL = 8,                           /* packed tiles at most: 16 KiB */
-    PANEL_TWO = 4,                       /* of each of two strips */
-    CHUNK = BITS == 4 ? 768 : 512,       /* columns of a panel for several blocks of tokens: 12 or 16 KiB */
+    TILES = 8,                           /* packed ones of a chunk at most: 16 KiB */
+    TILES_TWO = 4,                       /* of each of two panels */
+    CHUNK = BITS == 4 ? 768 : 512,       /* columns of a chunk for several blocks of tokens: 12 or 16 KiB */
     KEEPS = BITS == 4 || OFFSET != 0,    /* codes for the other blocks: not if they are the tiles' bytes as they lie */
-    CODES_BYTES = KEEPS ? CHUNK * KT_STRIP_ROWS : 0, /* of such a panel, a byte each */
+    CODES_BYTES = KEEPS ? CHUNK * KT_PANEL_ROWS : 0, /* of such a chunk, a byte each */
     GROUP = (KT_GEMM_SCRATCH - CODES_BYTES) / CHUNK, /* tokens whose activations fit into the scratch memory, too */
     PAGE = 4096,
 };
 
-/* What a kernel reads: a panel of one strip, or of each of two; or of one, and keeps its codes; or such codes. */
+/* What a kernel reads: a chunk of one panel, or of each of two; or of one, and keeps its codes; or such codes. */
 enum { ONE, TWO, FIRST, AGAIN };
 
-/* A panel. Meanwhile four lines are fetched for four that are multiplied, at ahead, + one, + two and + one + two; then
+/* A chunk. Meanwhile four lines are fetched for four that are multiplied, at ahead, + one, + two and + one + two; then
  * `ahead` moves by step. */
 typedef struct {
     const uint8_t *tiles, *ahead;
@@ -73,25 +73,25 @@ KT_INLINE TARGET __m512i codes_of(int kind, int high, __m512i bytes, uint8_t *ke
 }
 
 KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_t count, const int8_t *a) {
-    int strips = kind == TWO ? 2 : 1;
+    int panels = kind == TWO ? 2 : 1;
     __m512i sum[2][BLOCK][2];
-    const uint8_t *tiles[2] = {streams[0].tiles, streams[strips - 1].tiles};
-    const uint8_t *ahead[2] = {streams[0].ahead, streams[strips - 1].ahead};
+    const uint8_t *tiles[2] = {streams[0].tiles, streams[panels - 1].tiles};
+    const uint8_t *ahead[2] = {streams[0].ahead, streams[panels - 1].ahead};
     int64_t one = streams[0].one, two = streams[0].two, step = streams[0].step;
-    int32_t *c[2] = {streams[0].c, streams[strips - 1].c};
+    int32_t *c[2] = {streams[0].c, streams[panels - 1].c};
     uint8_t *kept = streams[0].codes;
 #pragma GCC unroll 2
-    for (int s = 0; s < strips; s++)
+    for (int s = 0; s < panels; s++)
 #pragma GCC unroll 12
         for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) sum[s][t][h] = load(c[s] + t * KT_STRIP_ROWS + h * 16);
+            for (int h = 0; h < 2; h++) sum[s][t][h] = load(c[s] + t * KT_PANEL_ROWS + h * 16);
     for (int64_t i = 0; i < count; i++, a += tokens * TILE_COLUMNS) {
         for (int quads = 0; quads < 16; quads += 4) {
 #pragma GCC unroll 4
             for (int q = quads; q < quads + 4; q++)
 #pragma GCC unroll 2
-                for (int s = 0; s < strips; s++) {
+                for (int s = 0; s < panels; s++) {
                     const int8_t *four = a + 4 * q;
                     __m512i bytes[2], codes[2];
 #pragma GCC unroll 2
@@ -102,7 +102,7 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
                     }
                     ahead[s] += q % 2 * step;
                     __asm__("" ::
-                                : "memory"); /* activations are to be loaded again for each strip, not to be kept in
+                                : "memory"); /* activations are to be loaded again for each panel, not to be kept in
                                                 registers */
 #pragma GCC unroll 12
                     for (int t = 0; t < tokens; t++)
@@ -119,22 +119,22 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
                             sum[s][t][h] = in_turn(multiply(sum[s][t][h], codes[h], four + (tokens + t) * 64));
                 }
 #pragma GCC unroll 2
-            for (int s = 0; s < strips; s++)
+            for (int s = 0; s < panels; s++)
 #pragma GCC unroll 12
                 for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
-                    for (int h = 0; h < 2; h++) sum[s][t][h] = rest(sum[s][t][h], c[s] + t * KT_STRIP_ROWS + h * 16);
+                    for (int h = 0; h < 2; h++) sum[s][t][h] = rest(sum[s][t][h], c[s] + t * KT_PANEL_ROWS + h * 16);
         }
         if (kind == FIRST || kind == AGAIN) kept += 8 / BITS * KT_TILE_BYTES;
         tiles[0] += KT_TILE_BYTES;
         tiles[1] += KT_TILE_BYTES;
     }
 #pragma GCC unroll 2
-    for (int s = 0; s < strips; s++)
+    for (int s = 0; s < panels; s++)
 #pragma GCC unroll 12
         for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) store(c[s] + t * KT_STRIP_ROWS + h * 16, sum[s][t][h]);
+            for (int h = 0; h < 2; h++) store(c[s] + t * KT_PANEL_ROWS + h * 16, sum[s][t][h]);
 }
 
 #define UP_TO_5(X, KIND) X(KIND, 1) X(KIND, 2) X(KIND, 3) X(KIND, 4) X(KIND, 5)
@@ -154,8 +154,8 @@ TARGET static void begin_sums(const kt_gemm *job) {
         int32_t sum = 0;
         for (int64_t b = 0; b < blocks; b++) sum += job->sums[t * job->sums_pitch + b];
         __m512i first = _mm512_set1_epi32(-OFFSET * sum);
-        for (int64_t s = 0; s < job->strips; s++) {
-            int32_t *c = job->c + s * job->c_pitch + t * KT_STRIP_ROWS;
+        for (int64_t s = 0; s < job->panels; s++) {
+            int32_t *c = job->c + s * job->c_pitch + t * KT_PANEL_ROWS;
             _mm512_store_si512(c, first);
             _mm512_store_si512(c + 16, first);
         }
@@ -172,10 +172,10 @@ TARGET static void copy_activations(const kt_gemm *job, int64_t first, int64_t c
     }
 }
 
-/* The size of a panel where so many packed tiles of a strip are cut into panels of at most `most`. */
-static int64_t panel_of(int64_t tiles, int64_t most) {
-    int64_t panels = (tiles + most - 1) / most;
-    return (tiles + panels - 1) / panels;
+/* The size of a chunk where so many packed tiles of a panel are cut into chunks of at most `most`. */
+static int64_t chunk_of(int64_t tiles, int64_t most) {
+    int64_t chunks = (tiles + most - 1) / most;
+    return (tiles + chunks - 1) / chunks;
 }
 
 /* The columns of the column block that begins at `first`. */
@@ -183,14 +183,14 @@ static int64_t columns_from(const kt_gemm *job, int64_t first) {
     return kt_least(job->k - first, KT_K_BLOCK);
 }
 
-/* The tiles that are read after the column block `first` of strip s, where `at_once` strips are read at once. What
- * follows the last strip is the next call, else the next strip of the weight. */
+/* The tiles that are read after the column block `first` of panel s, where `at_once` panels are read at once. What
+ * follows the last panel is the next call, else the next panel of the weight. */
 static const uint8_t *next_tiles(const kt_gemm *job, int64_t s, int64_t first, int64_t at_once) {
     int64_t columns = columns_from(job, first);
-    if (s + at_once < job->strips) return kt_strip_tiles(BITS, &job->strip[s + at_once], job->k, first);
-    if (first + columns < job->k) return kt_strip_tiles(BITS, &job->strip[s % at_once], job->k, first + columns);
+    if (s + at_once < job->panels) return kt_panel_tiles(BITS, &job->panel[s + at_once], job->k, first);
+    if (first + columns < job->k) return kt_panel_tiles(BITS, &job->panel[s % at_once], job->k, first + columns);
     if (job->next && s % at_once == 0) return job->next;
-    return kt_strip_tiles(BITS, &job->strip[s], job->k, first) + columns / TILE_COLUMNS * KT_TILE_BYTES;
+    return kt_panel_tiles(BITS, &job->panel[s], job->k, first) + columns / TILE_COLUMNS * KT_TILE_BYTES;
 }
 
 static void multiply_few(const kt_gemm *job) {
@@ -199,28 +199,28 @@ static void multiply_few(const kt_gemm *job) {
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         columns = columns_from(job, first);
         copy_activations(job, first, columns, 0, job->m, a);
-        int64_t all = columns / TILE_COLUMNS, panel = panel_of(all, at_once == 2 ? PANEL_TWO : PANEL);
-        for (int64_t s = 0; s < job->strips; s += at_once) {
-            int64_t strips = kt_least(at_once, job->strips - s);
+        int64_t all = columns / TILE_COLUMNS, chunk = chunk_of(all, at_once == 2 ? TILES_TWO : TILES);
+        for (int64_t s = 0; s < job->panels; s += at_once) {
+            int64_t panels = kt_least(at_once, job->panels - s);
             for (int64_t done = 0, count; done < all; done += count) {
                 stream streams[2];
-                count = kt_least(panel, all - done);
-                for (int64_t i = 0; i < strips; i++) {
-                    int64_t left = all - done - count, next = left ? kt_least(panel, left) : panel;
+                count = kt_least(chunk, all - done);
+                for (int64_t i = 0; i < panels; i++) {
+                    int64_t left = all - done - count, next = left ? kt_least(chunk, left) : chunk;
                     const uint8_t *tiles =
-                        kt_strip_tiles(BITS, &job->strip[s + i], job->k, first) + done * KT_TILE_BYTES;
+                        kt_panel_tiles(BITS, &job->panel[s + i], job->k, first) + done * KT_TILE_BYTES;
                     const uint8_t *ahead =
                         left ? tiles + count * KT_TILE_BYTES : next_tiles(job, s + i, first, at_once);
                     streams[i] =
                         stream_of(tiles, ahead, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
                 }
-                kernels[strips == 2 ? TWO : ONE][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
+                kernels[panels == 2 ? TWO : ONE][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
             }
         }
     }
 }
 
-/* Tokens token .. of a chunk. ahead: what comes after its last strip. */
+/* Tokens token .. of a chunk. ahead: what comes after its last panel. */
 static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, int64_t token, int64_t tokens,
                            const uint8_t *ahead) {
     int8_t *a = (int8_t *)job->scratch + CODES_BYTES;
@@ -229,19 +229,19 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
         int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
         copy_activations(job, first, columns, token + from, to - from, a + from * columns);
     }
-    for (int64_t s = 0; s < job->strips; s++) {
-        stream panel = stream_of(kt_chunk_tiles(job, BITS, s, first),
-                                 s + 1 < job->strips ? kt_chunk_tiles(job, BITS, s + 1, first) : ahead,
+    for (int64_t s = 0; s < job->panels; s++) {
+        stream chunk = stream_of(kt_chunk_tiles(job, BITS, s, first),
+                                 s + 1 < job->panels ? kt_chunk_tiles(job, BITS, s + 1, first) : ahead,
                                  count * KT_TILE_BYTES, NULL);
-        panel.codes = job->scratch;
-        const uint8_t *next = panel.ahead;
-        int64_t bytes = count * 8 * panel.step; /* in each place; a block fetches its share of them */
-        panel.step = (panel.step + blocks - 1) / blocks;
+        chunk.codes = job->scratch;
+        const uint8_t *next = chunk.ahead;
+        int64_t bytes = count * 8 * chunk.step; /* in each place; a block fetches its share of them */
+        chunk.step = (chunk.step + blocks - 1) / blocks;
         for (int64_t b = 0; b < blocks; b++) {
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
-            panel.ahead = next + bytes * b / blocks;
-            panel.c = job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS;
-            kernels[!KEEPS ? ONE : b ? AGAIN : FIRST][to - from](&panel, count, a + from * columns);
+            chunk.ahead = next + bytes * b / blocks;
+            chunk.c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS;
+            kernels[!KEEPS ? ONE : b ? AGAIN : FIRST][to - from](&chunk, count, a + from * columns);
         }
     }
 }
@@ -250,7 +250,7 @@ static void multiply_many(const kt_gemm *job) {
     int64_t groups = (job->m + GROUP - 1) / GROUP;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         int64_t in_block = first % KT_K_BLOCK, all = columns_from(job, first - in_block) - in_block;
-        columns = panel_of(all / TILE_COLUMNS, CHUNK / TILE_COLUMNS) * TILE_COLUMNS;
+        columns = chunk_of(all / TILE_COLUMNS, CHUNK / TILE_COLUMNS) * TILE_COLUMNS;
         for (int64_t g = 0; g < groups; g++) {
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
             const uint8_t *ahead = g + 1 < groups             ? kt_chunk_tiles(job, BITS, 0, first)

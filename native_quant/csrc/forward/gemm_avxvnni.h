@@ -24,7 +24,7 @@ KT_INLINE KT_TARGET_AVXVNNI void tile_few(int tokens, const uint8_t *tile, const
         __m256i sum[KT_FEW][4];
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < vectors; v++) sum[t][v] = kt_load(c + t * KT_STRIP_ROWS + (first + v) * 8);
+            for (int v = 0; v < vectors; v++) sum[t][v] = kt_load(c + t * KT_PANEL_ROWS + (first + v) * 8);
 #pragma GCC unroll 1
         for (int part = 0; part < 4; part++, codes += 256)
 #pragma GCC unroll 4
@@ -47,7 +47,7 @@ KT_INLINE KT_TARGET_AVXVNNI void tile_few(int tokens, const uint8_t *tile, const
             }
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < vectors; v++) kt_store(c + t * KT_STRIP_ROWS + (first + v) * 8, sum[t][v]);
+            for (int v = 0; v < vectors; v++) kt_store(c + t * KT_PANEL_ROWS + (first + v) * 8, sum[t][v]);
     }
 }
 
@@ -64,7 +64,7 @@ KT_INLINE KT_TARGET_AVXVNNI void block(int tokens, const uint8_t *codes, int64_t
         __m256i sum[KT_FEW][2];
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_STRIP_ROWS + v * 8);
+            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_PANEL_ROWS + v * 8);
         const uint8_t *at = codes + h * KT_HALF_BYTES;
         for (int64_t j = 0; j < columns; j += 32, at += j % 64 ? 512 : KT_TILE_BYTES - 512) {
 #pragma GCC unroll 8
@@ -82,12 +82,12 @@ KT_INLINE KT_TARGET_AVXVNNI void block(int tokens, const uint8_t *codes, int64_t
         }
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) kt_store(c + t * KT_STRIP_ROWS + v * 8, sum[t][v]);
+            for (int v = 0; v < 2; v++) kt_store(c + t * KT_PANEL_ROWS + v * 8, sum[t][v]);
     }
 }
 
 KT_TARGET_AVXVNNI static inline void unpack_int8(const uint8_t *tiles, int64_t columns, uint8_t *codes) {
-    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 32) kt_store(codes + i, codes_of(kt_load(tiles + i), 0));
+    for (int64_t i = 0; i < columns * KT_PANEL_ROWS; i += 32) kt_store(codes + i, codes_of(kt_load(tiles + i), 0));
 }
 
 KT_DEFINE_ALL(KT_TARGET_AVXVNNI, 512 / BITS)

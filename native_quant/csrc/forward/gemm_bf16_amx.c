@@ -1,4 +1,4 @@
-/* Products of BF16 in AMX tiles, in the order of tdpbf16ps (NUMERICS.md, section 5b). A panel's blocks of columns are
+/* Products of BF16 in AMX tiles, in the order of tdpbf16ps (NUMERICS.md, section 5b). A chunk's blocks of columns are
  * tiles as they lie there. Any number of tokens goes this way, even one, so that a token's bits do not depend on it.
  *
  * Up to 16 tokens: one tile of activations, with as many rows. Up to 32: two, both full: the second one ends with the
@@ -7,7 +7,7 @@
  *
  * Sums leave their tiles to be scaled: with 32 columns a sum 4 stores of a tile, 16 cycles each, for 4 products of 16
  * cycles; with 128 columns, one store for each 4 products. Two sums of a row are scaled at a time, so that y is loaded
- * and stored half as often. Together with a panel and its activations they stay in 48 KiB of L1. */
+ * and stored half as often. Together with a chunk and its activations they stay in 48 KiB of L1. */
 #include <string.h>
 
 #include "gemm_bf16_steps.h"
@@ -15,7 +15,7 @@
 
 enum {
     BLOCK = 2 * KT_TILE_TOKENS,
-    PITCH = KT_PANEL_COLUMNS * 2, /* bytes from token to token */
+    PITCH = KT_CHUNK_COLUMNS * 2, /* bytes from token to token */
     TOGETHER = 2,                 /* sums of a row that are scaled at a time */
 };
 
@@ -25,14 +25,14 @@ KT_INLINE KT_TARGET_AMX void add_up(int two, const kt_bf16_block *work, int64_t 
     kt_zero_sums(two);
     for (int64_t j = first; j < first + columns; j += KT_SUM_COLUMNS) {
         const uint16_t *a = (const uint16_t *)work->a + j;
-        const uint8_t *weights = work->panel + j * 64, *ahead = work->ahead + work->step * (j / 2);
+        const uint8_t *weights = work->chunk + j * 64, *ahead = work->ahead + work->step * (j / 2);
         KT_TILE_LOAD(0, a, PITCH);
         KT_TILE_LOAD(2, weights, 64);
         KT_TILE_MULTIPLY_BF16(4, 0, 2);
         KT_TILE_LOAD(3, weights + KT_HALF_BYTES, 64);
         KT_TILE_MULTIPLY_BF16(5, 0, 3);
         if (two) {
-            KT_TILE_LOAD(1, a + second * KT_PANEL_COLUMNS, PITCH);
+            KT_TILE_LOAD(1, a + second * KT_CHUNK_COLUMNS, PITCH);
             KT_TILE_MULTIPLY_BF16(6, 1, 2);
             KT_TILE_MULTIPLY_BF16(7, 1, 3);
         }
@@ -42,22 +42,22 @@ KT_INLINE KT_TARGET_AMX void add_up(int two, const kt_bf16_block *work, int64_t 
 }
 
 /* c += scale * sum, for `count` sums one after the other. */
-KT_INLINE KT_TARGET_AMX void scale_and_add(int count, int64_t tokens, float (*sums)[BLOCK][KT_STRIP_ROWS],
+KT_INLINE KT_TARGET_AMX void scale_and_add(int count, int64_t tokens, float (*sums)[BLOCK][KT_PANEL_ROWS],
                                            const float *scale, int64_t scale_step, float *c) {
-    for (int h = 0; h < KT_STRIP_ROWS; h += KT_HALF_ROWS) {
+    for (int h = 0; h < KT_PANEL_ROWS; h += KT_HALF_ROWS) {
         __m512 scales[TOGETHER];
         for (int i = 0; i < count; i++) scales[i] = _mm512_loadu_ps(scale + i * scale_step + h);
         for (int64_t t = 0; t < tokens; t++) {
-            __m512 total = _mm512_load_ps(c + t * KT_STRIP_ROWS + h);
+            __m512 total = _mm512_load_ps(c + t * KT_PANEL_ROWS + h);
             for (int i = 0; i < count; i++)
                 total = _mm512_fmadd_ps(scales[i], _mm512_load_ps(&sums[i][t][h]), total);
-            _mm512_store_ps(c + t * KT_STRIP_ROWS + h, total);
+            _mm512_store_ps(c + t * KT_PANEL_ROWS + h, total);
         }
     }
 }
 
 KT_INLINE KT_TARGET_AMX void multiply(int two, const kt_bf16_block *work) {
-    _Alignas(64) float sums[TOGETHER][BLOCK][KT_STRIP_ROWS];
+    _Alignas(64) float sums[TOGETHER][BLOCK][KT_PANEL_ROWS];
     const int64_t scale_step = work->sum_columns / KT_SUM_COLUMNS * work->scale_step;
     const float *scale = work->scale;
     for (int64_t first = 0; first < work->columns;) {

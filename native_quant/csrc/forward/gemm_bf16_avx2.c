@@ -33,7 +33,7 @@ INLINE KT_TARGET_AVX2 void columns_of(int wide, int tokens, const uint8_t *half,
                 }
 #pragma GCC unroll 6
                 for (int t = 0; t < tokens; t++) {
-                    __m256 x = _mm256_broadcast_ss(a + t * KT_PANEL_COLUMNS + w * KT_SUM_COLUMNS + second);
+                    __m256 x = _mm256_broadcast_ss(a + t * KT_CHUNK_COLUMNS + w * KT_SUM_COLUMNS + second);
                     for (int v = 0; v < 2; v++) sum[w][t][v] = _mm256_fmadd_ps(weights[v], x, sum[w][t][v]);
                 }
             }
@@ -41,21 +41,21 @@ INLINE KT_TARGET_AVX2 void columns_of(int wide, int tokens, const uint8_t *half,
 #pragma GCC unroll 6
     for (int t = 0; t < tokens; t++)
         for (int v = 0; v < 2; v++) {
-            __m256 total = _mm256_load_ps(c + t * KT_STRIP_ROWS + v * 8);
+            __m256 total = _mm256_load_ps(c + t * KT_PANEL_ROWS + v * 8);
 #pragma GCC unroll 4
             for (int w = 0; w < wide; w++)
                 total = _mm256_fmadd_ps(_mm256_loadu_ps(scale + w * scale_step + v * 8), sum[w][t][v], total);
-            _mm256_store_ps(c + t * KT_STRIP_ROWS + v * 8, total);
+            _mm256_store_ps(c + t * KT_PANEL_ROWS + v * 8, total);
         }
 }
 
-INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *panel, int64_t columns, const float *scale,
+INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *chunk, int64_t columns, const float *scale,
                                  int64_t scale_step, const float *a, float *c, const uint8_t *ahead, int64_t step) {
     const int wide = tokens == 1 ? 4 : tokens <= 3 ? 2 : 1; /* enough sums to hide how long an addition takes */
     for (int64_t j = 0, at_once; j < columns; j += at_once) {
         at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
         for (int h = 0; h < 2; h++, ahead += step * at_once / 4) {
-            const uint8_t *half = panel + j * 64 + h * KT_HALF_BYTES;
+            const uint8_t *half = chunk + j * 64 + h * KT_HALF_BYTES;
             const float *scales = scale + j / KT_SUM_COLUMNS * scale_step + h * KT_HALF_ROWS;
             float *to = c + h * KT_HALF_ROWS;
             if (at_once > KT_SUM_COLUMNS) columns_of(wide, tokens, half, scales, scale_step, a + j, to, ahead, step);

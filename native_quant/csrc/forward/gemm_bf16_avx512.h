@@ -14,18 +14,18 @@
 enum { BLOCK = 12 }; /* tokens */
 
 /* `wide` times KT_SUM_COLUMNS columns, whose sums do not wait for each other. */
-KT_INLINE TARGET void columns_of(int wide, int tokens, const uint8_t *panel, const float *scale, int64_t scale_step,
+KT_INLINE TARGET void columns_of(int wide, int tokens, const uint8_t *chunk, const float *scale, int64_t scale_step,
                                  const item *a, float *c, const uint8_t *ahead, int64_t step) {
     __m512 sum[4][BLOCK][2];
 #pragma GCC unroll 4
     for (int w = 0; w < wide; w++)
 #pragma GCC unroll 12
         for (int t = 0; t < tokens; t++) sum[w][t][0] = sum[w][t][1] = _mm512_setzero_ps();
-    for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, panel += 64, a += 2)
+    for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, chunk += 64, a += 2)
 #pragma GCC unroll 4
         for (int w = 0; w < wide; w++, ahead += step) {
-            __m512i weights[2] = {_mm512_loadu_si512(panel + w * KT_TILE_BYTES),
-                                  _mm512_loadu_si512(panel + w * KT_TILE_BYTES + KT_HALF_BYTES)};
+            __m512i weights[2] = {_mm512_loadu_si512(chunk + w * KT_TILE_BYTES),
+                                  _mm512_loadu_si512(chunk + w * KT_TILE_BYTES + KT_HALF_BYTES)};
             _mm_prefetch((const char *)ahead, _MM_HINT_T0);
             _mm_prefetch((const char *)ahead + step / 2, _MM_HINT_T0);
 #pragma GCC unroll 12
@@ -33,31 +33,31 @@ KT_INLINE TARGET void columns_of(int wide, int tokens, const uint8_t *panel, con
 #pragma GCC unroll 2
                 for (int h = 0; h < 2; h++)
                     sum[w][t][h] =
-                        multiply(sum[w][t][h], weights[h], a + t * KT_PANEL_COLUMNS + w * KT_SUM_COLUMNS);
+                        multiply(sum[w][t][h], weights[h], a + t * KT_CHUNK_COLUMNS + w * KT_SUM_COLUMNS);
         }
 #pragma GCC unroll 12
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-            __m512 total = _mm512_load_ps(c + t * KT_STRIP_ROWS + h * KT_HALF_ROWS);
+            __m512 total = _mm512_load_ps(c + t * KT_PANEL_ROWS + h * KT_HALF_ROWS);
 #pragma GCC unroll 4
             for (int w = 0; w < wide; w++) {
                 __m512 scales = _mm512_loadu_ps(scale + w * scale_step + h * KT_HALF_ROWS);
                 total = _mm512_fmadd_ps(scales, sum[w][t][h], total);
             }
-            _mm512_store_ps(c + t * KT_STRIP_ROWS + h * KT_HALF_ROWS, total);
+            _mm512_store_ps(c + t * KT_PANEL_ROWS + h * KT_HALF_ROWS, total);
         }
 }
 
-KT_INLINE TARGET void block(int tokens, const uint8_t *panel, int64_t columns, const float *scale, int64_t scale_step,
+KT_INLINE TARGET void block(int tokens, const uint8_t *chunk, int64_t columns, const float *scale, int64_t scale_step,
                             const item *a, float *c, const uint8_t *ahead, int64_t step) {
     const int wide = tokens <= 3 ? 4 : tokens <= 6 ? 2 : 1; /* enough sums to hide how long an addition takes */
     for (int64_t j = 0, at_once; j < columns; j += at_once, ahead += step * at_once / 2) {
         at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
         const float *scales = scale + j / KT_SUM_COLUMNS * scale_step;
         if (at_once > KT_SUM_COLUMNS)
-            columns_of(wide, tokens, panel + j * 64, scales, scale_step, a + j, c, ahead, step);
-        else columns_of(1, tokens, panel + j * 64, scales, scale_step, a + j, c, ahead, step);
+            columns_of(wide, tokens, chunk + j * 64, scales, scale_step, a + j, c, ahead, step);
+        else columns_of(1, tokens, chunk + j * 64, scales, scale_step, a + j, c, ahead, step);
     }
 }
 

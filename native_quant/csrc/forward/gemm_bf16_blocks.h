@@ -2,7 +2,7 @@
  * block, an inline function that takes the number of tokens first; and BLOCKS(X), which is X(1) .. X(BLOCK). */
 #define DEFINE(N)                                                                                                      \
     TARGET static void block_##N(const kt_bf16_block *w) {                                                             \
-        block(N, w->panel, w->columns, w->scale, w->scale_step, w->a, w->c, w->ahead, w->step);                        \
+        block(N, w->chunk, w->columns, w->scale, w->scale_step, w->a, w->c, w->ahead, w->step);                        \
     }
 BLOCKS(DEFINE)
 #undef DEFINE

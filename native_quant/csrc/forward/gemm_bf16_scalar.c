@@ -4,10 +4,10 @@
 #include "bf16.h"
 #include "kernels.h"
 
-/* The sum of a token's products with row r of a panel of KT_SUM_COLUMNS columns: pair after pair, each from behind, as
+/* The sum of a token's products with row r of a chunk of KT_SUM_COLUMNS columns: pair after pair, each from behind, as
  * vdpbf16ps does. */
-static float sum_of_products(const uint16_t *a, const uint8_t *panel, int64_t r) {
-    const uint8_t *row = panel + r / KT_HALF_ROWS * KT_HALF_BYTES + r % KT_HALF_ROWS * 4;
+static float sum_of_products(const uint16_t *a, const uint8_t *chunk, int64_t r) {
+    const uint8_t *row = chunk + r / KT_HALF_ROWS * KT_HALF_BYTES + r % KT_HALF_ROWS * 4;
     float sum = 0;
     for (int64_t j = 0; j < KT_SUM_COLUMNS; j += 2) {
         const uint8_t *pair = row + j / 2 * 64;
@@ -19,21 +19,21 @@ static float sum_of_products(const uint16_t *a, const uint8_t *panel, int64_t r)
 
 void kt_gemm_bf16_scalar(const kt_bf16_gemm *job) {
     uint16_t *decoded = (uint16_t *)job->scratch;
-    float scale[KT_STRIP_ROWS];
-    for (int64_t r = 0; r < KT_STRIP_ROWS; r++) scale[r] = 1;
-    for (int64_t s = 0; s < job->strips; s++) {
+    float scale[KT_PANEL_ROWS];
+    for (int64_t r = 0; r < KT_PANEL_ROWS; r++) scale[r] = 1;
+    for (int64_t s = 0; s < job->panels; s++) {
         float *c = job->c + s * job->c_pitch;
-        for (int64_t i = 0; i < job->m * KT_STRIP_ROWS; i++) c[i] = 0;
+        for (int64_t i = 0; i < job->m * KT_PANEL_ROWS; i++) c[i] = 0;
         for (int64_t j = 0; j < job->k; j += KT_SUM_COLUMNS) {
-            const uint8_t *panel = job->strip[s].codes + j * KT_STRIP_ROWS * 2;
-            if (job->panel) {
-                job->panel(job->kernels, &job->strip[s], j, KT_SUM_COLUMNS, decoded, scale);
-                panel = job->scratch;
+            const uint8_t *chunk = job->panel[s].codes + j * KT_PANEL_ROWS * 2;
+            if (job->chunk) {
+                job->chunk(job->kernels, &job->panel[s], j, KT_SUM_COLUMNS, decoded, scale);
+                chunk = job->scratch;
             }
             for (int64_t t = 0; t < job->m; t++)
-                for (int64_t r = 0; r < KT_STRIP_ROWS; r++) {
-                    float *sum = &c[t * KT_STRIP_ROWS + r];
-                    *sum = fmaf(scale[r], sum_of_products(job->a + t * job->a_pitch + j, panel, r), *sum);
+                for (int64_t r = 0; r < KT_PANEL_ROWS; r++) {
+                    float *sum = &c[t * KT_PANEL_ROWS + r];
+                    *sum = fmaf(scale[r], sum_of_products(job->a + t * job->a_pitch + j, chunk, r), *sum);
                 }
         }
     }

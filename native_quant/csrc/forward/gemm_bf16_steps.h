@@ -1,9 +1,9 @@
 /* The order of the work of a vector kernel for products of BF16 (gemm_bf16_steps.c), and the steps that an instruction
  * set brings.
  *
- * - few tokens (at most `tokens`): memory is the limit. Two strips are read in turn, a panel at a time, which is
+ * - few tokens (at most `tokens`): memory is the limit. Two panels are read in turn, a chunk at a time, which is
  *   multiplied while it is in L1.
- * - many: arithmetic is the limit. The panels of all strips for KT_PANEL_COLUMNS columns come one after the other; each
+ * - many: arithmetic is the limit. The chunks of all panels for KT_CHUNK_COLUMNS columns come one after the other; each
  *   is made once, and multiplied by one block of tokens after the other. Their activations stay in L2. */
 #ifndef KT_GEMM_BF16_STEPS_H
 #define KT_GEMM_BF16_STEPS_H
@@ -12,12 +12,12 @@
 
 /* One token's activations in the form that `block` reads. */
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
-/* Adds to c[token * 32 + row] the products of a panel with the activations of some tokens, KT_PANEL_COLUMNS items
+/* Adds to c[token * 32 + row] the products of a chunk with the activations of some tokens, KT_CHUNK_COLUMNS items
    apart, scaled by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile
    prefetches `step` bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_gemm. */
 typedef struct {
     int64_t tokens;
-    const uint8_t *panel;
+    const uint8_t *chunk;
     int64_t columns, sum_columns;
     const float *scale;
     int64_t scale_step;

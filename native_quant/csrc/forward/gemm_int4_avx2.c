@@ -32,7 +32,7 @@ KT_INLINE KT_TARGET_AVX2 void tile_few(int tokens, const uint8_t *tile, const in
             }
 #pragma GCC unroll 6
             for (int t = 0; t < tokens; t++)
-                for (int v = 0; v < 2; v++) add_to(c + t * KT_STRIP_ROWS + v * 8, sum[t][v]);
+                for (int v = 0; v < 2; v++) add_to(c + t * KT_PANEL_ROWS + v * 8, sum[t][v]);
         }
 }
 
@@ -57,7 +57,7 @@ KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t co
             }
 #pragma GCC unroll 6
             for (int t = 0; t < tokens; t++)
-                for (int v = 0; v < 2; v++) add_to(c + t * KT_STRIP_ROWS + v * 8, sum[t][v]);
+                for (int v = 0; v < 2; v++) add_to(c + t * KT_PANEL_ROWS + v * 8, sum[t][v]);
         }
     }
 }

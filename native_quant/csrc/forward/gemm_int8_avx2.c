@@ -11,7 +11,7 @@ KT_INLINE KT_TARGET_AVX2 void tile_few(int tokens, const uint8_t *tile, const in
         __m256i sum[KT_FEW][2];
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_STRIP_ROWS + v * 8);
+            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_PANEL_ROWS + v * 8);
 #pragma GCC unroll 1
         for (int first = 0; first < 16; first += 4)
 #pragma GCC unroll 4
@@ -29,7 +29,7 @@ KT_INLINE KT_TARGET_AVX2 void tile_few(int tokens, const uint8_t *tile, const in
             }
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) kt_store(c + t * KT_STRIP_ROWS + v * 8, sum[t][v]);
+            for (int v = 0; v < 2; v++) kt_store(c + t * KT_PANEL_ROWS + v * 8, sum[t][v]);
     }
 }
 
@@ -44,7 +44,7 @@ KT_INLINE KT_TARGET_AVX2 __m256i odd_bytes(__m256i x) {
 
 /* A quad of 16 rows, 64 bytes, becomes 64 bytes of its even columns and 64 of its odd ones. */
 KT_TARGET_AVX2 static void unpack(const uint8_t *tiles, int64_t columns, uint8_t *codes) {
-    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += 64, codes += 128)
+    for (int64_t i = 0; i < columns * KT_PANEL_ROWS; i += 64, codes += 128)
         for (int v = 0; v < 2; v++) {
             __m256i code = kt_load(tiles + i + v * 32);
             kt_store(codes + v * 32, even_bytes(code));
@@ -67,7 +67,7 @@ KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t co
         __m256i sum[KT_FEW][2];
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_STRIP_ROWS + v * 8);
+            for (int v = 0; v < 2; v++) sum[t][v] = kt_load(c + t * KT_PANEL_ROWS + v * 8);
         const uint8_t *at = codes + h * 2 * KT_HALF_BYTES;
         for (int64_t j = 0; j < columns; j += 32, at += j % 64 ? 1024 : 2 * KT_TILE_BYTES - 1024) {
 #pragma GCC unroll 8
@@ -86,7 +86,7 @@ KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t co
         }
 #pragma GCC unroll 6
         for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < 2; v++) kt_store(c + t * KT_STRIP_ROWS + v * 8, sum[t][v]);
+            for (int v = 0; v < 2; v++) kt_store(c + t * KT_PANEL_ROWS + v * 8, sum[t][v]);
     }
 }
 

@@ -11,8 +11,8 @@ static void begin_sums(const kt_gemm *job, int32_t offset) {
     for (int64_t t = 0; t < job->m; t++) {
         int32_t sum = 0;
         for (int64_t b = 0; b * KT_K_BLOCK < job->k; b++) sum += job->sums[t * job->sums_pitch + b];
-        for (int64_t s = 0; s < job->strips; s++)
-            for (int r = 0; r < KT_STRIP_ROWS; r++) job->c[s * job->c_pitch + t * KT_STRIP_ROWS + r] = -offset * sum;
+        for (int64_t s = 0; s < job->panels; s++)
+            for (int r = 0; r < KT_PANEL_ROWS; r++) job->c[s * job->c_pitch + t * KT_PANEL_ROWS + r] = -offset * sum;
     }
 }
 
@@ -22,23 +22,23 @@ static void multiply_few(const kt_gemm *job, const kt_gemm_steps *steps) {
         int64_t columns = job->k - first < KT_K_BLOCK ? job->k - first : KT_K_BLOCK;
         for (int64_t t = 0; t < job->m; t++)
             memcpy(a + t * KT_K_BLOCK, job->a + t * job->k + first, (size_t)columns);
-        for (int64_t s = 0; s < job->strips; s += 2) {
-            int64_t strips = job->strips - s < 2 ? 1 : 2;
+        for (int64_t s = 0; s < job->panels; s += 2) {
+            int64_t panels = job->panels - s < 2 ? 1 : 2;
             const uint8_t *tiles[2];
             int32_t *c[2];
-            for (int64_t i = 0; i < strips; i++) {
-                tiles[i] = kt_strip_tiles(steps->bits, &job->strip[s + i], job->k, first);
+            for (int64_t i = 0; i < panels; i++) {
+                tiles[i] = kt_panel_tiles(steps->bits, &job->panel[s + i], job->k, first);
                 c[i] = job->c + (s + i) * job->c_pitch;
             }
-            steps->few[job->m - 1](strips, tiles, columns, a, c);
+            steps->few[job->m - 1](panels, tiles, columns, a, c);
         }
     }
 }
 
-/* The tiles of a strip's columns from `first` on, a multiple of the chunk. */
+/* The tiles of a panel's columns from `first` on, a multiple of the chunk. */
 static const uint8_t *chunk_tiles(const kt_gemm *job, int bits, int64_t s, int64_t first) {
     int64_t in_block = first % KT_K_BLOCK;
-    return kt_strip_tiles(bits, &job->strip[s], job->k, first - in_block) + in_block * KT_STRIP_ROWS * bits / 8;
+    return kt_panel_tiles(bits, &job->panel[s], job->k, first - in_block) + in_block * KT_PANEL_ROWS * bits / 8;
 }
 
 static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64_t first, int64_t columns,
@@ -47,9 +47,9 @@ static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64
     int8_t *a = (int8_t *)job->scratch + KT_CODES_BYTES;
     for (int64_t t = 0; t < tokens; t++)
         steps->copy(job->a + (token + t) * job->k + first, columns, a + t * KT_CHUNK_PITCH);
-    int64_t blocks = (tokens + KT_FEW - 1) / KT_FEW, bytes = columns * KT_STRIP_ROWS * steps->bits / 8;
-    for (int64_t s = 0; s < job->strips; s++) {
-        const uint8_t *ahead = s + 1 < job->strips        ? chunk_tiles(job, steps->bits, s + 1, first)
+    int64_t blocks = (tokens + KT_FEW - 1) / KT_FEW, bytes = columns * KT_PANEL_ROWS * steps->bits / 8;
+    for (int64_t s = 0; s < job->panels; s++) {
+        const uint8_t *ahead = s + 1 < job->panels        ? chunk_tiles(job, steps->bits, s + 1, first)
                                : first + columns < job->k ? chunk_tiles(job, steps->bits, 0, first + columns)
                                : job->next                ? job->next
                                                           : codes;
@@ -57,7 +57,7 @@ static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64
         for (int64_t b = 0; b < blocks; b++) {
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             steps->block[to - from - 1](codes, columns, a + from * KT_CHUNK_PITCH,
-                                        job->c + s * job->c_pitch + (token + from) * KT_STRIP_ROWS,
+                                        job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
                                         ahead + bytes * b / blocks, bytes / blocks / (columns / 4));
         }
     }

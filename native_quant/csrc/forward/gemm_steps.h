@@ -1,9 +1,9 @@
 /* The order of the work of a 256-bit kernel for dot products (gemm_steps.c), and the steps that an instruction set
  * brings.
  *
- * - few tokens (at most KT_FEW): memory is the limit. Each weight is read once, from two strips in turn, and multiplied
+ * - few tokens (at most KT_FEW): memory is the limit. Each weight is read once, from two panels in turn, and multiplied
  * as it comes.
- * - many: arithmetic is the limit. A chunk of a strip is unpacked to 16 KiB, which stay in L1, and multiplied by blocks
+ * - many: arithmetic is the limit. A chunk of a panel is unpacked to 16 KiB, which stay in L1, and multiplied by blocks
  * of up to KT_FEW tokens; the chunk's activations of all of them stay in L2.
  *
  * Some instructions multiply unsigned by signed bytes. Then the codes are the unsigned ones: code + offset is what is
@@ -19,9 +19,9 @@ enum {
     KT_CHUNK_PITCH = 512,    /* bytes from a token's activations of a chunk to the next one's */
 };
 
-/* Adds to c[strip][token * 32 + row] the products of `columns` columns, at most KT_K_BLOCK, of one or two strips with
+/* Adds to c[panel][token * 32 + row] the products of `columns` columns, at most KT_K_BLOCK, of one or two panels with
    activations KT_K_BLOCK bytes apart. */
-typedef void kt_few_fn(int64_t strips, const uint8_t *const *tiles, int64_t columns, const int8_t *a,
+typedef void kt_few_fn(int64_t panels, const uint8_t *const *tiles, int64_t columns, const int8_t *a,
                        int32_t *const *c);
 /* Tiles to codes, as `block` wants them. */
 typedef void kt_unpack_fn(const uint8_t *tiles, int64_t columns, uint8_t *codes);

@@ -3,7 +3,7 @@
  *
  *     hidden --quantize--> a --gate·up, silu--> h --quantize--> hq --down--> y --weighted sum--> out
  *            per token       per expert and         per row        per expert    per token
- *                            strips of 32           int8 only      and strips
+ *                            panels of 32           int8 only      and panels
  *
  * Rows of a, h, hq and y are (token, expert) pairs, sorted by expert, so that an expert's tokens lie one after the
  * other. */
@@ -12,11 +12,11 @@
 
 #include "moe.h"
 
-enum { TASKS_PER_THREAD = 8, MIN_PANEL = 128 };
+enum { TASKS_PER_THREAD = 8, LEAST_SECTION = 128 };
 /* Bytes of a pass's rows, which bounds its tokens; and of y, which is read again soon after it was written. */
-enum { ROWS_BUDGET = 256 << 20, PANELS_BUDGET = 16 << 20 };
-/* A strip costs its bytes from memory as much as this many tokens cost work. */
-enum { STRIP_COST = 16 };
+enum { ROWS_BUDGET = 256 << 20, SECTIONS_BUDGET = 16 << 20 };
+/* A panel costs its bytes from memory as much as this many tokens cost work. */
+enum { PANEL_COST = 16 };
 
 static int check(const ktq_moe *moe, const ktq_call *call) {
     if (!moe || !call || !moe->expert || call->tokens < 0 || call->topk < 1 || call->topk > KTQ_MOST_TOPK) return KTQ_EINVAL;
@@ -84,34 +84,34 @@ static void add(kt_group *group, kt_task task) {
     group->task[group->tasks++] = task;
 }
 
-/* How many of a bucket's strips one task takes: so many that each thread gets about TASKS_PER_THREAD tasks. */
-static int64_t strips_per_task(const kt_pass *pass, int64_t m, int64_t strips, int64_t threads, int64_t most) {
+/* How many of a bucket's panels one task takes: so many that each thread gets about TASKS_PER_THREAD tasks. */
+static int64_t panels_per_task(const kt_pass *pass, int64_t m, int64_t panels, int64_t threads, int64_t most) {
     double all = 0;
-    for (int64_t b = 0; b < pass->buckets; b++) all += (double)strips * (double)(pass->bucket[b].m + STRIP_COST);
-    int64_t count = (int64_t)(all / (double)(threads * TASKS_PER_THREAD) / (double)(m + STRIP_COST));
+    for (int64_t b = 0; b < pass->buckets; b++) all += (double)panels * (double)(pass->bucket[b].m + PANEL_COST);
+    int64_t count = (int64_t)(all / (double)(threads * TASKS_PER_THREAD) / (double)(m + PANEL_COST));
     return count < 1 ? 1 : count > most ? most : count;
 }
 
-static void add_down(const kt_pass *pass, kt_group *group, int64_t panel, int64_t threads) {
-    int64_t columns = pass->moe->hidden - panel * pass->panel_columns;
-    int64_t strips = (columns < pass->panel_columns ? columns : pass->panel_columns) / KT_STRIP_ROWS;
+static void add_down(const kt_pass *pass, kt_group *group, int64_t section, int64_t threads) {
+    int64_t columns = pass->moe->hidden - section * pass->section_columns;
+    int64_t panels = (columns < pass->section_columns ? columns : pass->section_columns) / KT_PANEL_ROWS;
     for (int64_t part = 0; part < group->parts; part++)
         for (int64_t b = 0; b < pass->buckets; b++) {
-            int64_t step = strips_per_task(pass, pass->bucket[b].m, strips * group->parts, threads, KT_MAX_STRIPS);
-            for (int64_t s = 0; s < strips; s += step, group->down_left[panel]++)
-                add(group, (kt_task){KT_DOWN, (int)part, b, panel, s, strips - s < step ? strips - s : step});
+            int64_t step = panels_per_task(pass, pass->bucket[b].m, panels * group->parts, threads, KT_MAX_PANELS);
+            for (int64_t s = 0; s < panels; s += step, group->down_left[section]++)
+                add(group, (kt_task){KT_DOWN, (int)part, b, section, s, panels - s < step ? panels - s : step});
         }
 }
 
-static void add_combine(const kt_pass *pass, kt_group *group, int64_t panel, int64_t threads) {
+static void add_combine(const kt_pass *pass, kt_group *group, int64_t section, int64_t threads) {
     int64_t step = kt_blocks(pass->tokens, threads);
     if (step > KT_ROW_BLOCK) step = KT_ROW_BLOCK;
-    for (int64_t t = 0; t < pass->tokens; t += step, group->combine_left[panel]++)
-        add(group, (kt_task){KT_COMBINE, 0, 0, panel, t, pass->tokens - t < step ? pass->tokens - t : step});
+    for (int64_t t = 0; t < pass->tokens; t += step, group->combine_left[section]++)
+        add(group, (kt_task){KT_COMBINE, 0, 0, section, t, pass->tokens - t < step ? pass->tokens - t : step});
 }
 
 static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
-    int64_t strips = pass->moe->width / KT_STRIP_ROWS;
+    int64_t panels = pass->moe->width / KT_PANEL_ROWS;
     group->threads = threads;
     group->tasks = 0;
     group->next = 0;
@@ -121,11 +121,11 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
         add(group, (kt_task){KT_QUANTIZE, 0, 0, 0, t, pass->tokens - t < tokens ? pass->tokens - t : tokens});
     for (int64_t part = 0; part < group->parts; part++)
         for (int64_t b = 0; b < pass->buckets; b++) {
-            int64_t step = strips_per_task(pass, pass->bucket[b].m, strips * group->parts, threads, KT_MAX_STRIPS / 2);
+            int64_t step = panels_per_task(pass, pass->bucket[b].m, panels * group->parts, threads, KT_MAX_PANELS / 2);
             atomic_int *left = &group->gate_up_left[part * pass->buckets + b];
             *left = 0;
-            for (int64_t s = 0; s < strips; s += step, ++*left)
-                add(group, (kt_task){KT_GATE_UP, (int)part, b, 0, s, strips - s < step ? strips - s : step});
+            for (int64_t s = 0; s < panels; s += step, ++*left)
+                add(group, (kt_task){KT_GATE_UP, (int)part, b, 0, s, panels - s < step ? panels - s : step});
         }
     for (int64_t part = 0; pass->format->arithmetic->requantize && part < group->parts; part++)
         for (int64_t b = 0; b < pass->buckets; b++) {
@@ -135,18 +135,18 @@ static void plan_group(const kt_pass *pass, kt_group *group, int64_t threads) {
             for (int64_t t = 0; m > KT_REQUANTIZED_AT_ONCE && t < m; t += KT_ROW_BLOCK, ++*left)
                 add(group, (kt_task){KT_REQUANTIZE, (int)part, b, 0, t, m - t < KT_ROW_BLOCK ? m - t : KT_ROW_BLOCK});
         }
-    for (int64_t p = 0; p < pass->panels; p++) group->down_left[p] = group->combine_left[p] = 0;
-    for (int64_t p = 0; p <= pass->panels; p++) {
-        if (p < pass->panels) add_down(pass, group, p, threads);
+    for (int64_t p = 0; p < pass->sections; p++) group->down_left[p] = group->combine_left[p] = 0;
+    for (int64_t p = 0; p <= pass->sections; p++) {
+        if (p < pass->sections) add_down(pass, group, p, threads);
         if (p > 0) add_combine(pass, group, p - 1, threads);
     }
 }
 
 /* An upper bound of the tasks that plan_group adds. */
 static int64_t most_tasks(const kt_pass *pass, const kt_group *group) {
-    int64_t cells = group->parts * pass->buckets, strips = pass->moe->width / KT_STRIP_ROWS,
-            columns = pass->moe->hidden / KT_STRIP_ROWS;
-    return pass->tokens * (1 + pass->panels) + cells * (strips + columns + 1) + group->parts * pass->rows;
+    int64_t cells = group->parts * pass->buckets, panels = pass->moe->width / KT_PANEL_ROWS,
+            columns = pass->moe->hidden / KT_PANEL_ROWS;
+    return pass->tokens * (1 + pass->sections) + cells * (panels + columns + 1) + group->parts * pass->rows;
 }
 
 /* --- in which memory ------------------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ static void lay_out_group(const kt_pass *pass, kt_group *group, kt_arena *arena)
     KT_TAKE(group->task, most_tasks(pass, group));
     KT_TAKE(group->gate_up_left, cells);
     if (pass->format->arithmetic->requantize) KT_TAKE(group->requantize_left, cells);
-    KT_TAKE(group->down_left, pass->panels);
-    KT_TAKE(group->combine_left, pass->panels);
-    KT_TAKE(group->y, (pass->panels > 1 ? 2 : 1) * group->parts * pass->rows * pass->panel_columns);
+    KT_TAKE(group->down_left, pass->sections);
+    KT_TAKE(group->combine_left, pass->sections);
+    KT_TAKE(group->y, (pass->sections > 1 ? 2 : 1) * group->parts * pass->rows * pass->section_columns);
     pass->format->arithmetic->lay_out(pass, group, arena);
 }
 
@@ -177,9 +177,9 @@ static void lay_out_workers(kt_pass *pass, int workers, kt_arena *arena) {
     KT_TAKE(pass->scratch, workers);
     for (int i = 0; i < workers; i++) {
         kt_worker_scratch none, *scratch = arena->base ? &pass->scratch[i] : &none;
-        scratch->c = kt_take(arena, KT_MAX_STRIPS * KT_MOST_SUMS * KT_STRIP_ROWS, sizeof(float));
+        scratch->c = kt_take(arena, KT_MAX_PANELS * KT_MOST_SUMS * KT_PANEL_ROWS, sizeof(float));
         KT_TAKE(scratch->gemm, KT_GEMM_SCRATCH);
-        KT_TAKE(scratch->sums, pass->moe->parts * pass->panel_columns);
+        KT_TAKE(scratch->sums, pass->moe->parts * pass->section_columns);
         KT_TAKE(scratch->rows, pass->call->topk);
         KT_TAKE(scratch->weights, pass->call->topk);
         KT_TAKE(scratch->place, pass->call->topk);
@@ -207,12 +207,12 @@ static void lay_out(kt_pass *pass, int workers, kt_arena *arena) {
 /* --- the forward ----------------------------------------------------------------------------------------------------
  */
 
-static void choose_panels(kt_pass *pass) {
+static void choose_sections(kt_pass *pass) {
     int64_t hidden = pass->moe->hidden, parts = parts_of_group(pass, 0), rows = pass->rows ? pass->rows : 1;
-    int64_t columns = PANELS_BUDGET / (2 * (int64_t)sizeof(float) * parts * rows) / KT_STRIP_ROWS * KT_STRIP_ROWS;
-    if (columns < MIN_PANEL) columns = MIN_PANEL;
-    pass->panel_columns = columns < hidden ? columns : hidden;
-    pass->panels = kt_blocks(hidden, pass->panel_columns);
+    int64_t columns = SECTIONS_BUDGET / (2 * (int64_t)sizeof(float) * parts * rows) / KT_PANEL_ROWS * KT_PANEL_ROWS;
+    if (columns < LEAST_SECTION) columns = LEAST_SECTION;
+    pass->section_columns = columns < hidden ? columns : hidden;
+    pass->sections = kt_blocks(hidden, pass->section_columns);
 }
 
 static int run_pass(ktq_pool *pool, kt_pass *pass) {
@@ -223,7 +223,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
     if (!first.base) return KTQ_ENOMEM;
     sort_tokens(pass, lay_out_sorting(pass, &first));
     kt_open_gaps(&first);
-    choose_panels(pass);
+    choose_sections(pass);
 
     counted = (kt_arena){0};
     kt_pass copy = *pass;

@@ -10,7 +10,7 @@
 
 enum {
     KT_TOKEN_BLOCK = 256, /* BF16 tokens of an expert that go through a kernel at a time: they stay in L2 */
-    KT_MAX_STRIPS = 16,   /* strips that a task multiplies at a time */
+    KT_MAX_PANELS = 16,   /* panels that a task multiplies at a time */
     KT_MOST_SUMS = 2 * KT_MOST_TOKENS + KT_MOST_TILE_ROWS, /* rows of sums: each may have a remainder; whole tiles */
     KT_ROW_BLOCK = 16,    /* rows that are quantized, or tokens that are combined, by one task */
     /* A bucket of at most so many rows is requantized by the last of its GATE_UP tasks, which has some of h at hand; the
@@ -25,8 +25,8 @@ enum { KT_QUANTIZE, KT_GATE_UP, KT_REQUANTIZE, KT_DOWN, KT_COMBINE };
 typedef struct {
     int kind, part;      /* part: counted among those of the group */
     int64_t bucket;      /* GATE_UP, REQUANTIZE, DOWN */
-    int64_t panel;       /* DOWN, COMBINE */
-    int64_t first, count; /* strips (GATE_UP: of gate and of up; DOWN: of the panel), rows, or tokens */
+    int64_t section;      /* DOWN, COMBINE */
+    int64_t first, count; /* panels (GATE_UP: of gate and of up; DOWN: of the section), rows, or tokens */
 } kt_task;
 
 /* The tokens that go to one expert: rows first .. first + m - 1 of everything that has a row per (token, expert). */
@@ -70,17 +70,17 @@ typedef struct {
     _Alignas(64) atomic_llong next;
     _Alignas(64) atomic_int to_quantize;
     atomic_int *gate_up_left, *requantize_left; /* [parts][buckets]; requantize_left: NULL where nothing is */
-    atomic_int *down_left, *combine_left;       /* [panels] */
+    atomic_int *down_left, *combine_left;       /* [sections] */
 
-    float *y; /* [2][parts][rows][panel columns]: the output of down; panels alternate */
+    float *y; /* [2][parts][rows][section columns]: the output of down; sections alternate */
     kt_int8_activations int8; /* one of the two, as the format's arithmetic wants */
     kt_bf16_activations bf16;
 } kt_group;
 
 typedef struct {
-    void *c; /* int32 or float32 [KT_MAX_STRIPS][KT_MOST_SUMS][32] */
+    void *c; /* int32 or float32 [KT_MAX_PANELS][KT_MOST_SUMS][32] */
     uint8_t *gemm;
-    float *sums; /* [parts][panel columns] */
+    float *sums; /* [parts][section columns] */
     const float **rows;
     float *weights;
     kt_code_row *place;
@@ -92,7 +92,7 @@ typedef struct {
     const ktq_call *call;
     const kt_kernels *kernels;
     int64_t first_token, tokens; /* this pass */
-    int64_t rows, buckets, panels, panel_columns;
+    int64_t rows, buckets, sections, section_columns;
     kt_bucket *bucket;
     kt_pair *pair;     /* [tokens][topk] */
     int groups;
@@ -159,20 +159,20 @@ static inline const ktq_expert *kt_expert_of(const kt_pass *pass, const kt_group
     return &pass->moe->expert[group->part[task->part] * pass->moe->experts + pass->bucket[task->bucket].expert];
 }
 
-/* The first strip of a DOWN task, counted in the weight. */
-static inline int64_t kt_first_strip(const kt_pass *pass, const kt_task *task) {
-    return task->panel * (pass->panel_columns / KT_STRIP_ROWS) + task->first;
+/* The first panel of a DOWN task, counted in the weight. */
+static inline int64_t kt_first_panel(const kt_pass *pass, const kt_task *task) {
+    return task->section * (pass->section_columns / KT_PANEL_ROWS) + task->first;
 }
 
-/* The order of a DOWN task's strips: one from its first half, one from its second: two streams from memory. */
-static inline int64_t kt_down_strip(const kt_task *task, int64_t i) {
+/* The order of a DOWN task's panels: one from its first half, one from its second: two streams from memory. */
+static inline int64_t kt_down_panel(const kt_task *task, int64_t i) {
     return i % 2 ? kt_blocks(task->count, 2) + i / 2 : i / 2;
 }
 
-/* The panel's rows of a DOWN task's bucket in y. */
+/* The section's rows of a DOWN task's bucket in y. */
 static inline float *kt_down_rows(const kt_pass *pass, const kt_group *group, const kt_task *task) {
-    int64_t row = (task->panel % 2 * group->parts + task->part) * pass->rows + pass->bucket[task->bucket].first;
-    return group->y + row * pass->panel_columns;
+    int64_t row = (task->section % 2 * group->parts + task->part) * pass->rows + pass->bucket[task->bucket].first;
+    return group->y + row * pass->section_columns;
 }
 
 #endif

@@ -18,22 +18,22 @@ static void copy(const kt_pass *pass, kt_group *group, int64_t token, const kt_w
     }
 }
 
-/* Rows a[m][k] times the strips, to scratch->c: the next strip's sums are m * 32 further. */
-static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, int64_t strips,
-                     const kt_bf16_strip *strip, const kt_worker_scratch *scratch) {
+/* Rows a[m][k] times the panels, to scratch->c: the next panel's sums are m * 32 further. */
+static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, int64_t panels,
+                     const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
     const kt_format *format = pass->format;
     pass->kernels->gemm_bf16(&(kt_bf16_gemm){.m = m,
                                              .k = k,
                                              .a = a,
                                              .a_pitch = k,
-                                             .strips = strips,
-                                             .strip = strip,
+                                             .panels = panels,
+                                             .panel = panel,
                                              .bits = format->bits,
                                              .sum_columns = kt_sum_columns(format),
-                                             .panel = format->panel,
+                                             .chunk = format->chunk,
                                              .kernels = pass->kernels,
                                              .c = scratch->c,
-                                             .c_pitch = m * KT_STRIP_ROWS,
+                                             .c_pitch = m * KT_PANEL_ROWS,
                                              .scratch = scratch->gemm});
 }
 
@@ -50,48 +50,48 @@ static void limit(const ktq_moe *moe, int64_t count, float *gate, float *up) {
     }
 }
 
-/* A gate strip, its up strip, the next gate strip ...: two streams from memory. */
+/* A gate panel, its up panel, the next gate panel ...: two streams from memory. */
 static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     int64_t k = pass->moe->hidden, width = pass->moe->width;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     float *c = scratch->c;
-    kt_bf16_strip strip[KT_MAX_STRIPS];
+    kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
-        strip[2 * i] = kt_bf16_strip_of(pass->format, expert->gate, expert->gate_scale, k, task->first + i);
-        strip[2 * i + 1] = kt_bf16_strip_of(pass->format, expert->up, expert->up_scale, k, task->first + i);
+        panel[2 * i] = kt_bf16_panel_of(pass->format, expert->gate, expert->gate_scale, k, task->first + i);
+        panel[2 * i + 1] = kt_bf16_panel_of(pass->format, expert->up, expert->up_scale, k, task->first + i);
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t row = bucket->first + t, m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
-        multiply(pass, m, k, group->bf16.a + row * k, 2 * task->count, strip, scratch);
+        multiply(pass, m, k, group->bf16.a + row * k, 2 * task->count, panel, scratch);
         for (int64_t i = 0; i < task->count; i++) {
-            float *gate = c + 2 * i * m * KT_STRIP_ROWS, *up = gate + m * KT_STRIP_ROWS;
-            uint16_t *h = group->bf16.h + (task->part * pass->rows + row) * width + (task->first + i) * KT_STRIP_ROWS;
-            limit(pass->moe, m * KT_STRIP_ROWS, gate, up);
+            float *gate = c + 2 * i * m * KT_PANEL_ROWS, *up = gate + m * KT_PANEL_ROWS;
+            uint16_t *h = group->bf16.h + (task->part * pass->rows + row) * width + (task->first + i) * KT_PANEL_ROWS;
+            limit(pass->moe, m * KT_PANEL_ROWS, gate, up);
             pass->kernels->swiglu_bf16(m, gate, up, h, width);
         }
     }
 }
 
 static void down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    int64_t k = pass->moe->width, columns = pass->panel_columns;
+    int64_t k = pass->moe->width, columns = pass->section_columns;
     const kt_bucket *bucket = &pass->bucket[task->bucket];
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     const uint16_t *h = group->bf16.h + (task->part * pass->rows + bucket->first) * k;
     float *y = kt_down_rows(pass, group, task);
-    kt_bf16_strip strip[KT_MAX_STRIPS];
+    kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
-        int64_t index = task->panel * (columns / KT_STRIP_ROWS) + task->first + kt_down_strip(task, i);
-        strip[i] = kt_bf16_strip_of(pass->format, expert->down, expert->down_scale, k, index);
+        int64_t index = task->section * (columns / KT_PANEL_ROWS) + task->first + kt_down_panel(task, i);
+        panel[i] = kt_bf16_panel_of(pass->format, expert->down, expert->down_scale, k, index);
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
-        multiply(pass, m, k, h + t * k, task->count, strip, scratch);
+        multiply(pass, m, k, h + t * k, task->count, panel, scratch);
         const float *c = scratch->c;
         for (int64_t i = 0; i < task->count; i++)
-            for (int64_t row = t; row < t + m; row++, c += KT_STRIP_ROWS)
-                memcpy(y + row * columns + (task->first + kt_down_strip(task, i)) * KT_STRIP_ROWS, c,
-                       KT_STRIP_ROWS * sizeof *c);
+            for (int64_t row = t; row < t + m; row++, c += KT_PANEL_ROWS)
+                memcpy(y + row * columns + (task->first + kt_down_panel(task, i)) * KT_PANEL_ROWS, c,
+                       KT_PANEL_ROWS * sizeof *c);
     }
 }
 

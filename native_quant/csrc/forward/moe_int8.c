@@ -115,8 +115,8 @@ static void quantize(const kt_pass *pass, kt_group *group, int64_t token, const 
     }
 }
 
-static void set_next(const kt_pass *pass, kt_gemm *job, const kt_strip *strip, int64_t k) {
-    job->next = kt_strip_tiles(pass->format->bits, strip, k, 0);
+static void set_next(const kt_pass *pass, kt_gemm *job, const kt_panel *panel, int64_t k) {
+    job->next = kt_panel_tiles(pass->format->bits, panel, k, 0);
     job->next_bytes = kt_first_block_bytes(pass->format->bits, k);
 }
 
@@ -127,28 +127,28 @@ static void look_ahead(const kt_pass *pass, const kt_group *group, const kt_task
     const ktq_expert *expert = kt_expert_of(pass, group, next);
     int bits = pass->format->bits;
     int64_t k = next->kind == KT_GATE_UP ? pass->moe->hidden : pass->moe->width;
-    kt_strip strip;
-    if (next->kind == KT_GATE_UP) strip = kt_strip_of(bits, expert->gate, k, next->first);
-    else if (next->kind == KT_DOWN) strip = kt_strip_of(bits, expert->down, k, kt_first_strip(pass, next));
+    kt_panel panel;
+    if (next->kind == KT_GATE_UP) panel = kt_panel_of(bits, expert->gate, k, next->first);
+    else if (next->kind == KT_DOWN) panel = kt_panel_of(bits, expert->down, k, kt_first_panel(pass, next));
     else return;
-    set_next(pass, job, &strip, k);
+    set_next(pass, job, &panel, k);
 }
 
-/* Activations times strips, to job->c. is_last: another call with the same strips does not follow. Returns the unit of
+/* Activations times panels, to job->c. is_last: another call with the same panels does not follow. Returns the unit of
  * the sums. */
 static int multiply(const kt_pass *pass, const kt_group *group, const kt_task *task, const kt_worker_scratch *scratch,
                     int is_last, kt_gemm *job) {
     job->tile_rows = tiling_of(pass, task->bucket).rows;
     job->c = scratch->c;
-    job->c_pitch = (job->m + KT_MOST_TILE_ROWS) * KT_STRIP_ROWS;
+    job->c_pitch = (job->m + KT_MOST_TILE_ROWS) * KT_PANEL_ROWS;
     job->sums_pitch = column_blocks(job->k);
     job->scratch = scratch->gemm;
     if (is_last) look_ahead(pass, group, task, job);
-    else set_next(pass, job, &job->strip[0], job->k);
+    else set_next(pass, job, &job->panel[0], job->k);
     return pass->format->gemm(pass->kernels)(job);
 }
 
-/* A gate strip, its up strip, the next gate strip ...: two streams from memory. */
+/* A gate panel, its up panel, the next gate panel ...: two streams from memory. */
 static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     const ktq_moe *moe = pass->moe;
     const kt_int8_activations *rows = &group->int8;
@@ -157,10 +157,10 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
     const float *gate_scale = expert->gate_scale, *up_scale = expert->up_scale;
     int bits = pass->format->bits;
     int64_t a_row = a_row_of(pass, task->bucket);
-    kt_strip strip[KT_MAX_STRIPS];
+    kt_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
-        strip[2 * i] = kt_strip_of(bits, expert->gate, moe->hidden, task->first + i);
-        strip[2 * i + 1] = kt_strip_of(bits, expert->up, moe->hidden, task->first + i);
+        panel[2 * i] = kt_panel_of(bits, expert->gate, moe->hidden, task->first + i);
+        panel[2 * i + 1] = kt_panel_of(bits, expert->up, moe->hidden, task->first + i);
     }
     const kt_tiling tiling = tiling_of(pass, task->bucket);
     for (int64_t t = 0; t < bucket->m; t += tiling.tokens) {
@@ -169,11 +169,11 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
                        .k = moe->hidden,
                        .a = rows->a + (a_row + t) * moe->hidden,
                        .sums = rows->a_sums + (a_row + t) * column_blocks(moe->hidden),
-                       .strips = 2 * task->count,
-                       .strip = strip};
+                       .panels = 2 * task->count,
+                       .panel = panel};
         int unit = multiply(pass, group, task, scratch, t + m == bucket->m, &job);
         for (int64_t i = 0; i < task->count; i++) {
-            int64_t column = (task->first + i) * KT_STRIP_ROWS;
+            int64_t column = (task->first + i) * KT_PANEL_ROWS;
             pass->kernels->swiglu(
                 &(kt_outputs){.exact = pass->call->exact,
                               .m = m,
@@ -226,10 +226,10 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
     const kt_tiling tiling = tiling_of(pass, task->bucket);
     const ktq_expert *expert = kt_expert_of(pass, group, task);
     const float *row_scale = expert->down_scale;
-    int64_t first = kt_first_strip(pass, task), sums = column_blocks(moe->width);
-    kt_strip strip[KT_MAX_STRIPS];
+    int64_t first = kt_first_panel(pass, task), sums = column_blocks(moe->width);
+    kt_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++)
-        strip[i] = kt_strip_of(pass->format->bits, expert->down, moe->width, first + kt_down_strip(task, i));
+        panel[i] = kt_panel_of(pass->format->bits, expert->down, moe->width, first + kt_down_panel(task, i));
     float *y = kt_down_rows(pass, group, task);
     for (int64_t t = 0; t < bucket->m; t += tiling.tokens) {
         int64_t m = block_tokens(bucket, tiling, t);
@@ -240,20 +240,20 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
                        .k = moe->width,
                        .a = rows->hq + row * moe->width,
                        .sums = rows->h_sums + row * sums,
-                       .strips = task->count,
-                       .strip = strip};
+                       .panels = task->count,
+                       .panel = panel};
         int unit = multiply(pass, group, task, scratch, t + m == bucket->m, &job);
         for (int64_t i = 0; i < task->count; i++) {
-            int64_t place = kt_down_strip(task, i);
+            int64_t place = kt_down_panel(task, i);
             pass->kernels->scale_rows(
                 &(kt_outputs){.exact = pass->call->exact,
                               .m = m,
                               .unit = (float)unit,
                               .token_scale = rows->h_scale + row,
                               .acc = {job.c + i * job.c_pitch},
-                              .row_scale = {row_scale + (first + place) * KT_STRIP_ROWS},
-                              .out = y + t * pass->panel_columns + (task->first + place) * KT_STRIP_ROWS,
-                              .out_pitch = pass->panel_columns,
+                              .row_scale = {row_scale + (first + place) * KT_PANEL_ROWS},
+                              .out = y + t * pass->section_columns + (task->first + place) * KT_PANEL_ROWS,
+                              .out_pitch = pass->section_columns,
                               .rest = rows->rest_of + row});
         }
     }

@@ -44,10 +44,10 @@ static void requantize(const kt_pass *pass, kt_group *group, const kt_task *task
 
 static void down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
     wait_for(&(group->requantize_left ? group->requantize_left : group->gate_up_left)[cell_of(pass, task)]);
-    if (task->panel >= 2)
-        wait_for(&group->combine_left[task->panel - 2]); /* the readers of this half's previous panel */
+    if (task->section >= 2)
+        wait_for(&group->combine_left[task->section - 2]); /* the readers of this half's previous section */
     pass->format->arithmetic->down(pass, group, task, scratch);
-    done(&group->down_left[task->panel]);
+    done(&group->down_left[task->section]);
 }
 
 /* The parts of columns `column` .. of token t become the output; with `add` its previous value goes into the first
@@ -61,28 +61,29 @@ static void merge_parts(const kt_pass *pass, int64_t parts, float *const *sums, 
 }
 
 static void combine(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    int64_t topk = pass->call->topk, hidden = pass->moe->hidden, column = task->panel * pass->panel_columns;
-    int64_t columns = hidden - column < pass->panel_columns ? hidden - column : pass->panel_columns;
+    int64_t topk = pass->call->topk, hidden = pass->moe->hidden, column = task->section * pass->section_columns;
+    int64_t columns = hidden - column < pass->section_columns ? hidden - column : pass->section_columns;
     float *sums[KTQ_MOST_PARTS];
-    wait_for(&group->down_left[task->panel]);
+    wait_for(&group->down_left[task->section]);
     for (int64_t t = task->first; t < task->first + task->count; t++) {
         for (int64_t part = 0; part < group->parts; part++) {
-            const float *y = group->y + ((task->panel % 2 * group->parts + part) * pass->rows) * pass->panel_columns;
+            int64_t from = (task->section % 2 * group->parts + part) * pass->rows;
+            const float *y = group->y + from * pass->section_columns;
             int64_t terms = 0;
             for (int64_t j = 0; j < topk; j++) {
                 int64_t row = pass->pair[t * topk + j].row;
                 if (row < 0) continue;
-                scratch->rows[terms] = y + row * pass->panel_columns;
+                scratch->rows[terms] = y + row * pass->section_columns;
                 scratch->weights[terms++] = pass->call->weights[(pass->first_token + t) * topk + j];
             }
             float *out = pass->partial ? pass->partial + (group->part[part] * pass->tokens + t) * hidden + column
-                                       : scratch->sums + part * pass->panel_columns;
+                                       : scratch->sums + part * pass->section_columns;
             pass->kernels->combine(terms, scratch->rows, scratch->weights, columns, out);
             sums[part] = out;
         }
         if (!pass->partial) merge_parts(pass, group->parts, sums, t, column, columns);
     }
-    done(&group->combine_left[task->panel]);
+    done(&group->combine_left[task->section]);
 }
 
 static void merge(const kt_pass *pass, int64_t task) {
@@ -115,8 +116,8 @@ void kt_moe_work(void *argument, int group_number, int worker) {
     if (pass->partial) {
         int64_t next;
         while ((next = atomic_fetch_add_explicit(&pass->next_merge, 1, memory_order_relaxed)) < pass->merge_tasks) {
-            for (int g = 0; g < pass->groups; g++) /* the last panel is combined last */
-                for (int64_t p = 0; p < pass->panels; p++) wait_for(&pass->group[g].combine_left[p]);
+            for (int g = 0; g < pass->groups; g++) /* the last section is combined last */
+                for (int64_t p = 0; p < pass->sections; p++) wait_for(&pass->group[g].combine_left[p]);
             merge(pass, next);
         }
     }

@@ -12,7 +12,7 @@ static inline float kt_rounded(int exact, float x) {
 }
 
 static inline float kt_output(const kt_outputs *job, int which, int64_t t, int64_t r) {
-    float y = (float)job->acc[which][t * KT_STRIP_ROWS + r] * job->unit;
+    float y = (float)job->acc[which][t * KT_PANEL_ROWS + r] * job->unit;
     return kt_rounded(job->exact, job->token_scale[t] * (job->row_scale[which][r] * y));
 }
 

@@ -10,7 +10,7 @@ TARGET static inline floats kt_rounded(int exact, floats x) {
 
 /* y of rows r .. r + LANES - 1 of token t. */
 TARGET static inline floats kt_output(const kt_outputs *job, int which, int64_t t, int64_t r) {
-    floats acc = cvtepi32_ps(load_si(job->acc[which] + t * KT_STRIP_ROWS + r));
+    floats acc = cvtepi32_ps(load_si(job->acc[which] + t * KT_PANEL_ROWS + r));
     floats y = mul_ps(loadu_ps(job->row_scale[which] + r), mul_ps(acc, set1_ps(job->unit)));
     return kt_rounded(job->exact, mul_ps(set1_ps(job->token_scale[t]), y));
 }

@@ -3,7 +3,7 @@
 
 TARGET void KERNEL_OF(scale_rows)(const kt_outputs *job) {
     for (int64_t t = 0; t < job->m; t++)
-        for (int64_t r = 0; r < KT_STRIP_ROWS; r += LANES) {
+        for (int64_t r = 0; r < KT_PANEL_ROWS; r += LANES) {
             floats y = kt_output(job, 0, t, r);
             if (job->rest[t]) y = add_ps(y, kt_output(job, 0, job->rest[t], r));
             storeu_ps(job->out + t * job->out_pitch + r, y);

@@ -3,6 +3,6 @@
 
 void kt_swiglu_bf16_scalar(int64_t m, const float *gate, const float *up, uint16_t *out, int64_t out_pitch) {
     for (int64_t t = 0; t < m; t++)
-        for (int64_t r = 0; r < KT_STRIP_ROWS; r++)
-            out[t * out_pitch + r] = kt_to_bf16(kt_silu(gate[t * KT_STRIP_ROWS + r]) * up[t * KT_STRIP_ROWS + r]);
+        for (int64_t r = 0; r < KT_PANEL_ROWS; r++)
+            out[t * out_pitch + r] = kt_to_bf16(kt_silu(gate[t * KT_PANEL_ROWS + r]) * up[t * KT_PANEL_ROWS + r]);
 }

@@ -18,10 +18,10 @@ TARGET static inline ints any(ints code, ints normal) {
     return where_epi16(eq_epi16(and_si(code, set1_epi16(0x78)), setzero_si()), value, normal);
 }
 
-TARGET void KERNEL_OF(panel_fp8)(const uint8_t *codes, int64_t columns, uint16_t *panel) {
+TARGET void KERNEL_OF(chunk_fp8)(const uint8_t *codes, int64_t columns, uint16_t *chunk) {
     int has_nan = 0;
-    for (int64_t i = 0; i < columns * KT_STRIP_ROWS; i += VECTOR_BYTES) {
-        fetch(codes + KT_PANEL_AHEAD + i / 2);
+    for (int64_t i = 0; i < columns * KT_PANEL_ROWS; i += VECTOR_BYTES) {
+        fetch(codes + KT_CHUNK_AHEAD + i / 2);
         ints magnitude = and_si(loadu_si(codes + i), set1_epi8(0x7f));
         ints first = load_epi8_epi16(codes + i), second = load_epi8_epi16(codes + i + VECTOR_BYTES / 2);
         ints low = normal(first), high = normal(second);
@@ -31,8 +31,8 @@ TARGET void KERNEL_OF(panel_fp8)(const uint8_t *codes, int64_t columns, uint16_t
             low = any(first, low);
             high = any(second, high);
         }
-        storeu_si(panel + i, low);
-        storeu_si(panel + i + VECTOR_BYTES / 2, high);
+        storeu_si(chunk + i, low);
+        storeu_si(chunk + i + VECTOR_BYTES / 2, high);
     }
-    if (has_nan) kt_panel_fp8_scalar(codes, columns, panel);
+    if (has_nan) kt_chunk_fp8_scalar(codes, columns, chunk);
 }

@@ -1,4 +1,4 @@
-/* AVX2: panel_mxfp4_template.h. */
+/* AVX2: chunk_mxfp4_template.h. */
 #include "vectors_avx2.h"
 
 /* vpshufb looks up the lower and the upper bytes of 16 values; where an index is 0, so is what it finds. */
@@ -10,4 +10,4 @@ TARGET static inline ints values_of(ints words) {
     return or_si(above, shuffle_epi8(load_repeated(lower), code));
 }
 
-#include "panel_mxfp4_template.h"
+#include "chunk_mxfp4_template.h"

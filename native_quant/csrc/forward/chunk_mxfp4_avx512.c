@@ -1,4 +1,4 @@
-/* AVX-512: panel_mxfp4_template.h. */
+/* AVX-512: chunk_mxfp4_template.h. */
 #include "vectors_avx512.h"
 
 /* vpermw takes 5 bits of a word, of which the upper one belongs to the next code: the table stands there twice. */
@@ -9,4 +9,4 @@ TARGET static inline ints values_of(ints words) {
     return _mm512_permutexvar_epi16(words, _mm512_broadcast_i64x4(values));
 }
 
-#include "panel_mxfp4_template.h"
+#include "chunk_mxfp4_template.h"

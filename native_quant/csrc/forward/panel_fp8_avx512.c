@@ -1,3 +1,0 @@
-/* AVX-512: panel_fp8_template.h. */
-#include "vectors_avx512.h"
-#include "panel_fp8_template.h"

@@ -1,6 +1,0 @@
-/* FP8 E4M3 to BF16, exactly. */
-#include "kernels.h"
-
-void kt_panel_fp8_scalar(const uint8_t *codes, int64_t columns, uint16_t *panel) {
-    kt_decode_scalar(KTQ_FP8_E4M3, codes, 0, 1, columns * KT_STRIP_ROWS, 1, panel, 0);
-}
