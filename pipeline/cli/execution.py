@@ -65,7 +65,7 @@ def make(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None:
     """Execute a plan with the engine that --executor names."""
     check(plan, params)
     name, overwrite, part = params.get("executor", DEFAULT), params.get("overwrite", False), part_of(params)
-    with opened(name, reporter.note, params["executor_timeout"]) as engine:
+    with opened(name, reporter.note, params.get("executor_timeout")) as engine:
         if engine.executor is None and engine.threads is not None:
             plan = _tuned(plan, cpuinfer_threads=options.lowered("--executor threads", engine.threads, reporter))
         if part is not None:

@@ -172,9 +172,8 @@ def executor(command: F) -> F:
         click.option(
             "--executor-timeout",
             type=Number(min=1),
-            default=3600,
-            show_default=True,
-            help="Seconds to wait for Dask's workers while there are none.",
+            default=None,
+            help="Seconds to wait for Dask's workers while there are none. [default: 3600]",
         ),
     )(command)
 

@@ -27,17 +27,17 @@ class Engine:
 
 
 @contextlib.contextmanager
-def opened(name: str, note: Callable[[str], None], timeout: float = dask_executor.TIMEOUT) -> Iterator[Engine]:
+def opened(name: str, note: Callable[[str], None], timeout: float | None = None) -> Iterator[Engine]:
     """The engine that --executor names, until it is left.
 
     note     is told what keeps it from working
-    timeout  seconds that work waits for workers while there are none
+    timeout  seconds that work waits for workers while there are none; None: dask_executor.TIMEOUT
 
     Raises UsageError for a name that is none, KtconvertError where it cannot be had.
     """
     require_known(name)
     kind, _, where = name.partition(":")
-    with ENGINES[kind](where, note, timeout) as engine:
+    with ENGINES[kind](where, note, timeout or dask_executor.TIMEOUT) as engine:
         yield engine
 
 
