@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +82,7 @@ def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ktconvert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return conversion.ktconvert(*map(str, arguments))
 
 
 def test_output_holds_the_source(output: tuple[Path, Path, int]) -> None:
