@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.files.manifest import digest
 from ktconvert.layouts.outputs.compressed import PIECE
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
@@ -97,7 +98,7 @@ def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Pa
     for file in manifest["files"]:
         data = (output / file["name"]).read_bytes()
         file |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (output / "manifest.json").write_text(json.dumps(manifest))
+    (output / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
     return output
 
 
