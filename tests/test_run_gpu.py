@@ -555,9 +555,10 @@ def test_checkpoints_of_another_kind(case: Case, tmp_path: Path, spoken_by: dict
 
 
 @qwen
-def test_packed_weights_beside_the_experts(case: Case, tmp_path: Path) -> None:
+def test_packed_weights_beside_the_experts(case: Case, tmp_path: Path, example: Path) -> None:
     """transformers would fill in random numbers for them."""
     model, name = copied(case, tmp_path / "model"), "model.layers.1.self_attn.q_proj.weight"
+    shutil.copy(example / "tokenizer.json", model)
 
     def pack(tensors: Tensors) -> None:
         if name in tensors:
