@@ -121,6 +121,12 @@ def test_the_smallest_temperature(example: Path) -> None:
     assert done.exit_code == 0, done.exception
 
 
+def test_no_more_threads_than_cpus(example: Path) -> None:
+    done = call(example, "--prompt", "import os", "--max-new-tokens", 1, "--threads", 4 * 10**18)
+    assert done.exit_code == 0, done.exception
+    assert "note: --threads 4000000000000000000 is lowered to " in done.stderr
+
+
 def test_a_chat_of_bytes_that_are_no_text(example: Path) -> None:
     words = [str(example), "--max-new-tokens", "2", "--chat"]
     done = CliRunner().invoke(run, words, input=b"import os\nimport \xff\n")

@@ -82,7 +82,7 @@ def bench(
 
     options.check_plot(plot)
     options.check_kernels("the command again")
-    threads = None if threads is None else options.lowered("--threads", threads, Reporter())
+    threads = options.computing_threads(threads, Reporter())
     document = measured(output.expanduser().absolute(), layer, tokens, threads)
     if plot is not None:
         plot_bench(plot, document)

@@ -66,8 +66,7 @@ def eval(model: str, **params: Any) -> None:
     reporter = Reporter()
     evaluate.require(reporter.warn, for_gpu=gpu is not None)
     options.check_kernels("the command again")
-    if params["threads"] is not None:
-        params["threads"] = options.lowered("--threads", params["threads"], reporter)
+    params["threads"] = options.computing_threads(params["threads"], reporter)
     text = evaluate.read_text(params["text"])
     settings = ("cpu_weights", "revision", "trust_remote_code", "threads", "exact")
     choice = Choice(model, **{name: params[name] for name in settings})

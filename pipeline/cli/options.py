@@ -305,6 +305,11 @@ def threads(requested: int | None, reporter: Reporter) -> int:
     return lowered("--cpuinfer-threads", requested or machine.allowed_cpus(), reporter)
 
 
+def computing_threads(requested: int | None, reporter: Reporter) -> int | None:
+    """--threads, of a command that computes: never more than this process may use; None where it is not given."""
+    return None if requested is None else lowered("--threads", requested, reporter)
+
+
 def lowered(option: str, requested: int, reporter: Reporter) -> int:
     """At most as many threads as this process may use; a note where that is less."""
     allowed = machine.allowed_cpus()

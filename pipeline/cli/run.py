@@ -62,6 +62,7 @@ def run(model: str, **params: Any) -> None:
     options.check_kernels("the command again")
     reporter = Reporter()
     generate.require("run", reporter.warn)
+    params["threads"] = options.computing_threads(params["threads"], reporter)
     settings = (
         "cpu_weights",
         "gpu_experts_mask",

@@ -51,6 +51,7 @@ def serve(model: str, **params: Any) -> None:
 
     options.check_kernels("the command again")
     generate.require("serve", Reporter().warn)
+    params["threads"] = options.computing_threads(params["threads"], Reporter())
     file = params["api_key_file"]
     key = access.key_from(file)
     if file is not None and access.is_open(file):
