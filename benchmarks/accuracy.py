@@ -21,7 +21,7 @@ import numpy as np
 import pages
 from synthetic_layers import F32, Layer, layer, relative
 
-from ktconvert.layouts.outputs import FORMS, Form
+from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.gptq.compensate import packed
@@ -56,18 +56,18 @@ WAYS = (
 # --- synthetic layers -----------------------------------------------------------------------------
 
 
-def quantized(form: Form, scale: str, bits: Any, inputs: F32) -> F32:
+def quantized(fmt: Format, scale: str, bits: Any, inputs: F32) -> F32:
     """A linear of BF16 bits [n, k] as the form stores it, dequantized; inputs: what calibration sees, [T, k]."""
     n, k = bits.shape
     if scale == "gptq":
-        return by_gptq(form, bits, inputs)
+        return by_gptq(fmt, bits, inputs)
     importance = (inputs.astype(np.float64) ** 2).mean(0).astype(np.float32) if scale == "imatrix" else None
-    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
-    quantize(form, QUANTIZERS[scale], Matrix(bits, BF16), stored, importance)
-    return form.unpack(stored, n, k)
+    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(n, k)]
+    quantize(fmt.encoding, QUANTIZERS[scale], Matrix(bits, BF16), stored, importance)
+    return fmt.encoding.decode(stored, n, k, slice(None))
 
 
-def by_gptq(form: Form, bits: Any, inputs: F32) -> F32:
+def by_gptq(fmt: Format, bits: Any, inputs: F32) -> F32:
     """As `--scale gptq` does it: scales weighted by importance, then compensation."""
     import torch
 
@@ -75,15 +75,17 @@ def by_gptq(form: Form, bits: Any, inputs: F32) -> F32:
     hessian = gptq.Hessian.empty(k)
     for batch in np.split(inputs, 8):
         hessian.add(torch.from_numpy(batch).bfloat16())
-    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
+    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(n, k)]
     importance = torch.diagonal(hessian.sum).numpy().copy()
-    quantize(form, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
-    scale = torch.from_numpy(form.scales(stored, n, k).copy())
-    code_range, wide = (form.grid.low, form.grid.high), scale * form.grid.step
+    quantize(fmt.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
+    scale = torch.from_numpy(fmt.encoding.scales(stored[-1], n, k).copy())
+    code_range, wide = (fmt.encoding.grid.low, fmt.encoding.grid.high), scale * fmt.encoding.grid.step
     weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
     values = gptq.compensate(weight, gptq.factorize(hessian, DAMPENING), wide, code_range).values
-    ((_, tensors),) = packed(form, (0, "gate"), gptq.codes(values, wide, code_range), scale, ExpertGrid(0, k, n))
-    return form.unpack(tensors, n, k)
+    ((_, tensors),) = packed(
+        fmt.encoding, (0, "gate"), gptq.codes(values, wide, code_range), scale, ExpertGrid(0, k, n)
+    )
+    return fmt.encoding.decode(tensors, n, k, slice(None))
 
 
 def synthetic() -> list[tuple[str, list[str]]]:
@@ -91,17 +93,17 @@ def synthetic() -> list[tuple[str, list[str]]]:
     wide = {kind: layer(kind, rows=ROWS, features=2048, calibration=4096, held=1) for kind in KINDS}
     narrow = {kind: layer(kind, rows=ROWS) for kind in KINDS}
 
-    def error(of: Layer, form: Form, scale: str, outputs: bool) -> str:
+    def error(of: Layer, fmt: Format, scale: str, outputs: bool) -> str:
         bits = f32_to_bf16(of.weight)
-        values, true = quantized(form, scale, bits, of.calibration), bf16_to_f32(bits)
+        values, true = quantized(fmt, scale, bits, of.calibration), bf16_to_f32(bits)
         if outputs:
             values, true = of.held @ values.T, of.held @ true.T
         return f"{100 * relative(values, true):.2f} %"
 
     rows = []
     for title, name, scale in WAYS:
-        form = FORMS[name]
-        cells = [error(of[kind], form, scale, of is narrow) for of in (wide, narrow) for kind in KINDS]
+        fmt = FORMATS[name]
+        cells = [error(of[kind], fmt, scale, of is narrow) for of in (wide, narrow) for kind in KINDS]
         rows.append((title, cells))
         print(title, *cells, flush=True)
     return rows
@@ -131,7 +133,7 @@ def model(folder: Path) -> list[tuple[str, list[str]]]:
     rows = []
     for title, name, scale in WAYS:
         output = folder / f"{name}-{scale}"
-        method = FORMS[name].option
+        method = FORMATS[name].option
         chosen = () if scale == "absmax" else ("--scale", scale, *options.get(scale, ()))
         command("cpu", "-i", MODEL, "-o", output, "--quant-method", method, *chosen)
         found = json.loads(

@@ -11,7 +11,7 @@ class Grid:
 
     low..high  the codes
     group      columns of a row that share a scale; None: all of them
-    scales     safetensors dtype of the scales: "F32", or "BF16"
+    scales     safetensors dtype of the scales; "" where there are none
     version    of the rounding to nearest by the largest value; to be raised with any change of its bytes, since it is
                part of
                every unit's fingerprint
@@ -25,3 +25,8 @@ class Grid:
     scales: str
     version: int
     step: int = 1
+
+    @property
+    def per_row(self) -> bool:
+        """Whether a row has one scale."""
+        return self.group is None and bool(self.scales)

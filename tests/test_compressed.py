@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import compressed, ignore, linear_names
 from ktconvert.layouts.outputs.compressed_card import quantization_config
-from ktconvert.layouts.outputs.form import expert_bytes
+from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, KINDS, Matrix

@@ -142,7 +142,7 @@ def test_eval_gives_the_divergence_of_stored_experts(models: dict[str, Path], ex
 def test_verify_computes_a_layer(method: str, models: dict[str, Path]) -> None:
     done = call(verify, models[method], "--run", "--json")
     report = json.loads(done.stdout)
-    assert (done.exit_code, report["ok"], report["form"]) == (0, True, "checkpoint")
+    assert (done.exit_code, report["ok"], report["arrangement"]) == (0, True, "checkpoint")
     assert (report["method"], report["layers"], report["experts"], report["hidden"]) == (method, [0, 1], 8, 256)
     check = next(check for check in report["checks"] if check["name"] == "run")
     assert "layer 0, 8 experts, 24 tokens: finite" in check["result"]

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.encodings.encoding import Bytes
 from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.form import Card, Extent, Params, Rows, Tensor
-from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import Part, Place
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import Grid, reference

@@ -1,29 +1,70 @@
-"""Outputs: FORMS is the table of formats of experts, by the name that loaders and manifests use."""
+"""The output formats: FORMATS is their table, by the name that loaders and manifests use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8
-from ktconvert.layouts.outputs.backward import AMXBF16
-from ktconvert.layouts.outputs.backward import COMMAND as BACKWARD
-from ktconvert.layouts.outputs.bf16 import BF16
-from ktconvert.layouts.outputs.compressed import W4A16, W8A16
-from ktconvert.layouts.outputs.form import Form
-from ktconvert.layouts.outputs.fp8 import FP8
-from ktconvert.layouts.outputs.kt_layout import COMMAND, KT_BF16, KT_FP8, KT_MXFP4
-from ktconvert.layouts.outputs.mxfp4 import MXFP4
-from ktconvert.layouts.outputs.parts import PROJECTIONS
+from ktconvert.layouts.encodings import amx, bf16, fp8, mxfp4, packed
+from ktconvert.layouts.outputs import cpu_card, gpu_card
+from ktconvert.layouts.outputs.arrangement import Arrangement
+from ktconvert.layouts.outputs.format import Format
+from ktconvert.layouts.outputs.native import NATIVE
+from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
+from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
 
-__all__ = ["BACKWARD", "FORMS", "LAYOUTS", "PROJECTIONS", "Form", "forms_of"]
+__all__ = ["FORMATS", "LAYOUTS", "LOOSE_METHODS", "OPAQUE", "PROJECTIONS", "Format", "backward_alone", "formats_in"]
 
-FORMS: dict[str, Form] = {
-    form.name: form for form in (AMXINT4, AMXINT8, MXFP4, FP8, BF16, KT_MXFP4, KT_FP8, KT_BF16, AMXBF16, W4A16, W8A16)
+PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
+BACKWARD_ALONE = (
+    "only the backward matrices are written; kt-kernel takes the BF16 experts themselves from the checkpoint, and "
+    "0.7.2 does not load a folder of these files alone"
+)
+
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt
+    for fmt in (
+        Format("AMXINT4", amx.AMXINT4, NUMA, cpu_card.AMX, (PER_ROW,), loose="INT4", backward=True),
+        Format("AMXINT8", amx.AMXINT8, NUMA, cpu_card.AMX, loose="INT8", backward=True),
+        Format("MXFP4", mxfp4.PANELS, NUMA, cpu_card.MXFP4),
+        Format("FP8", fp8.PANELS, NUMA, cpu_card.FP8),
+        Format("BF16", bf16.PANELS, NUMA, cpu_card.BF16),
+        Format("KT_MXFP4", mxfp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
+        Format("KT_FP8", fp8.ROWS, NATIVE, cpu_card.KT_FP8),
+        Format("KT_BF16", bf16.ROWS, NATIVE, cpu_card.KT_BF16),
+        Format(
+            "AMXBF16", bf16.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
+        ),
+        Format("W4A16", packed.W4A16["library"], WHOLE_MODEL, gpu_card.DESCRIPTION, by_rounding=packed.W4A16),
+        Format("W8A16", packed.W8A16["library"], WHOLE_MODEL, gpu_card.DESCRIPTION, by_rounding=packed.W8A16),
+    )
 }
 
-LAYOUTS = {"numa": "cpu", "kt": COMMAND}  # --layout -> forms_of
+LAYOUTS = {"numa": NUMA, "kt": NATIVE}  # `cpu --layout`
+
+OPAQUE = {"MOE_INT4": 4, "MOE_INT8": 8}  # methods whose bytes only the library that wrote them knows, and their bits
+# The prefix of loose files -> kt-kernel's name of the method.
+LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose} | {name: name for name in OPAQUE}
 
 
-def forms_of(command: str) -> Mapping[str, Form]:
-    """The forms that a command writes, by the value of its option."""
-    return {form.option: form for form in FORMS.values() if form.command == command}
+def formats_in(arrangement: Arrangement) -> Mapping[str, Format]:
+    """The formats of experts in this arrangement, by the value of their option."""
+    return {fmt.option: fmt for fmt in FORMATS.values() if fmt.arrangement == arrangement and fmt.forward}
+
+
+def backward_alone(option: str) -> Format | None:
+    """The format of the transposed matrices alone that an option stands for with --save-backward-weights."""
+    return next((fmt for fmt in FORMATS.values() if fmt.option == option and not fmt.forward), None)
+
+
+def is_complete(folder: Path, grid: ExpertGrid, experts: int, fmt: Format) -> bool:
+    """Whether a layer's folder of loose files has every file of this format, with its size."""
+    try:
+        return all(
+            (path := fmt.loose_path(part, tensor)) is not None and (folder / path).stat().st_size == tensor.nbytes
+            for part in grid.all_parts(range(experts))
+            for tensor in fmt.encoding.tensors(part.n, part.k)
+        )
+    except OSError:
+        return False

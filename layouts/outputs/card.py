@@ -1,5 +1,5 @@
-"""config.json and README.md of an output: a description of its weights for loaders and readers. The form supplies what
-depends on it.
+"""config.json and README.md of an output: a description of its weights for loaders and readers. The format supplies
+what depends on it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ktconvert.layouts.outputs.form import Card
+    from ktconvert.layouts.outputs.format import Card
 
 # Where a checkpoint says how it is quantized: keys of config.json, and files beside it that loaders look for.
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -19,7 +19,7 @@ CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.js
 
 
 def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whole: bool) -> bytes:
-    """The source's config with the entries of these experts' form, quantization_config among them.
+    """The source's config with the entries of these experts' format, quantization_config among them.
 
     whole: for a whole model the source's own quantization entries are removed, at any depth; else they are kept beside
     ours."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.outputs.card import STORED_KEYS, encoded, unquantized
-from ktconvert.layouts.outputs.form import Card
+from ktconvert.layouts.outputs.format import Card
 from ktconvert.layouts.outputs.parts import Place
 
 COMMAND = "dequantize"
@@ -21,7 +21,8 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True)
 class NoExperts:
-    """The names of an output whose tensors are all called as in a checkpoint: none is a part of an expert in a form."""
+    """The names of an output whose tensors are all called as in a checkpoint: none is a part of an expert in one of our
+    formats."""
 
     def key(self, place: Place, suffix: str) -> str:
         """There is no such part."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ktconvert.layouts.encodings.encoding import Tensor
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.outputs.form import Form, Tensor
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.parts import Part
 
 FILE = re.compile(
     r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>0|[1-9][0-9]*)"
     r"_(?P<nbytes>0|[1-9][0-9]*)Byte_(?P<what>quant|scale)_\.kt"
 )
+SUFFIXES = {"weight": "quant", "scale": "scale"}  # a tensor's suffix -> its word in the names of files
 LAYER = re.compile(r"_layer_(0|[1-9][0-9]*)")
 NUMA = re.compile(r"_numa_(0|[1-9][0-9]*)")
 
@@ -40,18 +41,6 @@ def tensor(what: str, nbytes: int) -> Tensor:
     if what == "scale":
         return Tensor("scale", "F32", (nbytes // 4,), nbytes)
     return Tensor("weight", "I8", (nbytes,), nbytes)
-
-
-def is_complete(folder: Path, grid: ExpertGrid, experts: int, form: Form) -> bool:
-    """Whether a layer's folder has every file of this form, with its size."""
-    try:
-        return all(
-            (path := form.loose_path(part, tensor)) is not None and (folder / path).stat().st_size == tensor.nbytes
-            for part in grid.all_parts(range(experts))
-            for tensor in form.tensors(part.n, part.k)
-        )
-    except OSError:
-        return False
 
 
 def layers_in(root: Path) -> dict[int, Path]:

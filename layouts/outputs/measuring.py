@@ -1,4 +1,4 @@
-"""Measuring an output by its bytes: its form, T, and the sizes of each layer."""
+"""Measuring an output by its bytes: its format, T, and the sizes of each layer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.outputs import FORMS, Form
-from ktconvert.layouts.outputs.amx import METHODS
+from ktconvert.layouts.encodings.encoding import sizes_shown
+from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, Format
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import part_shape
 
@@ -17,15 +17,15 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Measure:
-    """The form and sizes of an output, by its bytes.
+    """The format and sizes of an output, by its bytes.
 
-    method  "AMXINT4", ..., or "unknown" where the sizes fit none; form is None where we cannot tell what the bytes mean
+    method  "AMXINT4", ..., or "unknown" where the sizes fit none; fmt is None where we cannot tell what the bytes mean
     numa    T, the number of NUMA parts
     shapes  layer -> (E, H, I); H and I are 0 where they cannot be known
     """
 
     method: str
-    form: Form | None
+    fmt: Format | None
     numa: int
     backward: bool
     shapes: dict[int, Shape]
@@ -44,34 +44,35 @@ class Kind:
 
 
 def measure(output: Output, hidden: int = 0) -> Measure:
-    """Form, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead.
+    """Format, T, E, H and I, as most of the tensors have them: a few damaged ones do not mislead.
 
-    Forms may share names and dtypes; only byte counts tell them apart then. hidden: the hidden size of the source, for
-    tensors that do not show it and have neither a manifest nor a config.json beside them.
+    Formats may share names and dtypes; only byte counts tell them apart then. hidden: the hidden size of the source,
+    for tensors that do not show it and have neither a manifest nor a config.json beside them.
     """
-    numa, backward, forms = 1, False, forms_of_names(output)
+    numa, backward, formats = 1, False, formats_by_names(output)
     experts: dict[int, int] = {}
     kinds: Counter[Kind] = Counter()
     for (place, suffix), s in output.tensors.items():
         numa, backward = max(numa, place.numa + 1), backward or place.backward
         experts[place.layer] = max(experts.get(place.layer, 0), place.expert + 1)
-        if place.backward != forms[0].forward:
+        if place.backward != formats[0].forward:
             kinds[Kind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)] += 1
     claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
     stated = output.facts.get("hidden", claimed[1] if claimed else 0)
     candidates = []
-    for form in forms:
-        if form.forward:
-            sizes = _sizes(form, kinds, sorted(experts))
+    for fmt in formats:
+        if fmt.forward:
+            sizes = _sizes(fmt, kinds, sorted(experts))
         else:
-            sizes = _by_product(form, kinds, sorted(experts), stated or hidden)
-        candidates.append((_fitting(form, kinds, sizes), _agreeing(form, kinds), form, sizes))
+            sizes = _by_product(fmt, kinds, sorted(experts), stated or hidden)
+        candidates.append((_fitting(fmt, kinds, sizes), _agreeing(fmt, kinds), fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
-    weights = sum(count for kind, count in kinds.items() if kind.suffix == best.tensors(0, 0)[0].suffix)
-    known: Form | None = best if 2 * fitting > weights else None
+    weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].suffix)
+    known: Format | None = best if 2 * fitting > weights else None
     method = "unknown" if known is None else known.name
-    foreign = {METHODS.get(p, p) for p in output.prefixes} | {m.get("method", "") for m in output.metadata.values()}
-    opaque = sorted(name for name in foreign if name.startswith("MOE_"))
+    foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
+    foreign |= {metadata.get("method", "") for metadata in output.metadata.values()}
+    opaque = sorted(foreign & OPAQUE.keys())
     if not any(hidden for hidden, _ in sizes.values()) and not best.forward:
         method = best.name
     if opaque:
@@ -80,23 +81,26 @@ def measure(output: Output, hidden: int = 0) -> Measure:
     return Measure(method, known, numa, backward, shapes)
 
 
-def forms_of_names(output: Output) -> tuple[Form, ...]:
-    """The forms that the output may have, by the names of its tensors and loose files; at least one. What has backward
-    matrices alone is known by the files' names.
+def formats_by_names(output: Output) -> tuple[Format, ...]:
+    """The formats that the output may have, by the names of its tensors and loose files; at least one. What has
+    backward matrices alone is known by the files' names.
     """
-    named = tuple(FORMS[method] for method in output.methods)
-    called = {METHODS.get(prefix) for prefix in output.prefixes}
-    alone = tuple(form for form in named if not form.forward and called == {form.name})
-    return alone or tuple(form for form in named if form.forward)
+    named = tuple(FORMATS[method] for method in output.methods)
+    called = {LOOSE_METHODS.get(prefix) for prefix in output.prefixes}
+    alone = tuple(fmt for fmt in named if not fmt.forward and called == {fmt.name})
+    return alone or tuple(fmt for fmt in named if fmt.forward)
 
 
-def _sizes(form: Form, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
+def _sizes(fmt: Format, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
     """layer -> (hidden size, width of a part), by a majority of the layer's tensors, else of all tensors."""
     votes: dict[tuple[int | None, str], Counter[int]] = {}
     for kind, count in kinds.items():
-        for name, size in form.sizes(kind.projection, kind.suffix, kind.shape, kind.nbytes).items():
-            for layer in (kind.layer, None):
-                votes.setdefault((layer, name), Counter())[size] += count
+        n, k = sizes_shown(fmt.encoding, kind.suffix, kind.shape, kind.nbytes)
+        hidden, width = (n, k) if kind.projection == "down" else (k, n)
+        for name, size in (("hidden", hidden), ("width", width)):
+            if size is not None:
+                votes.setdefault((kind.layer, name), Counter())[size] += count
+                votes.setdefault((None, name), Counter())[size] += count
 
     def usual(layer: int, name: str) -> int:
         counted = votes.get((layer, name)) or votes.get((None, name))
@@ -106,14 +110,14 @@ def _sizes(form: Form, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int
 
 
 def _by_product(
-    form: Form, kinds: Mapping[Kind, int], layers: Iterable[int], hidden: object
+    fmt: Format, kinds: Mapping[Kind, int], layers: Iterable[int], hidden: object
 ) -> dict[int, tuple[int, int]]:
     """The same of tensors that show only the product of the two, by the hidden size, which all layers share; 0 where
     that is not known.
     """
     if type(hidden) is not int or hidden < 1:
         return dict.fromkeys(layers, (0, 0))
-    weight = form.tensors(hidden, 1)[0]
+    weight = fmt.encoding.tensors(hidden, 1)[0]
     widths: dict[int, Counter[int]] = {layer: Counter() for layer in layers}
     for kind, count in kinds.items():
         if kind.suffix == weight.suffix:
@@ -121,20 +125,20 @@ def _by_product(
     return {layer: (hidden, max(votes, key=votes.__getitem__, default=0)) for layer, votes in widths.items()}
 
 
-def _fitting(form: Form, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
-    """How many packed weights (the first tensor of each part) have the size that the form requires."""
+def _fitting(fmt: Format, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
+    """How many packed weights (the first tensor of each part) have the size that the format requires."""
     count = 0
     for kind, number in kinds.items():
         hidden, width = sizes[kind.layer]
-        weight = form.tensors(*part_shape(kind.projection, hidden, width, 1))[0]
+        weight = fmt.encoding.tensors(*part_shape(kind.projection, hidden, width, 1))[0]
         if kind.suffix == weight.suffix and kind.nbytes == weight.nbytes and kind.nbytes:
             count += number
     return count
 
 
-def _agreeing(form: Form, kinds: Mapping[Kind, int]) -> int:
-    """How many packed weights have the dtype that the form gives them: forms that share names may fit the same bytes
-    as matrices of other sizes.
+def _agreeing(fmt: Format, kinds: Mapping[Kind, int]) -> int:
+    """How many packed weights have the dtype that the format gives them: formats that share names may fit the same
+    bytes as matrices of other sizes.
     """
-    weight = form.tensors(0, 0)[0]
+    weight = fmt.encoding.tensors(0, 0)[0]
     return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.suffix, weight.dtype))

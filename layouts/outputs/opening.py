@@ -1,4 +1,4 @@
-"""Opening an output: its manifest, config, index and headers; which form's names its tensors have."""
+"""Opening an output: its manifest, config, index and headers; which formats' names its tensors have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, read_index
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import documents, manifest
-from ktconvert.layouts.outputs import FORMS, Form, decoded, loose
-from ktconvert.layouts.outputs.names import Names
+from ktconvert.layouts.outputs import FORMATS, Format, decoded, loose
+from ktconvert.layouts.outputs.arrangement import Names
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import Place
 
@@ -24,7 +24,7 @@ FOREIGN_NAME = "not a name that kt-kernel reads"
 
 
 def is_output(path: Path) -> bool:
-    """Whether a directory holds experts in one of our forms (whole or not), rather than a checkpoint.
+    """Whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint.
 
     What `ktconvert dequantize` wrote is a checkpoint like any other.
     """
@@ -64,14 +64,14 @@ def is_whole_model(path: Path) -> bool:
         about = manifest.read(path)
     except VerificationError:
         return False
-    return about is not None and _form_of(about).whole
+    return about is not None and _format_of(about).arrangement.whole
 
 
 def open_output(root: Path) -> Output:
     """Open an output, finished or damaged; its defects are recorded in the result, not raised.
 
-    Raises UnsupportedError for a directory that holds no experts in one of our forms, VerificationError for a manifest
-    that cannot be read."""
+    Raises UnsupportedError for a directory that holds no experts in one of our formats, VerificationError for a
+    manifest that cannot be read."""
     if not root.is_dir() or not is_output(root):
         quantized = _json(root, "config.json", {}).get("quantization_config")
         if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
@@ -89,15 +89,15 @@ def open_output(root: Path) -> Output:
         is_loose = bool(about["settings"].get("no_merge_safetensor"))
     damaged: dict[str, str] = {}
     headers = {} if is_loose else dict(_headers(root, shards, damaged))
-    kinds = _by_names({} if about is None else about["model"], None if about is None else _form_of(about))
+    kinds = _by_names({} if about is None else about["model"], None if about is None else _format_of(about))
     entries = (entry.name for header in headers.values() for entry in header.entries)
     names = _named_by(kinds, entries) or next(iter(kinds))
     output = Output(
         root,
         is_loose,
-        tuple(form.name for form in kinds[names]),
+        tuple(fmt.name for fmt in kinds[names]),
         names,
-        kinds[names][0].whole,
+        kinds[names][0].arrangement.whole,
         about,
         _json(root, "config.json", damaged),
         *_index(root, damaged),
@@ -141,19 +141,19 @@ def _shards(root: Path) -> list[str]:
     )
 
 
-def _form_of(about: Mapping[str, Any]) -> Form:
-    """The form that a manifest names; if it names none of ours, the first form of its command."""
-    form = FORMS.get(str(about["model"].get("method")))
-    candidates = (form for form in FORMS.values() if form.command == about.get("command"))
-    return form or next(candidates, next(iter(FORMS.values())))
+def _format_of(about: Mapping[str, Any]) -> Format:
+    """The format that a manifest names; if it names none of ours, the first one of its command."""
+    fmt = FORMATS.get(str(about["model"].get("method")))
+    candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == about.get("command"))
+    return fmt or next(candidates, next(iter(FORMATS.values())))
 
 
-def _by_names(facts: Mapping[str, Any], first: Form | None = None) -> dict[Names, tuple[Form, ...]]:
-    """The forms by their tensors' names, those with the names of `first` first."""
-    kinds: dict[Names, tuple[Form, ...]] = {} if first is None else {first.names_of(facts): ()}
-    for form in FORMS.values():
-        names = form.names_of(facts)
-        kinds[names] = (*kinds.get(names, ()), form)
+def _by_names(facts: Mapping[str, Any], first: Format | None = None) -> dict[Names, tuple[Format, ...]]:
+    """The formats by their tensors' names, those with the names of `first` first."""
+    kinds: dict[Names, tuple[Format, ...]] = {} if first is None else {first.names(facts): ()}
+    for fmt in FORMATS.values():
+        names = fmt.names(facts)
+        kinds[names] = (*kinds.get(names, ()), fmt)
     return kinds
 
 
@@ -185,7 +185,7 @@ def _trusted(root: Path) -> dict[str, Any] | None:
             "`cpu --scale imatrix --statistics` read it."
         )
     facts = about["model"]
-    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _form_of(about).is_trusted(facts):
+    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _format_of(about).arrangement.is_trusted(facts):
         raise VerificationError(
             f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
         )

@@ -5,19 +5,18 @@ which part of which expert.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ktconvert.layouts.encodings.encoding import Bytes, Read
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs.names import Names
+from ktconvert.layouts.outputs.arrangement import Names
 from ktconvert.layouts.outputs.parts import Place
 
-Bytes = npt.NDArray[np.uint8]
 AGAIN = "convert it again"
 
 
@@ -41,7 +40,7 @@ class Output:
     """An opened output; headers and names are read, weights are not.
 
     manifest   manifest.json, None in kt-kernel's own outputs
-    methods    the forms whose tensors have these names; measure() determines which of them it is
+    methods    the formats whose tensors have these names; measure() determines which of them it is
     names      of its tensors
     whole      whether it is a whole model, which loaders of checkpoints open
     config     config.json, {} where there is none
@@ -102,6 +101,15 @@ class Output:
         if done < out.size:
             raise VerificationError(f"{path}: became shorter while it was read; {AGAIN}.")
         return out
+
+    def reader(self, place: Place, suffixes: Sequence[str]) -> Read:
+        """Reads the tensors of a part, all of which are there; in the order of these suffixes."""
+
+        def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
+            stored = self.tensors[place, suffixes[tensor]]
+            return self.read(stored, start, stored.nbytes if stop is None else min(stop, stored.nbytes))
+
+        return read
 
 
 def files_of(root: Path) -> Iterator[str]:

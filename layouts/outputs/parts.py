@@ -2,7 +2,7 @@
 "The split").
 
 H is the hidden size, I the intermediate size of an expert, T the number of parts. Every part is quantized and packed on
-its own, so T is baked into the bytes of down_proj's scales. A form without NUMA parts has T = 1.
+its own, so T is baked into the bytes of down_proj's scales. What has no NUMA parts has T = 1.
 """
 
 from __future__ import annotations
@@ -68,22 +68,6 @@ def part_shape(projection: str, hidden: int, intermediate: int, parts: int) -> t
     """(n, k) of one part: gate and up are split by rows, down by columns."""
     width = intermediate // parts
     return (hidden, width) if projection == "down" else (width, hidden)
-
-
-def why_illegal(multiple: int, hidden: int, intermediate: int, parts: int) -> str | None:
-    """Why an expert cannot be cut into so many parts if rows and columns of each must be multiples; None if it can."""
-    if parts < 1:
-        return "the number of NUMA parts must be at least 1"
-    if hidden % multiple:
-        return f"the hidden size {hidden} is not a multiple of {multiple}"
-    if intermediate % parts:
-        return f"the intermediate size {intermediate} does not divide by {parts}"
-    if (intermediate // parts) % multiple:
-        return (
-            f"the intermediate size per part, {intermediate}/{parts} = {intermediate // parts}, "
-            f"is not a multiple of {multiple}"
-        )
-    return None
 
 
 def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import FORMS, loose
+from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import kt_methods, tables, weights
@@ -54,9 +54,9 @@ class Experts:
         swiglu_alpha: float = 0.0,
     ) -> None:
         kernels.isa()  # a wrong KTCONVERT_ISA is reported here
-        kt_methods.check_swiglu(packed.form.name, swiglu_limit, swiglu_alpha)
+        kt_methods.check_swiglu(packed.method, swiglu_limit, swiglu_alpha)
         grid = packed.grid
-        self.method, self.layer = packed.form.name, grid.layer
+        self.method, self.layer = packed.method, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
         self.parts, self.nbytes = grid.numa, packed.nbytes
         self.pool = pool or default_pool()
@@ -66,7 +66,7 @@ class Experts:
         moe = ffi.new(
             "ktq_moe *",
             {
-                "format": kt_methods.FORMATS[packed.form.name],
+                "format": kt_methods.FORMATS[packed.method],
                 "experts": self.num_experts,
                 "parts": self.parts,
                 "hidden": self.hidden,
@@ -144,7 +144,7 @@ class Experts:
         UnsupportedError for sizes that the method cannot hold.
         """
         pool = pool or default_pool()
-        packed = weights.pack(gate, up, down, FORMS[method], layer, parts, pool)
+        packed = weights.pack(gate, up, down, FORMATS[method], layer, parts, pool)
         return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha)
 
     def forward(
@@ -216,14 +216,15 @@ class Experts:
 
         Raises UnsupportedError for a method without such files.
         """
-        packed, form, root = self.packed, self.packed.form, Path(folder)
+        packed, root = self.packed, Path(folder)
+        fmt = FORMATS.get(packed.method)
+        if fmt is None or fmt.loose is None:
+            raise UnsupportedError(f"{packed.method} has no loose files; convert with `ktconvert cpu`.")
         names = {
-            (part, at): form.loose_path(part, tensor)
+            (part, at): fmt.loose_path(part, tensor)
             for part in packed.arrays
-            for at, tensor in enumerate(form.tensors(part.n, part.k))
+            for at, tensor in enumerate(fmt.encoding.tensors(part.n, part.k))
         }
-        if None in names.values():
-            raise UnsupportedError(f"{form.name} has no loose files; convert with `ktconvert cpu`.")
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
         partial = root / f".{final.name}.partial-{os.getpid()}"

@@ -19,14 +19,16 @@ from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings.encoding import why_not_multiple
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMS, LAYOUTS, PROJECTIONS
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.legal import COUNTS
+from ktconvert.layouts.outputs.native import NATIVE
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import AGAIN
-from ktconvert.layouts.outputs.parts import ExpertGrid, why_illegal
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3, decode
 from ktconvert.native_quant.runtime import kt_methods
@@ -150,11 +152,11 @@ def _load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
                 ) from None
 
     with blocks(sizes, grid.numa, pool.nodes) as views:
-        arrays = arrays_of(native, views)
+        arrays = arrays_of(native.tensors, views)
         in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
     for info in model.layer_tensors(layer):
         model.source.release(info)
-    return LayerWeights(native, grid, count, arrays)
+    return LayerWeights(native.name, grid, count, arrays)
 
 
 @functools.lru_cache(maxsize=64)
@@ -168,8 +170,8 @@ def _kt_layout(path: Path) -> Mapping[str, Any] | None:
         about = manifest.read(path)
     except VerificationError:
         return None  # not our manifest.json, or damaged
-    form = FORMS.get(str(about["model"].get("method"))) if about else None
-    return about["model"] if about and form and form.command == LAYOUTS["kt"] else None
+    fmt = FORMATS.get(str(about["model"].get("method"))) if about else None
+    return about["model"] if about and fmt and fmt.arrangement == NATIVE else None
 
 
 def _opened(path: Path) -> MoeModel:
@@ -263,7 +265,7 @@ def _parts(path: Path, native: Native, hidden: int, intermediate: int, asked: in
     """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into those asked for."""
 
     def reason(parts: int) -> str | None:
-        return why_illegal(native.multiple, hidden, intermediate, parts)
+        return why_not_multiple(native.multiple, hidden, intermediate, parts)
 
     parts = asked if asked is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):

@@ -22,7 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import amx_card
+from ktconvert.layouts.outputs import cpu_card
 from ktconvert.native_quant.runtime import hf_output, hf_trunk, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hf_modules import Place, RoutedExperts, find_experts
@@ -212,7 +212,7 @@ FIRST = "_some_experts"  # an attribute of modules with experts of ours somewher
 OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
 
 
-@register_quantization_config(amx_card.QUANT_METHOD)
+@register_quantization_config(cpu_card.QUANT_METHOD)
 class ConvertedConfig(KTConvertConfig):
     """The quantization_config in an output's config.json: the experts are in the same directory. facts: what else it
     says there, and OPTIONS.
@@ -220,14 +220,14 @@ class ConvertedConfig(KTConvertConfig):
 
     def __init__(
         self,
-        quant_method: str = amx_card.QUANT_METHOD,
+        quant_method: str = cpu_card.QUANT_METHOD,
         **facts: Any,
     ) -> None:
         options = {name: facts[name] for name in OPTIONS if name in facts}
         super().__init__(quant_method=quant_method, **options)
 
 
-@register_quantizer(amx_card.QUANT_METHOD)
+@register_quantizer(cpu_card.QUANT_METHOD)
 class ConvertedQuantizer(KTConvertQuantizer):
     """Loads an output itself: its experts, and the rest of the model if it is there (`--non-experts keep`, `copy`)."""
 
@@ -287,7 +287,7 @@ def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: A
         model, weights = config.name_or_path or "the model", quantization_config.cpu_weights
         hf_trunk.give_way(config, model)
         own = getattr(config, "quantization_config", None) or {}
-        if isinstance(own, dict) and own.get("quant_method") == amx_card.QUANT_METHOD:
+        if isinstance(own, dict) and own.get("quant_method") == cpu_card.QUANT_METHOD:
             if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():
                 raise UsageError(f"{model}: has converted experts of its own; leave out cpu_weights")
             config.quantization_config = own | {name: getattr(quantization_config, name) for name in OPTIONS}

@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import merged
+from ktconvert.layouts.outputs.numa import KEY
 from ktconvert.native_quant.runtime.hf_modules import LAYER, Place
 
 # The expert tensors of an output, by the names that `renamings` maps them to.
@@ -28,7 +28,7 @@ def require_files(root: Path) -> None:
 
 
 def renamings(model: Any, places: Sequence[Place]) -> list[WeightRenaming]:
-    """From kt-kernel's names (merged.rename_non_expert) to this model's, to be applied before its own conversions."""
+    """From kt-kernel's names (numa.rename_non_expert) to this model's, to be applied before its own conversions."""
     match = LAYER.fullmatch(places[0].name)
     assert match is not None
     stack = match["prefix"]
@@ -45,9 +45,7 @@ def require_rest(
     """Raises UnsupportedError where the files lack a non-expert tensor of the model, which would be random, or hold one
     that is quantized, whose codes would be taken for numbers.
     """
-    entries = [
-        entry for file in files for entry in read_header(Path(file)).entries if not merged.KEY.fullmatch(entry.name)
-    ]
+    entries = [entry for file in files for entry in read_header(Path(file)).entries if not KEY.fullmatch(entry.name)]
     if not entries:
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
     packed = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)

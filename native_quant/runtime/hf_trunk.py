@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHO
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import amx_card
+from ktconvert.layouts.outputs import cpu_card
 
 if TYPE_CHECKING:
     from ktconvert.native_quant.runtime.hf_modules import Place
@@ -24,7 +24,7 @@ NAME = "ktconvert"  # quant_method of KTConvertConfig
 PACKED = "_packed"  # what compressed-tensors adds to the name of a weight
 # Methods of config.json that are no quantization of the rest: none, ours, and experts packed for the GPU, for which
 # there is require_plain.
-EXPERTS_ONLY = ("", NAME, amx_card.QUANT_METHOD, METHOD)
+EXPERTS_ONLY = ("", NAME, cpu_card.QUANT_METHOD, METHOD)
 FP8 = "fp8"  # quant_method in config.json of E4M3 with a scale per block
 
 
@@ -38,7 +38,7 @@ def give_way(config: Any, model: str) -> None:
         own = getattr(part, "quantization_config", None) or {}
         own = own if isinstance(own, dict) else own.to_dict()
         method = own.get("quant_method")
-        if method in (NAME, amx_card.QUANT_METHOD):
+        if method in (NAME, cpu_card.QUANT_METHOD):
             continue
         if method == METHOD and own.get("format") != FORMAT:
             raise UnsupportedError(

@@ -14,10 +14,8 @@ from ktconvert.layouts.checkpoints.encodings import nvfp4 as nvfp4_encoding
 from ktconvert.layouts.checkpoints.encodings.encoding import read_scales
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.outputs import bf16, fp8, mxfp4
-from ktconvert.layouts.outputs.form import Tensor
-from ktconvert.layouts.outputs.output import Bytes
-from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.encodings import bf16, fp8, mxfp4
+from ktconvert.layouts.encodings.encoding import Bytes, Tensor
 from ktconvert.native_quant import kernels_strips
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
@@ -60,9 +58,6 @@ class Native:
     tensors: Callable[[int, int], tuple[Tensor, ...]]
     write: Callable[[Stored, Sequence[Bytes]], None]
 
-    def loose_path(self, part: Part, tensor: Tensor) -> None:
-        """There are no loose files of it."""
-
 
 def _in_rows(layer: MoeLayer) -> bool:
     """Whether neighbouring columns of a linear lie side by side, and neighbouring rows one after the other."""
@@ -83,7 +78,7 @@ def _named(encoding: str) -> Callable[[Weight, MoeLayer], bool]:
 
 
 def _fp8_codes(n: int, k: int) -> Tensor:
-    return fp8.tensors(n, k)[0]
+    return fp8.PANELS.tensors(n, k)[0]
 
 
 def _lay_fp8(stored: Stored, codes: Bytes) -> None:
@@ -119,7 +114,7 @@ def _nvfp4_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
     their 32 rows.
     """
     count, of_strip = n // strips.ROWS, NVFP4_HEADER + 2 * k
-    return mxfp4.tensors(n, k)[0], Tensor("scales", "U8", (count, of_strip), count * of_strip)
+    return mxfp4.PANELS.tensors(n, k)[0], Tensor("scales", "U8", (count, of_strip), count * of_strip)
 
 
 def _write_nvfp4(stored: Stored, out: Sequence[Bytes]) -> None:
@@ -147,15 +142,15 @@ METHODS = {
             "BF16",
             kernels_strips.BF16_MULTIPLE,
             lambda weight, layer: weight.encoding.name == "BF16",
-            bf16.tensors,
-            lambda stored, out: bf16.quantize(stored.part, out),
+            bf16.PANELS.tensors,
+            lambda stored, out: bf16.PANELS.quantize(stored.part, out),
         ),
         Native(
             "FP8",
             kernels_strips.FP8_MULTIPLE,
             _scaled(FP8, lambda weight: (kernels_strips.FP8_MULTIPLE,) * 2),
-            fp8.tensors,
-            lambda stored, out: fp8.quantize(stored.part, out),
+            fp8.PANELS.tensors,
+            lambda stored, out: fp8.PANELS.quantize(stored.part, out),
         ),
         Native(
             "FP8_PERCHANNEL",
@@ -168,14 +163,14 @@ METHODS = {
             "MXFP4",
             kernels_strips.MXFP4_MULTIPLE,
             _named("MXFP4"),
-            mxfp4.tensors,
-            lambda stored, out: mxfp4.quantize(stored.part, out),
+            mxfp4.PANELS.tensors,
+            lambda stored, out: mxfp4.PANELS.quantize(stored.part, out),
         ),
         Native(
             "MXFP8",
             strips.ROWS,
             _scaled(("MXFP8",), lambda weight: (1, mxfp4_codes.GROUP)),
-            lambda n, k: (_fp8_codes(n, k), mxfp4.tensors(n, k)[1]),
+            lambda n, k: (_fp8_codes(n, k), mxfp4.PANELS.tensors(n, k)[1]),
             _write_mxfp8,
         ),
         Native("NVFP4", kernels_strips.MXFP4_MULTIPLE, _named("NVFP4"), _nvfp4_tensors, _write_nvfp4),

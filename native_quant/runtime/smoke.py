@@ -1,6 +1,6 @@
 """A smoke test: random tokens through every expert of one layer, against a reference in float.
 
-The reference multiplies the dequantized weights (Form.unpack, or a checkpoint's decoders) in float32, without rounding.
+The reference multiplies the decoded weights (Encoding.decode, or a checkpoint's decoders) in float32, without rounding.
 The runtime rounds activations to 8 bits twice: a measured error of 2 to 7 % (relative L2) with rows of very different
 sizes; with BF16 activations it is below 1 %. A wrong scale, row, part or expert gives about 100 %. The bounds lie
 between. Both sides read the same files, so exchanged weights are not detected here, but by hashes and by comparison
@@ -71,7 +71,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     together = every_expert(topk, packed.experts)
     modes = {"exact": True, "default": False}
     bound = BOUND
-    if packed.form.name not in kt_methods.INT8:
+    if packed.method not in kt_methods.INT8:
         modes, bound = {"default": False}, BOUND_BF16
     for mode, exact in modes.items():
         with Experts(packed, pool=pool, exact=exact, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:

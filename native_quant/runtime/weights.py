@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.encodings.encoding import Tensor
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files.mapped import MappedFiles
-from ktconvert.layouts.outputs import FORMS, PROJECTIONS, Form
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, Format
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.legal import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.outputs.strip_form import StripForm
 from ktconvert.native_quant import machine, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
@@ -41,29 +40,15 @@ ROOMY = 0.8  # share of the available memory that copies may take
 MAX_COLUMNS = 65536  # more terms of up to 255 * 127 could overflow an int32 sum
 
 
-class Packing(Protocol):
-    """How a layer's parts lie in memory: a Form, or one of the methods of from_checkpoint.py."""
-
-    @property
-    def name(self) -> str:
-        """Of the runtime's method."""
-
-    def tensors(self, n: int, k: int) -> tuple[Tensor, ...]:
-        """What a part [n, k] becomes."""
-
-    def loose_path(self, part: Part, tensor: Tensor) -> str | None:
-        """The file of a tensor inside its layer's folder; None where it has no loose files."""
-
-
 @dataclass(frozen=True)
 class LayerWeights:
     """A layer's experts, packed: E experts of sizes H and I in T parts.
 
-    arrays  part of a matrix -> its tensors, as Form.tensors orders them: codes, and scales if it has any; they own
-            their memory or keep it alive
+    method  of the runtime
+    arrays  part of a matrix -> its tensors: codes, and scales if it has any; they own their memory or keep it alive
     """
 
-    form: Packing
+    method: str
     grid: ExpertGrid
     experts: int
     arrays: dict[Part, tuple[Bytes, ...]]
@@ -91,7 +76,7 @@ def layers_of(path: Path) -> list[int]:
 def require_computable(path: Path) -> None:
     """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
     measured = opened_output(path).measured
-    if measured.form is None or measured.method not in kt_methods.FORMATS:
+    if measured.fmt is None or measured.method not in kt_methods.FORMATS:
         raise UnsupportedError(
             f"{path}: its method is {measured.method}, which this runtime cannot compute; "
             "convert the model with `ktconvert cpu`."
@@ -113,9 +98,10 @@ def swiglu_of(path: Path, layer: int) -> Swiglu:
 
 def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
     """Gate, up and down of each NUMA part of an expert, decoded; one part in memory at a time."""
+    decode = FORMATS[packed.method].encoding.decode
     by_part = zip(*(packed.grid.parts(expert, projection) for projection in PROJECTIONS), strict=True)
     for parts in by_part:
-        gate, up, down = (FORMS[packed.form.name].unpack(packed.arrays[part], part.n, part.k) for part in parts)
+        gate, up, down = (decode(packed.arrays[part], part.n, part.k, slice(None)) for part in parts)
         yield gate, up, down
 
 
@@ -150,7 +136,7 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     found = opened_output(path)
     output, measured = found.output, found.measured
     require_computable(path)
-    assert measured.form is not None
+    assert measured.fmt is not None
     if layer not in measured.shapes:
         require_readable(path, layer)
         raise UnsupportedError(
@@ -163,8 +149,8 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     require_as_in_metadata(output, layer, measured, wanted.swiglu)
     require_as_in_manifest(output, measured)
     grid = ExpertGrid(layer, h, i, measured.numa)
-    check_sizes(measured.form, grid)
-    stored = dict(_stored(output, measured.form, grid, count))
+    check_sizes(measured.fmt, grid)
+    stored = dict(_stored(output, measured.fmt, grid, count))
     memory = wanted.memory
     if memory == "auto":
         memory = "copy" if found.is_roomy or output.loose else "map"
@@ -173,10 +159,9 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
     else:  # one mapping per loose file would exceed the kernel's limit
         warn_of_shortages(str(path), found.part_bytes, pool.nodes, found.left)
         views = _copy(output, stored, measured.numa, pool.nodes)
-    packed = LayerWeights(measured.form, grid, count, arrays_of(measured.form, views))
-    if isinstance(measured.form, StripForm):
-        check = functools.partial(scales.require_numbers, output, measured.form)
-        in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
+    packed = LayerWeights(measured.method, grid, count, arrays_of(measured.fmt.encoding.tensors, views))
+    check = functools.partial(scales.require_numbers, output, measured.fmt.encoding)
+    in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
     packed.require_whole()
     return packed
 
@@ -185,7 +170,7 @@ def pack(
     gate: npt.NDArray[np.uint16],
     up: npt.NDArray[np.uint16],
     down: npt.NDArray[np.uint16],
-    form: Form,
+    fmt: Format,
     layer: int,
     parts: int,
     pool: Pool,
@@ -206,28 +191,28 @@ def pack(
             f"gate and up must be [E, I, H] and down [E, H, I], not {gate.shape}, {up.shape} and {down.shape}"
         )
     grid = ExpertGrid(layer, h, i, parts)
-    check_sizes(form, grid)
+    check_sizes(fmt, grid)
     linears = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
     sizes = {
         (part, tensor.suffix): tensor.nbytes
         for part in grid.all_parts(range(experts))
-        for tensor in form.tensors(part.n, part.k)
+        for tensor in fmt.encoding.tensors(part.n, part.k)
     }
 
     def one(item: tuple[Part, tuple[Bytes, ...]]) -> None:
         part, out = item
-        form.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
+        fmt.encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
 
     with blocks(sizes, parts, pool.nodes) as views:
-        arrays = arrays_of(form, views)
+        arrays = arrays_of(fmt.encoding.tensors, views)
         in_parallel(one, arrays.items(), pool.threads)
-    return LayerWeights(form, grid, experts, arrays)
+    return LayerWeights(fmt.name, grid, experts, arrays)
 
 
-def check_sizes(form: Form, grid: ExpertGrid) -> None:
+def check_sizes(fmt: Format, grid: ExpertGrid) -> None:
     """Raises UnsupportedError where the kernels cannot compute a layer of this size."""
-    require_legal(form, grid.hidden, grid.intermediate, grid.numa)
-    check_limits(form.name, grid)
+    require_legal(fmt, grid.hidden, grid.intermediate, grid.numa)
+    check_limits(fmt.name, grid)
 
 
 def check_limits(method: str, grid: ExpertGrid) -> None:
@@ -282,10 +267,10 @@ def opened_output(path: Path) -> Opened:
     return _opened_at(path.resolve(), contents(path))
 
 
-def _stored(output: Output, form: Form, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], Stored]]:
+def _stored(output: Output, fmt: Format, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], Stored]]:
     """Every tensor that the layer must have, with its exact size."""
     for part in grid.all_parts(range(experts)):
-        for tensor in form.tensors(part.n, part.k):
+        for tensor in fmt.encoding.tensors(part.n, part.k):
             what, size = tensor.suffix, tensor.nbytes
             described = output.names.describe(part.place, what)
             stored = output.tensors.get((part.place, what))
@@ -295,8 +280,8 @@ def _stored(output: Output, form: Form, grid: ExpertGrid, experts: int) -> Itera
             if stored.nbytes != size or stored.file in output.damaged:
                 why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
                 raise InputError(f"{output.root / stored.file}: {described}: {why}; {AGAIN}.")
-            # kt-kernel's scripts give some tensors of AMXINT4 and AMXINT8 another dtype, and read them whatever it is.
-            if isinstance(form, StripForm) and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+            # kt-kernel's scripts give flat tensors of AMXINT4 and AMXINT8 other dtypes, and do not look at them.
+            if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                 here, wanted = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
                 raise InputError(f"{output.root / stored.file}: {described} is {here}, must be {wanted}; {AGAIN}.")
             yield (part, what), stored
@@ -323,7 +308,9 @@ def _copy(
     return views
 
 
-def arrays_of(form: Packing, views: dict[tuple[Part, str], Bytes]) -> dict[Part, tuple[Bytes, ...]]:
-    """The tensors of each part."""
+def arrays_of(
+    tensors: Callable[[int, int], tuple[Tensor, ...]], views: dict[tuple[Part, str], Bytes]
+) -> dict[Part, tuple[Bytes, ...]]:
+    """The tensors of each part. tensors: (n, k) -> what a part has, in order."""
     parts = dict.fromkeys(part for part, _ in views)
-    return {part: tuple(views[part, tensor.suffix] for tensor in form.tensors(part.n, part.k)) for part in parts}
+    return {part: tuple(views[part, tensor.suffix] for tensor in tensors(part.n, part.k)) for part in parts}

@@ -9,7 +9,8 @@ from click.core import ParameterSource
 
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import LAYOUTS, forms_of
+from ktconvert.layouts.outputs import LAYOUTS, formats_in
+from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.pipeline.cli import calibration, options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
@@ -57,7 +58,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 )
 @click.option(
     "--quant-method",
-    type=click.Choice([*forms_of("cpu"), *LATER], case_sensitive=False),
+    type=click.Choice([*formats_in(NUMA), *LATER], case_sensitive=False),
     default="int4",
     show_default=True,
     help="Output format.",
@@ -154,7 +155,7 @@ def cpu(**params: Any) -> None:
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     method = params["quant_method"]
     if method in LATER:
-        can = " and ".join(f"{name} ({form.name})" for name, form in forms_of("cpu").items())
+        can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_in(NUMA).items())
         raise UnsupportedError(f"--quant-method {method}: {LATER[method]}; {can} can be made.")
     for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):
         if params[flag]:

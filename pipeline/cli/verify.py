@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.pipeline.cli import options
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.verify.output import Report
 
 # What --quant-method takes, options and names -> the name of what is stored.
-METHODS = {word.lower(): form.name for form in reversed(FORMS.values()) for word in (form.option, form.name)}
+METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
 
 PAGES = (".html", ".htm")
 

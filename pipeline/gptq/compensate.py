@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs import PROJECTIONS, Form
-from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part, cut_parts, join_parts
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.consumers import Evidence, ExpertGroup, ExpertWeights
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Item = tuple[int, str]  # (expert, projection)
-Stored = list[tuple[Part, list[Bytes]]]  # the parts of a linear, each with its tensors in the form's order
+Stored = list[tuple[Part, list[Bytes]]]  # the parts of a linear, each with its tensors in the encoding's order
 Write = Callable[[int, str, Stored], None]
 
 
@@ -36,7 +36,7 @@ class Nearest(Protocol):
 
 @dataclass
 class Compensate:
-    """Quantizes one layer's experts to a form, with the scales of rounding to nearest.
+    """Quantizes one layer's experts to an encoding with scales and codes, with the scales of rounding to nearest.
 
     parts      NUMA parts of a linear
     dampening  fraction of mean(diag(H)) that is added to the diagonal
@@ -51,7 +51,7 @@ class Compensate:
     fell_back  linears whose Hessian could not be factorized, and that were rounded to nearest
     """
 
-    form: Form
+    encoding: Encoding
     dampening: float
     rounding: str
     sees: str
@@ -96,7 +96,7 @@ class Compensate:
         values = []
         for projection in PROJECTIONS:
             linear = self.nearest(expert, projection, _importance(_hessian(group, expert, projection)))
-            pieces = [self.form.unpack(tensors, part.n, part.k) for part, tensors in linear]
+            pieces = [self.encoding.decode(tensors, part.n, part.k, slice(None)) for part, tensors in linear]
             weight = getattr(group.weights[expert], projection)
             values.append(torch.from_numpy(join_parts(projection, pieces)).to(weight))
             stored[expert, projection] = linear
@@ -113,7 +113,7 @@ class Compensate:
         tall = torch.cat([getattr(group.weights[e], p) for e, p in items])
         both, codes = self._compensate(group, items, tall, torch.cat(scales), _hessian(group, *items[0]))
         for item, chosen, scale in zip(items, codes.chunk(len(items)), scales, strict=True):
-            stored[item] = packed(self.form, item, chosen, scale, self._grid(group))
+            stored[item] = packed(self.encoding, item, chosen, scale, self._grid(group))
         values = both.chunk(len(items))
         rounded = {}
         for n, e in enumerate(batch):
@@ -121,7 +121,7 @@ class Compensate:
             down, of_down = self._compensate(
                 group, [(e, "down")], group.weights[e].down, scale, _hessian(group, e, "down")
             )
-            stored[e, "down"] = packed(self.form, (e, "down"), of_down, scale, self._grid(group))
+            stored[e, "down"] = packed(self.encoding, (e, "down"), of_down, scale, self._grid(group))
             rounded[e] = ExpertWeights(values[2 * n], values[2 * n + 1], down)
         return rounded
 
@@ -134,7 +134,8 @@ class Compensate:
         import torch
 
         linear = self.nearest(expert, projection, _importance(_hessian(group, expert, projection)))
-        pieces = [self.form.scales(tensors, part.n, part.k) for part, tensors in linear]
+        assert self.encoding.scales is not None
+        pieces = [self.encoding.scales(tensors[-1], part.n, part.k) for part, tensors in linear]
         scales = join_parts(projection, pieces)
         device = group.weights[expert].gate.device
         return bf16.to_tensor(scales, device) if scales.dtype == np.uint16 else torch.from_numpy(scales).to(device)
@@ -152,8 +153,8 @@ class Compensate:
         """
         import torch
 
-        code_range = self.form.grid.low, self.form.grid.high
-        scale = scale * self.form.grid.step
+        code_range = self.encoding.grid.low, self.encoding.grid.high
+        scale = scale * self.encoding.grid.step
         try:
             with torch.inference_mode():
                 factor = self._factor(hessian, shared=items[0][1] == "gate" and self.evidence.shared)
@@ -179,15 +180,16 @@ class Compensate:
         return self._shared
 
 
-def packed(form: Form, item: Item, codes: torch.Tensor, scale: torch.Tensor, grid: ExpertGrid) -> Stored:
+def packed(encoding: Encoding, item: Item, codes: torch.Tensor, scale: torch.Tensor, grid: ExpertGrid) -> Stored:
     """The parts of a linear with these codes, int8 [n, k], and scales, BF16 or float32 [n, groups]."""
     expert, projection = item
     scales = bf16.to_bits(scale) if str(scale.dtype) == "torch.bfloat16" else scale.cpu().numpy()
     pieces = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
     stored: Stored = []
     for part, own, own_scales in zip(grid.parts(expert, projection), *pieces, strict=True):
-        tensors = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(part.n, part.k)]
-        form.pack(np.ascontiguousarray(own), np.ascontiguousarray(own_scales), tensors)
+        tensors = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(part.n, part.k)]
+        assert encoding.pack is not None
+        encoding.pack(np.ascontiguousarray(own), np.ascontiguousarray(own_scales), tensors)
         stored.append((part, tensors))
     return stored
 

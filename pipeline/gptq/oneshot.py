@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import Form
+from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.gptq.compensate import Stored, packed
 from ktconvert.pipeline.walk.dataset import first_line
@@ -25,7 +25,7 @@ EXPERTS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
 def quantize_model(
     root: Path,
     samples: Sequence[npt.NDArray[np.int64]],
-    form: Form,
+    fmt: Format,
     *,
     dampening: float,
     every_expert: bool,
@@ -55,7 +55,7 @@ def quantize_model(
         oneshot(
             model=model,
             dataset=torch.utils.data.DataLoader(rows, batch_size=None),  # type: ignore[arg-type]
-            recipe=GPTQModifier(targets=[EXPERTS], scheme=form.name, dampening_frac=dampening),
+            recipe=GPTQModifier(targets=[EXPERTS], scheme=fmt.name, dampening_frac=dampening),
             max_seq_length=max(map(len, samples)),
             num_calibration_samples=len(samples),
             moe_calibrate_all_experts=every_expert,
@@ -71,9 +71,9 @@ def quantize_model(
         if not hasattr(linear, "weight_scale"):
             raise UnsupportedError(f"{root}: llmcompressor's oneshot left {name} as it was; use --engine stream.")
         scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
-        codes = gptq.codes(linear.weight.detach().cpu(), scale, (form.grid.low, form.grid.high))
+        codes = gptq.codes(linear.weight.detach().cpu(), scale, (fmt.encoding.grid.low, fmt.encoding.grid.high))
         n, k = codes.shape
         hidden, width = (n, k) if projection == "down" else (k, n)
-        return packed(form, (expert, projection), codes, scale, ExpertGrid(layer, hidden, width))
+        return packed(fmt.encoding, (expert, projection), codes, scale, ExpertGrid(layer, hidden, width))
 
     return quantized

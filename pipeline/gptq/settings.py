@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.outputs import Form
+from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.walk import needs
 from ktconvert.pipeline.walk.calibration import Calibration
@@ -97,7 +97,7 @@ def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"too_few_tokens": listed} if listed else {}
 
 
-def shape_of(model: MoeModel, form: Form, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:
+def shape_of(model: MoeModel, fmt: Format, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:
     """The shape from which memory and disk follow."""
     on_gpu = settings.machine["device_type"] != "cpu"
-    return needs.shape_of(model, chosen, "GPTQ", bits=form.grid.bits, group=settings.group, on_gpu=on_gpu)
+    return needs.shape_of(model, chosen, "GPTQ", bits=fmt.encoding.grid.bits, group=settings.group, on_gpu=on_gpu)

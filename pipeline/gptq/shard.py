@@ -11,12 +11,11 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.encodings.encoding import Bytes, Tensor, error_sums, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import Form
-from ktconvert.layouts.outputs.form import Tensor
+from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.linear_names import linear_name
-from ktconvert.layouts.outputs.output import Bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
@@ -28,9 +27,10 @@ from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens, spread
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers.choice import Choice
+from ktconvert.quantizers.errors import source_values
 from ktconvert.quantizers.reference import F32
 
-STRIP = 32  # rows that are unpacked at a time to find a value that is not zero
+ROWS = 32  # that are decoded at a time to find a value that is not zero
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LayerWork:
     """
 
     model: MoeModel
-    form: Form
+    fmt: Format
     settings: Settings
     grid: ExpertGrid
     choice: Choice
@@ -62,7 +62,7 @@ class LayerWork:
 def nearest(work: LayerWork) -> Nearest:
     """A function that rounds a linear of the layer to nearest, with scales as the work's choice has them."""
     count = work.model.shape(work.layer)[0]
-    rtn = experts.ExpertsWork(work.model, work.form, work.choice, work.grid, 0, count, work.metadata)
+    rtn = experts.ExpertsWork(work.model, work.fmt, work.choice, work.grid, 0, count, work.metadata)
 
     def quantize(expert: int, projection: str, importance: F32 | None) -> Stored:
         return replace(rtn, importance=lambda *_: importance).make((expert, projection))
@@ -78,7 +78,7 @@ class ShardWriter:
     def __init__(self, work: LayerWork, partial: Path, reporter: Reporter) -> None:
         self.work, self.reporter = work, reporter
         parts = work.grid.all_parts(range(work.model.shape(work.layer)[0]))
-        self.plan = expert_files.plan_parts(work.form, work.form.names(work.model), parts, work.metadata)
+        self.plan = expert_files.plan_parts(work.fmt, work.fmt.names_in(work.model), parts, work.metadata)
         self._others: list[list[Bytes]] = []
         self._file = publish.DirectFile(partial, self.plan.size)
 
@@ -122,7 +122,7 @@ class FolderWriter:
         """Write a linear. Raises VerificationError if all codes are zero and the source is not."""
         _require_values(self.work, expert, projection, stored, self.reporter)
         for part, tensors in stored:
-            self._files += expert_files.write_loose(self.work.form, part, tensors, self.folder)
+            self._files += expert_files.write_loose(self.work.fmt, part, tensors, self.folder)
         taken(self.work.model, self.work.layer, (expert, projection), self.reporter)
 
     def finish(self) -> tuple[tuple[Written, ...], int]:
@@ -140,26 +140,27 @@ def _require_values(work: LayerWork, expert: int, projection: str, stored: Store
     """Raise VerificationError if all codes of a linear are zero and the source is not: such an expert computes
     nothing.
     """
-    name = linear_name(work.model, work.layer, expert, projection)
-    if all(work.form.is_zero(tensors) for _, tensors in stored):
-        reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
+    if not all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in stored):
         return
-    strips = ((*piece, first) for piece in stored for first in range(0, piece[0].n, STRIP))
-    if not any(work.form.unpack(t, part.n, part.k, slice(first, first + STRIP)).any() for part, t, first in strips):
+    name = linear_name(work.model, work.layer, expert, projection)
+    source = work.model.linear(work.layer, expert, projection)
+    rows = source.shape[0]
+    if any(source_values(source.rows(first, min(first + ROWS, rows))).any() for first in range(0, rows, ROWS)):
         raise VerificationError(
             f"{name}: all its codes became zero; quantize without calibration (--quant-method RTN, or --scale mse), "
             "and tell us the model."
         )
+    reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
 
 
 def error_of_sample(work: LayerWork, made: Path) -> dict[str, Any]:
     """How far one expert of the layer's shard or folder is from the source: the quality figure of the report."""
     entries = {} if work.loose else {e.name: e for e in read_header(made).entries}
-    names = work.form.names(work.model)
+    names = work.fmt.names_in(work.model)
 
     def read(part: Part, tensor: Tensor) -> Bytes:
         if work.loose:
-            return np.fromfile(made / str(work.form.loose_path(part, tensor)), np.uint8)
+            return np.fromfile(made / str(work.fmt.loose_path(part, tensor)), np.uint8)
         entry = entries[names.key(part.place, tensor.suffix)]
         return np.fromfile(made, np.uint8, entry.nbytes, offset=entry.start)
 
@@ -167,8 +168,8 @@ def error_of_sample(work: LayerWork, made: Path) -> dict[str, Any]:
         linear = work.model.linear(work.layer, expert, projection)
         sums = np.zeros(4)
         for part in work.grid.parts(expert, projection):
-            stored = [read(part, tensor) for tensor in work.form.tensors(part.n, part.k)]
-            sums += work.form.error_sums(part.of(linear, work.grid.numa), stored)
+            stored = [read(part, tensor) for tensor in work.fmt.encoding.tensors(part.n, part.k)]
+            sums += error_sums(work.fmt.encoding, part.of(linear, work.grid.numa), stored)
         return error_figures(sums)
 
     return sampled_error(work.model, work.layer, 0, work.model.shape(work.layer)[0], error)

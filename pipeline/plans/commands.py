@@ -11,7 +11,9 @@ from typing import Any
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
-from ktconvert.layouts.outputs import forms_of
+from ktconvert.layouts.outputs import formats_in
+from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.places import locate
@@ -59,7 +61,7 @@ GPTQ = {
 }
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
-        "quant_method": tuple(forms_of("cpu")),
+        "quant_method": tuple(formats_in(NUMA)),
         "threadpool_count": COUNT,
         "layers": str,
         "kept_layers": (str, None),
@@ -74,7 +76,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     },
     "gpu": {
         "quant_method": tuple(QUANTIZING),
-        "quant_type": tuple(forms_of("gpu")),
+        "quant_type": tuple(formats_in(WHOLE_MODEL)),
         "rounding": ("library", "float32"),
         "ignore_patterns": [str],
         "torch_dtype": str,

@@ -12,9 +12,10 @@ from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import BACKWARD, LAYOUTS, Form, card, forms_of, legal, loose
+from ktconvert.layouts.outputs import LAYOUTS, Format, backward_alone, card, formats_in, is_complete, legal, loose
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage
@@ -57,45 +58,43 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         require_whole(source, f"--non-experts {settings['non_experts']}")
     model = recognise(source, rows_for(settings.get("arch_file")))
     _require_stated_dtype(request.tuning.get("input_type"), model)
-    forms = forms_of(LAYOUTS[settings.get("layout", "numa")])
-    if settings["quant_method"] not in forms:
-        only = forms_of("cpu")[settings["quant_method"]].name
-        *first, last = forms
-        native = f"{', '.join(first)} and {last}"
-        raise UsageError(f"--layout kt is for {native}; {only} is for NUMA parts: leave out --layout.")
-    form = _form(settings, forms).configured(settings)
+    fmt = _format(settings)
     choice = QUANTIZERS[settings.get("scale", ABSMAX.name)]
-    if not choice.serves(form.grid):
-        able = " and ".join(name for name, other in forms_of("cpu").items() if choice.serves(other.grid))
+    if not choice.serves(fmt.encoding.grid):
+        able = " and ".join(name for name, other in formats_in(NUMA).items() if choice.serves(other.encoding.grid))
         raise UsageError(
-            f"--scale {choice.name} is for --quant-method {able}; {form.name} has one way to choose codes: leave out "
+            f"--scale {choice.name} is for --quant-method {able}; {fmt.name} has one way to choose codes: leave out "
             "--scale."
         )
     imatrix = importance_for(choice, request, model)
     settings |= {} if imatrix is None else {"imatrix": imatrix.sha256}
     parts = int(settings["threadpool_count"])
-    settings |= _choose_layers(request, settings, model, form, parts)
+    settings |= _choose_layers(request, settings, model, fmt, parts)
     layers = parse_layers(settings["layers"], model.layers)
     kept = parse_layers(settings["kept_layers"], model.layers) if settings["kept_layers"] not in (None, "none") else ()
-    comparable = [other for other in forms.values() if other.backward or not settings["save_backward_weights"]]
+    comparable = [
+        other
+        for other in formats_in(fmt.arrangement).values()
+        if other.backward or not settings["save_backward_weights"]
+    ]
     for layer in layers:
-        legal.require_legal(form, *model.shape(layer)[1:], parts, comparable)
+        legal.require_legal(fmt, *model.shape(layer)[1:], parts, comparable)
 
     merge = not settings["no_merge_safetensor"]
     if choice.calibrated:
         require_whole_walk(source, settings, layers == model.layers and not kept)
-    facts = _facts(model, form, parts, layers, settings) | facts_of(imatrix, layers)
+    facts = _facts(model, fmt, parts, layers, settings) | facts_of(imatrix, layers)
     stated = [name for name in ("scale", "imatrix", "calibration", "machine") if name in facts]
     about = ("method", "layout_version", "numa", "activation", "weights_on", *stated)
     metadata = shard_metadata(facts, source, about)
     if choice.calibrated:
         rest = beside(source, model.expert_tensor_names(), model.quantization)
         walked = replace(request, settings=settings)
-        quantizing = compensated(walked, model, form, rest, metadata, choice=choice, numa=parts, loose_files=not merge)
+        quantizing = compensated(walked, model, fmt, rest, metadata, choice=choice, numa=parts, loose_files=not merge)
     else:
         stage = experts.stage(
             model,
-            form,
+            fmt,
             layers,
             choice=choice,
             numa=parts,
@@ -110,9 +109,9 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     others = carry_over.not_experts(model, settings["non_experts"])
     if others:
         stages.append(carry_over.stage(source, others, settings["max_shard_size"], metadata))
-    notes = tuple(_notes(model, form, layers, settings))
-    entries = form.config_entries(facts, (), tool_version())
-    config = card.config_json(source.config, entries, whole=form.whole) if source.has_config else None
+    notes = tuple(_notes(model, fmt, layers, settings))
+    entries = fmt.description.config_entries(fmt, facts, (), tool_version())
+    config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
     files = source_files(source, request, hashed)
     return Plan(
         request=replace(request, settings=settings),
@@ -120,7 +119,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         reads=(*source.paths(), *files_named(request)),
         stages=number_shards(stages) if merge else tuple(stages),
         facts=facts | ({"kept_layers": list(kept)} if kept else {}),
-        notes=(*notes, *notes_of(facts), *quantizing.notes, *_gains(form, choice)),
+        notes=(*notes, *notes_of(facts), *quantizing.notes, *_gains(fmt, choice)),
         assembly=Assembly(
             companions=companions(source.companion_root, source.companions()),
             config=config,
@@ -128,7 +127,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
             kept_layers=kept,
             apart=statistics.apart(request),
         ),
-        conversion=CpuConversion(CheckpointFiles(source, files), form, quantizing, others, facts, notes, settings),
+        conversion=CpuConversion(CheckpointFiles(source, files), fmt, quantizing, others, facts, notes, settings),
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,
@@ -141,7 +140,7 @@ class CpuConversion:
     """`ktconvert cpu` of these layers; a Conversion."""
 
     files: CheckpointFiles
-    form: Form
+    fmt: Format
     quantizing: Quantizing
     others: tuple[carry_over.Carried, ...]
     facts: Mapping[str, Any]
@@ -161,36 +160,46 @@ class CpuConversion:
         """README.md of the output."""
         base, beside = base_model(self.files.source), self.settings["non_experts"]
         facts = {**self.facts, **of_gptq.found(stats)}
-        lines = self.form.card(facts, base, loose=self.settings["no_merge_safetensor"], non_experts=beside)
+        about = self.fmt.description
+        lines = about.card(facts, base, self.settings["no_merge_safetensor"], beside, about.numbers)
         return card.model_card(lines, base, facts, self.notes, stats, tool_version())
 
     def check(self, assembled: Path) -> None:
         """Sizes are known before the first byte is written: nothing to check."""
 
 
-def _form(settings: Mapping[str, Any], forms: Mapping[str, Form]) -> Form:
-    """The form that the options ask for. Raises UsageError where it has no loose files or no backward matrices."""
-    form = forms[settings["quant_method"]]
+def _format(settings: Mapping[str, Any]) -> Format:
+    """The format that the options ask for. Raises UsageError where it has no such layout, no loose files or no backward
+    matrices.
+    """
+    option, arrangement = settings["quant_method"], LAYOUTS[settings.get("layout", "numa")]
     loose_files, backward = settings["no_merge_safetensor"], settings["save_backward_weights"]
-    alone = forms_of(BACKWARD).get(form.option) if forms == forms_of("cpu") else None
+    formats = formats_in(arrangement)
+    if option not in formats:
+        *first, last = formats
+        raise UsageError(
+            f"--layout kt is for {', '.join(first)} and {last}; {formats_in(NUMA)[option].name} is for NUMA parts: "
+            "leave out --layout."
+        )
+    fmt = formats[option]
+    alone = backward_alone(option) if arrangement.parted else None
     if alone is not None and backward:
         if not loose_files:
             raise UsageError(
-                f"{form.name} has backward matrices in loose files only, without the experts; add "
+                f"{fmt.name} has backward matrices in loose files only, without the experts; add "
                 "--no-merge-safetensor, or leave out --save-backward-weights."
             )
         return alone
-    sample = Part(0, 0, "gate", 0, 0, 0)
-    if loose_files and form.loose_path(sample, form.tensors(0, 0)[0]) is None:
+    if loose_files and fmt.loose is None:
         others = "" if alone is None else ", or add --save-backward-weights for kt-kernel's backward files"
-        raise UsageError(f"{form.name} has no loose files; leave out --no-merge-safetensor{others}.")
-    if backward and not form.backward:
-        raise UsageError(f"{form.name} has no matrices for fine-tuning; leave out --save-backward-weights.")
-    return form
+        raise UsageError(f"{fmt.name} has no loose files; leave out --no-merge-safetensor{others}.")
+    if backward and not fmt.backward:
+        raise UsageError(f"{fmt.name} has no matrices for fine-tuning; leave out --save-backward-weights.")
+    return fmt
 
 
 def _choose_layers(
-    request: Request, settings: Mapping[str, Any], model: MoeModel, form: Form, parts: int
+    request: Request, settings: Mapping[str, Any], model: MoeModel, fmt: Format, parts: int
 ) -> dict[str, Any]:
     """Which layers to convert and which loose ones to keep; a journal of an earlier run takes precedence over
     --resume-layer.
@@ -211,8 +220,8 @@ def _choose_layers(
     kept = []
     for layer in (n for n in wanted if n < first and n in folders):
         count, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, parts, bool(settings["save_backward_weights"]), form.forward)
-        if loose.is_complete(folders[layer], grid, count, form):
+        grid = ExpertGrid(layer, hidden, intermediate, parts, bool(settings["save_backward_weights"]), fmt.forward)
+        if is_complete(folders[layer], grid, count, fmt):
             kept.append(layer)
     rest = [n for n in wanted if n not in kept]
     if not rest:
@@ -237,13 +246,13 @@ def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
 
 
 def _facts(
-    model: MoeModel, form: Form, parts: int, layers: tuple[int, ...], settings: Mapping[str, Any]
+    model: MoeModel, fmt: Format, parts: int, layers: tuple[int, ...], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "architecture": model.arch.name,
-        "method": form.name,
-        "layout_version": form.version,
-        **form.facts(),
+        "method": fmt.name,
+        "layout_version": fmt.encoding.version,
+        "bits": fmt.encoding.grid.bits,
         "numa": parts,
         **shape_facts(model, layers),
         "backward": settings["save_backward_weights"],
@@ -252,9 +261,9 @@ def _facts(
     }
 
 
-def _gains(form: Form, choice: Choice) -> tuple[str, ...]:
+def _gains(fmt: Format, choice: Choice) -> tuple[str, ...]:
     """What other choices of codes would gain; said of a plan, but not in the model card."""
-    if choice != ABSMAX or form.grid.bits != 4 or not MSE.serves(form.grid):
+    if choice != ABSMAX or fmt.encoding.grid.bits != 4 or not MSE.serves(fmt.encoding.grid):
         return ()
     return (
         "--scale mse makes the same files with less error: of Gaussian rows of 2048 11 % instead of 15 %, with heavy "
@@ -263,27 +272,27 @@ def _gains(form: Form, choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mapping[str, Any]) -> list[str]:
+def _notes(model: MoeModel, fmt: Format, layers: tuple[int, ...], settings: Mapping[str, Any]) -> list[str]:
     notes = list(model.notes)
     left = [n for n in model.layers if n not in layers]
     if left and not settings["kept_layers"]:
         notes.append(f"layers {ranges(left)} are left out, as asked")
     if settings["kept_layers"] not in (None, "none"):
         notes.append(f"layers {settings['kept_layers']} lay in the output already and are kept as they are")
-    kept = form.exact(model)
+    kept = fmt.encoding.is_exact(model)
     if kept:
-        stored = [] if form.grid.bits < BITS_DECODED else encodings.quantized(model.dtypes)
+        stored = [] if fmt.encoding.grid.bits < BITS_DECODED else encodings.quantized(model.dtypes)
         holds = (
-            f"{form.name} holds all numbers of {stored[0]}"
+            f"{fmt.name} holds all numbers of {stored[0]}"
             if stored
-            else f"the experts are {form.option.upper()} already"
+            else f"the experts are {fmt.option.upper()} already"
         )
         notes.append(f"{holds}: every number stays what it is")
     for title in () if kept else encodings.quantized(model.dtypes):
         notes.append(
-            f"{title} to {form.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
+            f"{title} to {fmt.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
         )
-    if form.grid.bits == 4 and form.grid.group is None and model.bits <= FEW_BITS:
+    if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
         lost = "17 to 49 %" if "scale" not in settings else "13 to 27 %"
         notes.append(
             f"the experts have {model.bits:g} bits per weight already, and int4 with one scale per row loses more than "
@@ -295,4 +304,4 @@ def _notes(model: MoeModel, form: Form, layers: tuple[int, ...], settings: Mappi
             f"the output has no config.json and no tokenizer, which a {model.source.container.title} does not hold in "
             "the form that kt-kernel reads: --config MODEL takes them from the Hugging Face model (directory or id)"
         )
-    return [*notes, *form.notes]
+    return [*notes, *fmt.notes]

@@ -13,9 +13,10 @@ from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import Form, card, forms_of
+from ktconvert.layouts.outputs import Format, card, formats_in
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
+from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL, loading_notes
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
@@ -66,23 +67,23 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
     model = recognise(source, rows_for(settings.get("arch_file")))
-    form = forms_of("gpu")[settings["quant_type"]].configured(settings)
-    loading = form.check_loading(model, request.tuning.get("tp_size") or (1,))
+    fmt = formats_in(WHOLE_MODEL)[settings["quant_type"]].configured(settings)
+    loading = loading_notes(fmt, model, request.tuning.get("tp_size") or (1,))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
     rest = beside(source, model.expert_tensor_names(), model.quantization)
     tensors = carry_over.carried(rest)
 
-    facts = _facts(model, form, settings)
+    facts = _facts(model, fmt, settings)
     about = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
     metadata = shard_metadata(facts, source, about)
-    quantizing = QUANTIZING[settings["quant_method"]](request, model, form, rest, metadata)
+    quantizing = QUANTIZING[settings["quant_method"]](request, model, fmt, rest, metadata)
     stages = number_shards([quantizing.stage, *_carried(tensors, model, settings["max_shard_size"], metadata)])
     beside_weights = source.companions()
     dropped_files = [name for name in beside_weights if name in card.CONFIG_FILES]
     copied = companions(source.root, [name for name in beside_weights if name not in dropped_files])
     notes = tuple(_notes(model, rest, dropped_files, loading))
-    entries = form.config_entries(facts, ignore, tool_version())
-    config = card.config_json(source.config, entries, whole=form.whole)
+    entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
+    config = card.config_json(source.config, entries, whole=fmt.arrangement.whole)
     files = source_files(source, request, hashed)
     return Plan(
         request=replace(request, settings=settings),
@@ -92,7 +93,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         facts=facts,
         notes=(*notes, *quantizing.notes),
         assembly=Assembly(companions=copied, config=config, loose=False, apart=statistics.apart(request)),
-        conversion=GpuConversion(CheckpointFiles(source, files), form, quantizing, tensors, facts, notes),
+        conversion=GpuConversion(CheckpointFiles(source, files), fmt, quantizing, tensors, facts, notes),
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
         remedies=quantizing.remedies,
@@ -104,7 +105,7 @@ class GpuConversion:
     """`ktconvert gpu`; a Conversion."""
 
     files: CheckpointFiles
-    form: Form
+    fmt: Format
     quantizing: Quantizing
     carried: tuple[carry_over.Carried, ...]
     facts: Mapping[str, Any]
@@ -121,7 +122,7 @@ class GpuConversion:
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
         base = base_model(self.files.source)
-        lines = self.form.card(self.facts, base, loose=False, non_experts="keep")
+        lines = self.fmt.description.card(self.facts, base, False, "keep", self.fmt.description.numbers)
         return card.model_card(lines, base, self.facts, self.notes, stats, tool_version())
 
     def check(self, assembled: Path) -> None:
@@ -134,13 +135,13 @@ class GpuConversion:
         require_sound(assembled, load=self.facts["quant_method"] == "GPTQ")
 
 
-def _rounded(request: Request, model: MoeModel, form: Form, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+def _rounded(request: Request, model: MoeModel, fmt: Format, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
     limit = request.settings["max_shard_size"]
-    return rounded(experts.stage(model, form, model.layers, max_shard_size=limit, metadata=metadata))
+    return rounded(experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata))
 
 
 # --quant-method -> the stage that makes the experts.
-QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Form, Beside, Mapping[str, str]], Quantizing]] = {
+QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Format, Beside, Mapping[str, str]], Quantizing]] = {
     "GPTQ": compensated,
     "RTN": _rounded,
 }
@@ -153,13 +154,15 @@ def _carried(
     return [stage] if stage.units else []
 
 
-def _facts(model: MoeModel, form: Form, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(model: MoeModel, fmt: Format, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "architecture": model.arch.name,
-        "method": form.name,
-        "layout_version": form.version,
+        "method": fmt.name,
+        "layout_version": fmt.encoding.version,
         "quant_method": settings["quant_method"],
-        **form.facts(),
+        "rounding": settings["rounding"],
+        "bits": fmt.encoding.grid.bits,
+        "group_size": fmt.encoding.grid.group,
         **shape_facts(model, model.layers),
         **(of_gptq.facts(settings) if settings["quant_method"] == "GPTQ" else {}),
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),

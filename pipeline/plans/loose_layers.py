@@ -13,7 +13,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.outputs import Form, loose
+from ktconvert.layouts.outputs import Format, loose
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
@@ -43,7 +43,7 @@ class LooseLayer:
         return self.experts, self.hidden, self.width
 
 
-def measure_layer(files: Sequence[LooseFile], form: Form | None) -> LooseLayer:
+def measure_layer(files: Sequence[LooseFile], fmt: Format | None) -> LooseLayer:
     """What the files of one layer say by their names and sizes. form: None where it is not ours, and bytes mean nothing
     to us.
 
@@ -52,7 +52,7 @@ def measure_layer(files: Sequence[LooseFile], form: Form | None) -> LooseLayer:
     parts = [file.part for file in files]
     numa, experts = 1 + max(p.numa for p in parts), 1 + max(p.expert for p in parts)
     backward = any(p.backward for p in parts)
-    if form is None:
+    if fmt is None:
         return LooseLayer(numa, experts, backward, 0, 0)
     rows = {
         projection: Counter(
@@ -63,7 +63,7 @@ def measure_layer(files: Sequence[LooseFile], form: Form | None) -> LooseLayer:
     hidden, width = rows["down"], rows["gate"]
     for file in files:
         n, k = (hidden, width) if (file.part.projection == "down") != file.part.backward else (width, hidden)
-        wanted = next(tensor.nbytes for tensor in form.tensors(n, k) if tensor.suffix == file.what)
+        wanted = next(tensor.nbytes for tensor in fmt.encoding.tensors(n, k) if tensor.suffix == file.what)
         if file.nbytes != wanted:
             raise InputError(
                 f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} "

@@ -11,9 +11,11 @@ from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import Form, forms_of, legal
-from ktconvert.layouts.outputs.form import expert_bytes
+from ktconvert.layouts.outputs import Format, formats_in, legal
+from ktconvert.layouts.outputs.format import expert_bytes
+from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.stages.carry_over import carried
@@ -25,16 +27,16 @@ DEFAULT_PARTS = 2  # of `ktconvert cpu`
 def methods(model: MoeModel) -> list[dict[str, Any]]:
     """For each method: the legal NUMA counts, why others are not, and the size of the output by count."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
-    reasons = {form: {t: legal.illegal_reason(form, shapes, t) for t in EXPLAINED} for form in forms_of("cpu").values()}
+    reasons = {fmt: {t: legal.illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_in(NUMA).values()}
     return [
         {
-            "quant_method": form.option,
-            "method": form.name,
-            "legal": list(counts := legal.legal_counts(form, shapes)),
+            "quant_method": fmt.option,
+            "method": fmt.name,
+            "legal": list(counts := legal.legal_counts(fmt, shapes)),
             "illegal": {str(t): reason for t, reason in why.items() if reason is not None},
-            "bytes": {str(t): output_bytes(model, form, t) for t in counts},
+            "bytes": {str(t): output_bytes(model, fmt, t) for t in counts},
         }
-        for form, why in reasons.items()
+        for fmt, why in reasons.items()
     ]
 
 
@@ -44,15 +46,15 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
     """
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     types: list[dict[str, Any]] = []
-    for form in forms_of("gpu").values():
+    for fmt in formats_in(WHOLE_MODEL).values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
-            reason = legal.illegal_reason(form, shapes, 1)
+            reason = legal.illegal_reason(fmt, shapes, 1)
             rest = carried(beside(model.source, model.expert_tensor_names(), model.quantization))
         except (InputError, UnsupportedError) as error:
             reason, rest = str(error), ()
-        nbytes = 0 if reason else output_bytes(model, form, 1) + sum(tensor.entry.nbytes for tensor in rest)
-        types.append({"quant_type": form.option, "refused": reason, "bytes": nbytes})
+        nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in rest)
+        types.append({"quant_type": fmt.option, "refused": reason, "bytes": nbytes})
     return types
 
 
@@ -83,12 +85,12 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
     }
 
 
-def output_bytes(model: MoeModel, form: Form, parts: int) -> int:
+def output_bytes(model: MoeModel, fmt: Format, parts: int) -> int:
     """Bytes of the experts of the whole output."""
     total = 0
     for layer in model.layers:
         experts, hidden, intermediate = model.shape(layer)
-        total += experts * expert_bytes(form, ExpertGrid(layer, hidden, intermediate, parts))
+        total += experts * expert_bytes(fmt.encoding, ExpertGrid(layer, hidden, intermediate, parts))
     return total
 
 
@@ -97,13 +99,13 @@ def commands(model: MoeModel, where: str) -> list[str]:
     pools = machine.pool_count()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
-    for option, form in forms_of("cpu").items():
-        counts = legal.legal_counts(form, shapes)
+    for option, fmt in formats_in(NUMA).items():
+        counts = legal.legal_counts(fmt, shapes)
         if not counts:
             continue
         parts = next((t for t in (pools, DEFAULT_PARTS) if t in counts), counts[-1])
         name = Path(where).expanduser().resolve().name.rpartition(":")[2]
-        output = f"{name.removesuffix(model.source.container.suffix)}-{form.name}"
+        output = f"{name.removesuffix(model.source.container.suffix)}-{fmt.name}"
         words = ["ktconvert", "cpu", "-i", where, "-o", output, "--quant-method", option]
         lines.append(shlex.join([*words, "--threadpool-count", str(parts)]))
     return lines

@@ -11,8 +11,7 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMS, PROJECTIONS, amx_card, card, loose
-from ktconvert.layouts.outputs.amx import MERGED
+from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, PROJECTIONS, card, cpu_card, loose
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, SourceFile, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
@@ -21,6 +20,8 @@ from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, req
 from ktconvert.pipeline.stages import merge_parts
 from ktconvert.pipeline.stages.merge_parts import LooseFile
 
+# The prefix of loose files that can be merged -> kt-kernel's name of the method; others hold backward matrices alone.
+MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if name in OPAQUE or FORMATS[name].forward}
 CARRIED = (
     "architecture",
     "activation",
@@ -58,14 +59,14 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         )
     prefix = prefixes.pop()
     method = MERGED[prefix]
-    layers = {layer: measure_layer(own, FORMS.get(method)) for layer, own in by_layer.items()}
+    layers = {layer: measure_layer(own, FORMATS.get(method)) for layer, own in by_layer.items()}
     recorded = recorded_facts(root)
     original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
     beside = _companions(original)
     source_config = _config(original)
     require_whole(root, layers, recorded, source_config, chosen=bool(chosen))
     facts = _facts(layers, method, recorded)
-    entries = amx_card.config_entries(facts, tool_version())
+    entries = cpu_card.entries_of(facts, tool_version(), per_row=True)
     config = None if source_config is None else card.config_json(source_config, entries, whole=False)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
     identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
@@ -121,7 +122,7 @@ class MergeConversion:
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
-        lines = amx_card.card(self.facts, None, loose=False, non_experts="skip")
+        lines = cpu_card.AMX.card(self.facts, None, False, "skip", cpu_card.AMX.numbers)
         return card.model_card(lines, None, self.facts, (), stats, tool_version())
 
     def check(self, assembled: Path) -> None:
@@ -171,7 +172,7 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
 
 def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
     """What is known from names and sizes; H and I follow from the scales of an AMX method."""
-    form = FORMS.get(method)
+    fmt = FORMATS.get(method)
     facts: dict[str, Any] = {
         "architecture": "unknown",
         "method": method,
@@ -181,9 +182,9 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
         "experts": one_or_all(layer.experts for layer in layers.values()),
         "activation": "not recorded",
         "dtypes": ["not recorded"],
-        "bits": form.grid.bits if form else int(method[-1]),
-        "hidden": one_or_all(layer.hidden for layer in layers.values()) if form else "not recorded",
-        "intermediate": one_or_all(layer.width for layer in layers.values()) if form else "not recorded",
+        "bits": fmt.encoding.grid.bits if fmt else OPAQUE[method],
+        "hidden": one_or_all(layer.hidden for layer in layers.values()) if fmt else "not recorded",
+        "intermediate": one_or_all(layer.width for layer in layers.values()) if fmt else "not recorded",
     }
     facts |= {key: recorded[key] for key in CARRIED if recorded and key in recorded}
     facts["backward"] = any(layer.backward for layer in layers.values())

@@ -10,7 +10,7 @@ from ktconvert.layouts.checkpoints.beside import Beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import Form
+from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.engine.lanes import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Request
 from ktconvert.pipeline.engine.units import Stage
@@ -54,7 +54,7 @@ def rounded(stage: Stage[experts.ExpertsWork]) -> Quantizing:
 def compensated(
     request: Request,
     model: MoeModel,
-    form: Form,
+    fmt: Format,
     rest: Beside,
     metadata: Mapping[str, str],
     *,
@@ -69,7 +69,7 @@ def compensated(
     chosen, tuning = request.settings, request.tuning
     chain.require_calibratable(model, of_gptq.INSTEAD)
     settings = of_gptq.settings_of(model, chosen)
-    shape = of_gptq.shape_of(model, form, settings, chosen)
+    shape = of_gptq.shape_of(model, fmt, settings, chosen)
     document = statistics.describe(model, request) if chosen.get("save_statistics") else None
     beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}
 
@@ -81,7 +81,7 @@ def compensated(
     return Quantizing(
         gptq_layers.stage(
             model,
-            form,
+            fmt,
             settings,
             beside_experts,
             metadata,

@@ -13,14 +13,13 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import LAYOUTS, amx_card, card, legal
+from ktconvert.layouts.outputs import Format, card, cpu_card, legal
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.layouts.outputs.resplit import Parted, is_parted, rounds_again
-from ktconvert.layouts.outputs.strip_form import StripForm
+from ktconvert.layouts.outputs.resplit import rounds_again
 from ktconvert.pipeline.engine.lanes import WAITING
 from ktconvert.pipeline.engine.plan import (
     CARD,
@@ -69,19 +68,19 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
     is damaged.
     """
     root, numa = Path(request.input), int(request.settings["threadpool_count"])
-    output, measured, form = _open(root)
+    output, measured, fmt = _open(root)
     for _, hidden, intermediate in measured.shapes.values():
-        legal.require_legal(form, hidden, intermediate, numa)
+        legal.require_legal(fmt, hidden, intermediate, numa)
     if output.loose and request.settings["max_shard_size"]:
         raise UsageError(f"--max-shard-size cuts safetensors, and {root} is loose; leave it out.")
     source = TensorSource(root, output.config, (), {}) if output.loose else open_checkpoint(root)
-    facts = _facts(output, measured, form, numa)
-    metadata = _metadata(output, form, numa)
+    facts = _facts(output, measured, fmt, numa)
+    metadata = _metadata(output, fmt, numa)
     beside = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
     files = tuple(_files(output, source, beside))
     rearranging = resplit.stage(
         output,
-        form,
+        fmt,
         [(ExpertGrid(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
         numa,
         {file.name: file for file in files},
@@ -92,7 +91,7 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
     others = tuple(carry_over.Carried(name, info) for name, info in source.tensors.items() if name in output.others)
     if others:
         stages.append(carry_over.stage(source, others, request.settings["max_shard_size"], metadata))
-    entries = form.config_entries(facts, (), tool_version())
+    entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     notes = tuple(_notes(rearranging.units, measured.numa, numa))
     return Plan(
         request=replace(request, settings={**request.settings, **_kept_settings(output, measured)}),
@@ -107,7 +106,7 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
             loose=output.loose,
         ),
         conversion=ResplitConversion(
-            output, OutputFiles(root, source, files), form, rearranging.units, others, facts, notes
+            output, OutputFiles(root, source, files), fmt, rearranging.units, others, facts, notes
         ),
     )
 
@@ -139,7 +138,7 @@ class ResplitConversion:
 
     output: Output
     files: OutputFiles
-    form: Parted
+    fmt: Format
     units: tuple[Unit[ResplitWork], ...]
     others: tuple[carry_over.Carried, ...]
     facts: Mapping[str, Any]
@@ -160,17 +159,16 @@ class ResplitConversion:
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the new output."""
         base = base_model(self.files.source)
-        lines = self.form.card(
-            self.facts, base, loose=self.output.loose, non_experts=carry_over.choice_of(self.output.others)
-        )
+        about = self.fmt.description
+        lines = about.card(self.facts, base, self.output.loose, carry_over.choice_of(self.output.others), about.numbers)
         return card.model_card(lines, base, self.facts, self.notes, (), tool_version())
 
     def check(self, assembled: Path) -> None:
         """Sizes are known before the first byte is written: nothing to check."""
 
 
-def _open(root: Path) -> tuple[Output, Measure, Parted]:
-    """The output, its sizes and its form. Raises InputError where it is not whole, UnsupportedError where it has no
+def _open(root: Path) -> tuple[Output, Measure, Format]:
+    """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError where it has no
     NUMA parts, or parts whose bytes mean nothing to us.
     """
     from ktconvert.pipeline.verify.opened import require_finished
@@ -183,22 +181,22 @@ def _open(root: Path) -> tuple[Output, Measure, Parted]:
         raise InputError(str(error)) from error
     measured = measure(output)
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
-    form = measured.form
-    if form is not None and form.forward and form.command != LAYOUTS["numa"]:
-        raise UnsupportedError(f"{root}: {form.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
-    if not is_parted(form) and measured.method != "unknown":
+    fmt = measured.fmt
+    if fmt is not None and fmt.forward and not fmt.arrangement.parted:
+        raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA parts; give an output of `ktconvert cpu`.")
+    if (fmt is None or not fmt.can_resplit) and measured.method != "unknown":
         raise UnsupportedError(
             f"{root}: {measured.method} weights cannot be rearranged here; convert the model again with "
             "--threadpool-count."
         )
-    if problems or not is_parted(form):
+    if problems or fmt is None:
         first = problems[0] if problems else f"its weights fit none of {', '.join(output.methods)}"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(f"{root}: {first}{more}; convert it again.")
-    return output, measured, form
+    return output, measured, fmt
 
 
-def _facts(output: Output, measured: Measure, form: Parted, numa: int) -> dict[str, Any]:
+def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[str, Any]:
     """What the bytes say, and what the manifest says beyond that; resplit_from: the numbers of parts that it had
     before, in order.
     """
@@ -207,9 +205,9 @@ def _facts(output: Output, measured: Measure, form: Parted, numa: int) -> dict[s
     before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
     return {
         "architecture": "unknown",
-        "method": form.name,
-        "layout_version": form.version,
-        **form.facts(),
+        "method": fmt.name,
+        "layout_version": fmt.encoding.version,
+        "bits": fmt.encoding.grid.bits,
         "numa": numa,
         "layers": sorted(measured.shapes),
         "experts": experts,
@@ -223,14 +221,14 @@ def _facts(output: Output, measured: Measure, form: Parted, numa: int) -> dict[s
     }
 
 
-def _metadata(output: Output, form: Parted, numa: int) -> dict[str, str]:
+def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
     """Of every shard: ours, and what the shards that are read say of their experts."""
     stated = next(iter(output.metadata.values()), {})
     return {
         "format": "pt",
         "ktconvert_format": "1",
-        "method": form.name,
-        "layout_version": str(form.version),
+        "method": fmt.name,
+        "layout_version": str(fmt.encoding.version),
         "numa": str(numa),
         **{name: stated[name] for name in STATED if name in stated},
     }
@@ -253,7 +251,7 @@ def _config_before(output: Output) -> dict[str, Any]:
     """config.json without our entries of another number of parts."""
     config = dict(output.config)
     about = config.get("quantization_config")
-    if isinstance(about, dict) and about.get("quant_method") == amx_card.QUANT_METHOD:
+    if isinstance(about, dict) and about.get("quant_method") == cpu_card.QUANT_METHOD:
         del config["quantization_config"]
     return config
 
@@ -287,9 +285,9 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
     parts = "down_proj" + (" and the transposed gate_proj and up_proj" if work.grid.backward else "")
     if old == new:
         yield f"the output has {old} NUMA part{'s' if old != 1 else ''} already: every tensor stays as it is"
-    elif isinstance(work.form, StripForm):
+    elif not work.fmt.encoding.grid.per_row:
         yield "every weight and scale stays what it is: these are the bytes of converting again"
-    elif not rounds_again(work.form, old, new):
+    elif not rounds_again(work.fmt.encoding, old, new):
         yield (
             f"all weights keep their values; {parts} keeps the scales of {old} part{'s' if old != 1 else ''}, where "
             "converting again would choose one for each new part"

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import Plan
@@ -62,7 +63,7 @@ def advised(plan: Plan, against: str, revision: str | None = None) -> Plan:
         for work in works:
             _require_source_of(work, model, against)
             grid = work.grid
-            again = ExpertsWork(model, work.form, QUANTIZERS[scale], grid, work.sampled, work.sampled + 1, {})
+            again = ExpertsWork(model, work.fmt, QUANTIZERS[scale], grid, work.sampled, work.sampled + 1, {})
             if not _equal(work.make((work.sampled, "gate")), again.make((work.sampled, "gate"))):
                 raise _not_its_source(work, against)
             _measure(errors, work, again)
@@ -112,7 +113,7 @@ def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
     for sums, numa, parts in sides:
         for part, packed in parts:
             if not part.backward:
-                sums += work.form.error_sums(part.of(linear, numa), packed)
+                sums += error_sums(work.fmt.encoding, part.of(linear, numa), packed)
 
 
 def _command(plan: Plan, against: str) -> str:
@@ -120,7 +121,7 @@ def _command(plan: Plan, against: str) -> str:
     assert isinstance(plan.conversion, ResplitConversion)
     settings, facts = plan.request.settings, plan.facts
     words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
-    words += ["--quant-method", plan.conversion.form.option, "--threadpool-count", str(facts["numa"])]
+    words += ["--quant-method", plan.conversion.fmt.option, "--threadpool-count", str(facts["numa"])]
     words += ["--scale", facts["scale"]] if "scale" in facts else []
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []

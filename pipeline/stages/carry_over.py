@@ -19,7 +19,7 @@ from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import ALIGNMENT, Entry, group_by_limit, plan_shard
-from ktconvert.layouts.outputs import merged
+from ktconvert.layouts.outputs import numa
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.pipeline.engine.lanes import LANES
@@ -68,7 +68,7 @@ class CarryOverWork:
 
 
 # How everything but routed experts is called in an output, by --non-experts.
-CALLED: Mapping[str, Callable[[str], str]] = {"copy": merged.rename_non_expert, "keep": lambda name: name}
+CALLED: Mapping[str, Callable[[str], str]] = {"copy": numa.rename_non_expert, "keep": lambda name: name}
 
 
 def not_experts(model: MoeModel, choice: str) -> tuple[Carried, ...]:
@@ -97,7 +97,7 @@ def choice_of(others: Collection[str]) -> str:
     """What --non-experts was, by the names of an output's tensors that are no routed experts."""
     if not others:
         return "skip"
-    return "copy" if all(merged.rename_non_expert(name) == name for name in others) else "keep"
+    return "copy" if all(numa.rename_non_expert(name) == name for name in others) else "keep"
 
 
 def carried(rest: Beside) -> tuple[Carried, ...]:

@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, is_zero
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import ALIGNMENT, Entry, ShardPlan, group_by_limit, plan_shard
-from ktconvert.layouts.outputs import PROJECTIONS, Form, loose
-from ktconvert.layouts.outputs.names import Names
-from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
+from ktconvert.layouts.outputs.arrangement import Names
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import items
@@ -25,7 +25,7 @@ from ktconvert.pipeline.tell.report import Reporter
 BATCH = 2 << 20
 
 Item = tuple[int, str]  # expert, projection
-Packed = list[Bytes]  # the tensors of one part, in the form's order
+Packed = list[Bytes]  # the tensors of one part, in the encoding's order
 
 
 class Batch(NamedTuple):
@@ -40,7 +40,7 @@ class Experts(Protocol):
     """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about."""
 
     @property
-    def form(self) -> Form:
+    def fmt(self) -> Format:
         """Of the output."""
 
     @property
@@ -81,17 +81,20 @@ class Experts(Protocol):
 Work = TypeVar("Work", bound=Experts)
 
 
-def room(form: Form, part: Part, place: Bytes | None = None) -> Packed:
+def room(encoding: Encoding, part: Part, place: Bytes | None = None) -> Packed:
     """Memory for the tensors of a part; the first tensor lies at the start of `place`, if that is not None."""
-    first, *others = (tensor.nbytes for tensor in form.tensors(part.n, part.k))
+    first, *others = (tensor.nbytes for tensor in encoding.tensors(part.n, part.k))
     own = np.empty(first, np.uint8) if place is None else place[:first]
     return [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]
 
 
-def plan_parts(form: Form, names: Names, parts: Iterable[Part], metadata: Mapping[str, str]) -> ShardPlan:
+def plan_parts(fmt: Format, names: Names, parts: Iterable[Part], metadata: Mapping[str, str]) -> ShardPlan:
     """A shard of parts: all first tensors, then all second ones, and so on, so that each is aligned to its items."""
     by_part = [
-        [Entry(names.key(part.place, t.suffix), t.dtype, t.shape, t.nbytes) for t in form.tensors(part.n, part.k)]
+        [
+            Entry(names.key(part.place, t.suffix), t.dtype, t.shape, t.nbytes)
+            for t in fmt.encoding.tensors(part.n, part.k)
+        ]
         for part in parts
     ]
     return plan_shard([entry for kind in zip(*by_part, strict=True) for entry in kind], metadata)
@@ -106,7 +109,7 @@ def append_others(file: publish.DirectFile, others: Sequence[Packed]) -> None:
 def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     """One safetensors shard: header, all first tensors straight from the packing threads, then the others."""
     work = unit.work
-    plan = plan_parts(work.form, work.names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
+    plan = plan_parts(work.fmt, work.names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
     sizes = _first_bytes(work)
     in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
     others: list[Packed] = []
@@ -142,7 +145,7 @@ def write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
         return [
             written
             for part, packed in _checked(work, item, place, context)
-            for written in write_loose(work.form, part, packed, partial)
+            for written in write_loose(work.fmt, part, packed, partial)
         ]
 
     files: list[Written] = []
@@ -161,10 +164,10 @@ def make_folders(folder: Path, numa: int) -> None:
         (folder / loose.numa_folder(node)).mkdir()
 
 
-def write_loose(form: Form, part: Part, packed: Packed, folder: Path) -> Iterator[Written]:
+def write_loose(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterator[Written]:
     """Write the loose files of a part below its layer's folder; they are not synced."""
-    for tensor, data in zip(form.tensors(part.n, part.k), packed, strict=True):
-        name = form.loose_path(part, tensor)
+    for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), packed, strict=True):
+        name = fmt.loose_path(part, tensor)
         assert name is not None
         yield Written(name, data.size, publish.write_unsynced(folder / name, data))
 
@@ -172,7 +175,7 @@ def write_loose(form: Form, part: Part, packed: Packed, folder: Path) -> Iterato
 def _checked(work: Experts, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:
     """Make one item; warn where the result is all zeros."""
     packed = work.make(item, place)
-    if all(work.form.is_zero(tensors) for _, tensors in packed):
+    if all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in packed):
         part, _ = packed[0]
         name = work.names.key(part.place, "").removesuffix(".")
         context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
@@ -182,7 +185,7 @@ def _checked(work: Experts, item: Item, place: Bytes, context: Context) -> list[
 def _first_bytes(work: Experts) -> dict[str, int]:
     """Bytes of the first tensors of all parts of a projection."""
     return {
-        projection: sum(work.form.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(0, projection))
+        projection: sum(work.fmt.encoding.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(0, projection))
         for projection in PROJECTIONS
     }
 

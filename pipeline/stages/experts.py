@@ -1,4 +1,4 @@
-"""Routed experts of any form: read once through memory maps, quantized and packed in one pass, written once."""
+"""Routed experts in any format: read once through memory maps, quantized and packed in one pass, written once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
 from ktconvert.layouts.files.shards import group_by_limit
-from ktconvert.layouts.outputs import PROJECTIONS, Form, loose
-from ktconvert.layouts.outputs.form import Extent, expert_bytes
-from ktconvert.layouts.outputs.names import Names
-from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
+from ktconvert.layouts.outputs.arrangement import Names
+from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant import kernels
@@ -28,8 +28,9 @@ from ktconvert.quantizers.reference import F32
 
 VERSION = 1
 # Codes are chosen and packed for some rows of a part at a time, while they lie in cache: about so many weights, in
-# whole blocks of rows of every form that packs chosen codes, so that their bytes lie together.
+# whole blocks of rows of every encoding that packs chosen codes, so that their bytes lie together.
 CHOSEN, ROWS = 1 << 18, 128
+NAME = "experts"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ExpertsWork:
     """
 
     model: MoeModel
-    form: Form
+    fmt: Format
     choice: Choice
     grid: ExpertGrid
     start: int
@@ -52,7 +53,7 @@ class ExpertsWork:
     @property
     def names(self) -> Names:
         """Of the tensors."""
-        return self.form.names(self.model)
+        return self.fmt.names_in(self.model)
 
     def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of one projection of one expert, quantized; the first tensor of each part goes into `place`, one
@@ -66,11 +67,11 @@ class ExpertsWork:
         packed = []
         at = 0
         for part in self.grid.parts(expert, projection):
-            out = room(self.form, part, None if place is None else place[at:])
+            out = room(self.fmt.encoding, part, None if place is None else place[at:])
             at += out[0].size
             matrix = part.of(linear, self.grid.numa)
             try:
-                quantize(self.form, self.choice, matrix, out, part.of_columns(importance))
+                quantize(self.fmt.encoding, self.choice, matrix, out, part.of_columns(importance))
             except kernels.NonFinite as error:
                 row, column = matrix.origin[0] + error.row, matrix.origin[1] + error.column
                 where = (column, row) if part.backward else (row, column)
@@ -82,13 +83,13 @@ class ExpertsWork:
         """Quantize one projection again and compare with the source, as error_figures says; what stays as it is, is
         equal.
         """
-        if self.form.exact(self.model):
+        if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
         linear = self.model.linear(self.grid.layer, expert, projection)
         sums = np.zeros(4)
         for part, packed in self.make((expert, projection)):
             if self.grid.is_measured(part):
-                sums += self.form.error_sums(part.of(linear, self.grid.numa), packed)
+                sums += error_sums(self.fmt.encoding, part.of(linear, self.grid.numa), packed)
         return error_figures(sums)
 
     def coming(self) -> Iterator[Item]:
@@ -105,23 +106,26 @@ class ExpertsWork:
         return {"layer": self.grid.layer, **sampled}
 
 
-def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None) -> None:
+def quantize(
+    encoding: Encoding, choice: Choice, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
+) -> None:
     """Choose codes for a part and pack them into `out`. importance: of its columns, float32 [k].
 
     Raises kernels.NonFinite for NaN and Inf.
     """
     if choice.choose is None:
-        form.quantize(matrix, out)
+        encoding.quantize(matrix, out)
         return
+    assert encoding.pack is not None
     n, k = matrix.shape
     step = max(1, CHOSEN // (ROWS * k)) * ROWS
     for first in range(0, n, step):
         stop = min(first + step, n)
         try:
-            codes, scales = choice.choose(bf16_rows(matrix.rows(first, stop)), form.grid, importance)
+            codes, scales = choice.choose(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance)
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
-        form.pack(codes, scales, [each[each.size * first // n : each.size * stop // n] for each in out])
+        encoding.pack(codes, scales, [each[each.size * first // n : each.size * stop // n] for each in out])
 
 
 # --- the stage ------------------------------------------------------------------------------------
@@ -129,7 +133,7 @@ def quantize(form: Form, choice: Choice, matrix: Matrix, out: Sequence[Bytes], i
 
 def stage(
     model: MoeModel,
-    form: Form,
+    fmt: Format,
     layers: Sequence[int],
     *,
     choice: Choice = ABSMAX,
@@ -144,33 +148,45 @@ def stage(
     how important columns are.
     """
     shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
-    names = form.names(model)
+    names = fmt.names_in(model)
     units = []
     for layer in layers:
         experts, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, numa, backward, form.forward)
-        each = expert_bytes(form, grid)
-        limit = None if loose_files else max_shard_size or form.shard_bytes
+        grid = ExpertGrid(layer, hidden, intermediate, numa, backward, fmt.forward)
+        each = expert_bytes(fmt.encoding, grid)
+        limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
         cuts = group_by_limit([each] * experts, limit)
         for number, (start, stop) in enumerate(cuts):
             tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
             about = layer_metadata(layer, model.shape(layer), metadata)
-            extent = Extent(model.reading(layer), tuple(sorted(about.items())), grid, (start, stop), loose_files, names)
+            ends = [part.place for expert in (start, stop - 1) for part in grid.all_parts([expert])]
             units.append(
                 Unit(
-                    stage=form.stage,
+                    stage=NAME,
                     key=f"layer-{layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
-                    versions=(VERSION, form.grid.version, form.version),
-                    params=(*form.params(extent), *_chosen(choice, imatrix)),
+                    versions=(VERSION, fmt.encoding.grid.version, fmt.encoding.version),
+                    params=(
+                        ("format", fmt.name),
+                        ("reading", model.reading(layer)),
+                        ("metadata", tuple(sorted(about.items()))),
+                        ("parts", (numa, backward)),
+                        ("experts", (start, stop)),
+                        ("loose", loose_files),
+                        ("names", tuple(names.key(place, "") for place in ends)),
+                        ("quantizer", (choice.name, choice.version)),
+                        ("imatrix", None if imatrix is None else imatrix.sha256),
+                    ),
                     inputs=tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
                     final=loose.layer_folder(layer) if loose_files else "",
                     bytes_in=sum(t.nbytes for t in tensors),
                     bytes_out=each * (stop - start),
                     folder=loose_files,
-                    work=ExpertsWork(model, form, choice, grid, start, stop, about, importance_of(imatrix, layer)),
+                    work=ExpertsWork(model, fmt, choice, grid, start, stop, about, importance_of(imatrix, layer)),
                 )
             )
-    return Stage(form.stage, form.title, ("source",), tuple(units), write_folder if loose_files else write_shard)
+    return Stage(
+        NAME, f"write experts as {fmt.name}", ("source",), tuple(units), write_folder if loose_files else write_shard
+    )
 
 
 def layer_metadata(layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -190,12 +206,6 @@ def importance_of(imatrix: Imatrix | None, layer: int) -> Callable[[int, str], F
     return None if imatrix is None else partial(imatrix.importance, layer)
 
 
-def _chosen(choice: Choice, imatrix: Imatrix | None) -> tuple[tuple[str, object], ...]:
-    """The default came first and is not named."""
-    chosen = () if choice == ABSMAX else (("quantizer", choice.name), ("quantizer_version", choice.version))
-    return chosen if imatrix is None else (*chosen, ("imatrix", imatrix.sha256))
-
-
 def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
     """Bytes for so many batches of projections under way, and for what waits for its place in the shards in flight;
     the source is only mapped.
@@ -205,7 +215,7 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         firsts, rest = [], []
         for projection in PROJECTIONS:
             parts = work.grid.parts(0, projection)
-            sizes = [[tensor.nbytes for tensor in work.form.tensors(part.n, part.k)] for part in parts]
+            sizes = [[tensor.nbytes for tensor in work.fmt.encoding.tensors(part.n, part.k)] for part in parts]
             firsts.append(sum(first for first, *_ in sizes))
             rest.append(sum(sum(others) for _, *others in sizes))
         each = max(each, batch_bytes(firsts, work.stop - work.start) + max(rest))
@@ -214,6 +224,6 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         reading = work.model.reading_bytes(work.grid.layer, work.grid.backward)
         chosen = 0 if work.choice.choose is None else 4 * max(ROWS * widest, CHOSEN)  # BF16 and codes
         chosen += 0 if work.importance is None else 12 * widest  # as it is read, as numbers, divided
-        scratch = max(scratch, 2 * work.form.decoded_rows * widest + reading + chosen)
-        measured = max(measured, work.form.error_bytes(widest))
+        scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
+        measured = max(measured, error_bytes(widest))
     return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)

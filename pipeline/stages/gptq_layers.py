@@ -11,7 +11,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.outputs import PROJECTIONS, loose
-from ktconvert.layouts.outputs.form import Form, expert_bytes
+from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
 from ktconvert.pipeline.gptq import oneshot
@@ -33,7 +33,7 @@ Work = SamplesWork | LayerWork | statistics.Closing
 
 def stage(
     model: MoeModel,
-    form: Form,
+    fmt: Format,
     settings: Settings,
     rest: Mapping[str, Carried],
     metadata: Mapping[str, str],
@@ -57,7 +57,7 @@ def stage(
         return oneshot.quantize_model(
             model.source.root,
             read_samples(samples),
-            form,
+            fmt,
             dampening=settings.dampening,
             every_expert=settings.sees == "all",
             trust_remote_code=settings.trust_remote_code,
@@ -74,10 +74,10 @@ def stage(
             Unit(
                 stage=NAME,
                 key=step.key,
-                versions=(VERSION, gptq.VERSION, form.grid.version, form.version),
+                versions=(VERSION, gptq.VERSION, fmt.encoding.grid.version, fmt.encoding.version),
                 params=(
                     ("after", units[-1].fingerprint),
-                    ("form", form.name),
+                    ("format", fmt.name),
                     *_parts_of(choice, numa, loose_files),
                     ("reading", model.reading(step.layer)),
                     ("metadata", tuple(sorted(about.items()))),
@@ -86,16 +86,16 @@ def stage(
                 final=loose.layer_folder(step.layer) if loose_files else "",
                 folder=loose_files,
                 bytes_in=step.bytes_in,
-                bytes_out=experts * expert_bytes(form, grid),
+                bytes_out=experts * expert_bytes(fmt.encoding, grid),
                 leaves=step.leaves,
                 side=0 if document is None else statistics.layer_bytes(model, step.layer),
-                work=LayerWork(model, form, settings, grid, choice, step.before, about, skeleton, library, loose_files),
+                work=LayerWork(model, fmt, settings, grid, choice, step.before, about, skeleton, library, loose_files),
             )
         )
     if document is not None:
         units += statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
     return Stage(
-        NAME, f"calibrate, and quantize experts to {form.name}", ("source",), tuple(units), run_unit, chain=True
+        NAME, f"calibrate, and quantize experts to {fmt.name}", ("source",), tuple(units), run_unit, chain=True
     )
 
 
@@ -135,7 +135,7 @@ def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[tuple
     settings, gathering = work.settings, statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
-        compensate = Compensate(work.form, *options, nearest(work), files.write, work.grid.numa)
+        compensate = Compensate(work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa)
         gathered = (gathering.counts,) if link.side is None else gathering.consumers
         consumers = (*gathered, compensate)
         chain.walk(work.model, work.layer, work.before, work.skeleton(), settings.group, consumers, link)

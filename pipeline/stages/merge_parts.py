@@ -10,7 +10,7 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import Entry, plan_shard
 from ktconvert.layouts.outputs import loose
-from ktconvert.layouts.outputs.merged import KtNames
+from ktconvert.layouts.outputs.numa import NumaNames
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 
@@ -33,7 +33,12 @@ class LooseFile:
     def entry(self) -> Entry:
         """The tensor that it becomes."""
         tensor = loose.tensor(self.what, self.nbytes)
-        return Entry(KtNames().key(self.part.place, tensor.suffix), tensor.dtype, tensor.shape, tensor.nbytes)
+        return Entry(
+            NumaNames(tuple(loose.SUFFIXES)).key(self.part.place, tensor.suffix),
+            tensor.dtype,
+            tensor.shape,
+            tensor.nbytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, suffixes
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs import resplit as parts_of
-from ktconvert.layouts.outputs.amx import Amx
-from ktconvert.layouts.outputs.form import expert_bytes
-from ktconvert.layouts.outputs.names import Names
-from ktconvert.layouts.outputs.output import Bytes, Output
+from ktconvert.layouts.outputs.arrangement import Names
+from ktconvert.layouts.outputs.format import Format, expert_bytes
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.outputs.resplit import Parted
 from ktconvert.pipeline.engine.lanes import LANES
 from ktconvert.pipeline.engine.plan import SourceFile
 from ktconvert.pipeline.engine.units import Stage, Unit
@@ -36,7 +35,7 @@ class ResplitWork:
     """What one unit rearranges: experts [start, stop) of one layer, from `old` parts to those of `grid`."""
 
     output: Output
-    form: Parted
+    fmt: Format
     old: ExpertGrid
     grid: ExpertGrid
     start: int
@@ -64,8 +63,8 @@ class ResplitWork:
         new = self._rearranged(old, item)
         sums = np.zeros(4)
         for before, after in zip(_linears(old), _linears(new), strict=True):
-            if isinstance(self.form, Amx) and not parts_of.is_cut_by_rows(before[0][0]):
-                sums += parts_of.change_sums(self.form, before, after)
+            if self.fmt.encoding.grid.per_row and not parts_of.is_cut_by_rows(before[0][0]):
+                sums += parts_of.change_sums(self.fmt.encoding, before, after)
         return sums
 
     def stored(self, item: Item) -> list[tuple[Part, Packed]]:
@@ -82,11 +81,13 @@ class ResplitWork:
 
     def read_bytes(self, item: Item) -> int:
         """Bytes of all old parts of a projection."""
-        return sum(tensor.nbytes for part in self.old.parts(*item) for tensor in self.form.tensors(part.n, part.k))
+        return sum(
+            tensor.nbytes for part in self.old.parts(*item) for tensor in self.fmt.encoding.tensors(part.n, part.k)
+        )
 
     def figures(self) -> dict[str, object]:
         """How far one expert's down projection is from what it was; nothing where it stays exactly."""
-        if not parts_of.rounds_again(self.form, self.old.numa, self.grid.numa):
+        if not parts_of.rounds_again(self.fmt.encoding, self.old.numa, self.grid.numa):
             return {}
         expert = self.sampled
         return {"sampled_expert": expert, "down_change": error_figures(self.change((expert, "down")))}
@@ -105,9 +106,9 @@ class ResplitWork:
         self, old: Sequence[tuple[Part, Packed]], item: Item, place: Bytes | None = None
     ) -> list[tuple[Part, Packed]]:
         try:
-            return resplit(self.form, old, self.grid, item, place)
+            return resplit(self.fmt.encoding, old, self.grid, item, place)
         except ValueError as error:
-            key, high = self.names.key(old[0][0].place, "weight"), self.form.grid.high
+            key, high = self.names.key(old[0][0].place, "weight"), self.fmt.encoding.grid.high
             raise InputError(
                 f"{self.output.root}: {key} or another part of this linear holds a code that is not in "
                 f"-{high}..{high}; convert it again."
@@ -115,41 +116,33 @@ class ResplitWork:
 
     def _read(self, part: Part) -> Packed:
         stored = []
-        for tensor in self.form.tensors(part.n, part.k):
+        for tensor in self.fmt.encoding.tensors(part.n, part.k):
             here = self.output.tensors[part.place, tensor.suffix]
             try:
                 stored.append(self.output.read(here))
             except VerificationError as error:
                 raise InputError(str(error)) from error
-        if what := _bad_scale(self.form, part, stored):
-            raise InputError(f"{self.output.root}: {here.name} in {here.file} {what}; convert it again.")
+        read = self.output.reader(part.place, suffixes(self.fmt.encoding))
+        for defect in self.fmt.encoding.defects[1:]:
+            if defect is not None and (what := defect(read, part.n, part.k)):
+                raise InputError(f"{self.output.root}: {here.name} in {here.file}: {what}; convert it again.")
         return stored
 
 
-def _bad_scale(form: Parted, part: Part, stored: Packed) -> str:
-    """What is wrong with the scales of a part, "" if nothing."""
-    if isinstance(form, Amx):
-        scales = form.scales(stored, part.n, part.k)
-        sound = (np.isfinite(scales) & (scales >= 0)).all()
-        return "" if sound else "holds a scale that is negative or not finite"
-    found = [what for defect in form.defects[1:] if (what := defect(stored, part.k))]
-    return f"is damaged ({found[0]})" if found else ""
-
-
 def resplit(
-    form: Parted, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
+    encoding: Encoding, old: Sequence[tuple[Part, Packed]], grid: ExpertGrid, item: Item, place: Bytes | None = None
 ) -> list[tuple[Part, Packed]]:
     """The parts of `grid` of one projection of one expert, from its old parts; both forward, then backward.
 
-    place: as of ResplitWork.make. Raises ValueError for a code that is not one of the form's."""
+    place: as of ResplitWork.make. Raises ValueError for a code that is not one of the encoding's."""
     new = []
     at = 0
     for part in grid.parts(*item):
-        out = room(form, part, None if place is None else place[at:])
+        out = room(encoding, part, None if place is None else place[at:])
         at += out[0].size
         new.append((part, out))
     for before, after in zip(_linears(old), _linears(new), strict=True):
-        parts_of.rearrange(form, before, after)
+        parts_of.rearrange(encoding, before, after)
     return new
 
 
@@ -164,7 +157,7 @@ def _linears(parts: Sequence[tuple[Part, Packed]]) -> list[list[tuple[Part, Pack
 
 def stage(
     output: Output,
-    form: Parted,
+    fmt: Format,
     grids: Sequence[tuple[ExpertGrid, int]],
     numa: int,
     files: Mapping[str, SourceFile],
@@ -178,18 +171,18 @@ def stage(
     units = []
     for old, experts in grids:
         grid = replace(old, numa=numa)
-        each = expert_bytes(form, grid)
+        each = expert_bytes(fmt.encoding, grid)
         cuts = group_by_limit([each] * experts, None if output.loose else max_shard_size)
         about = layer_metadata(old.layer, (experts, old.hidden, old.intermediate), metadata)
         for number, (start, stop) in enumerate(cuts):
-            work = ResplitWork(output, form, old, grid, start, stop, about)
+            work = ResplitWork(output, fmt, old, grid, start, stop, about)
             units.append(
                 Unit(
                     stage=NAME,
                     key=f"layer-{old.layer:03d}" + (f"-{number:03d}" if len(cuts) > 1 else ""),
-                    versions=(VERSION, form.version),
+                    versions=(VERSION, fmt.encoding.version),
                     params=(
-                        ("layout", form.name),
+                        ("layout", fmt.name),
                         ("metadata", tuple(sorted(about.items()))),
                         ("numa", (old.numa, numa)),
                         ("backward", old.backward),
@@ -198,19 +191,19 @@ def stage(
                     ),
                     inputs=tuple(_inputs(work, files)),
                     final=loose.layer_folder(old.layer) if output.loose else "",
-                    bytes_in=expert_bytes(form, old) * (stop - start),
+                    bytes_in=expert_bytes(fmt.encoding, old) * (stop - start),
                     bytes_out=each * (stop - start),
                     folder=output.loose,
                     work=work,
                 )
             )
-    title = f"rearrange {form.name} experts for {numa} NUMA part{'s' if numa != 1 else ''}"
+    title = f"rearrange {fmt.name} experts for {numa} NUMA part{'s' if numa != 1 else ''}"
     return Stage(NAME, title, ("source",), tuple(units), write_folder if output.loose else write_shard)
 
 
 def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[object, ...]]:
     for part in work.old.all_parts(range(work.start, work.stop)):
-        for tensor in work.form.tensors(part.n, part.k):
+        for tensor in work.fmt.encoding.tensors(part.n, part.k):
             here = work.output.tensors[part.place, tensor.suffix]
             file = files[here.file]
             yield here.name, here.dtype, here.shape, (file.name, file.header_sha256, file.size)
@@ -224,14 +217,14 @@ def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
     for unit in units:
         work = unit.work
         parts = [work.grid.parts(0, projection) for projection in PROJECTIONS]
-        sizes = [[[t.nbytes for t in work.form.tensors(part.n, part.k)] for part in own] for own in parts]
+        sizes = [[[t.nbytes for t in work.fmt.encoding.tensors(part.n, part.k)] for part in own] for own in parts]
         rest = sum(sum(others) for own in sizes for _, *others in own)
         largest = max(
             largest,
             *(sum(map(sum, own)) for own in sizes),
             *(work.read_bytes((0, projection)) for projection in PROJECTIONS),
         )
-        scratch = max(scratch, SCRATCH * work.form.multiple * max(work.grid.hidden, work.grid.intermediate))
+        scratch = max(scratch, SCRATCH * work.fmt.encoding.multiple * max(work.grid.hidden, work.grid.intermediate))
         waiting = max(waiting, rest * (work.stop - work.start))
         batch = max(batch, batch_bytes([sum(first for first, *_ in own) for own in sizes], work.stop - work.start))
     return (

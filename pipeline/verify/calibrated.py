@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.outputs import Form
-from ktconvert.layouts.outputs.output import Bytes
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, scale_values
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.quantizers import Matrix
@@ -41,7 +40,7 @@ class Calibrated(NamedTuple):
 
 
 def judge(
-    form: Form, matrix: Matrix, stored: Sequence[Bytes], rounded: Sequence[Bytes], *, whole: bool
+    encoding: Encoding, matrix: Matrix, stored: Sequence[Bytes], rounded: Sequence[Bytes], *, whole: bool
 ) -> tuple[npt.NDArray[np.float64], Calibrated, str]:
     """Sums as of error_sums over a linear (or some of its rows), what is reported of it, and what is wrong with its
     codes ("": nothing).
@@ -51,11 +50,11 @@ def judge(
     """
     n, k = matrix.shape
     rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
-    outside = _out_of_range(form, stored, n, k)
+    outside = _out_of_range(encoding, stored, n, k)
     if outside:
         return np.zeros(4), Calibrated(np.inf, False, False), outside
     x = bf16_to_f32(kernels.decode(matrix)[rows])
-    ours, theirs = (form.unpack(tensors, n, k, rows) for tensors in (stored, rounded))
+    ours, theirs = (encoding.decode(tensors, n, k, rows) for tensors in (stored, rounded))
     unused = np.asarray(theirs.any(axis=0) & ~ours.any(axis=0))
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any input of it"
@@ -74,16 +73,15 @@ def judge(
     return sums, comparison, problem
 
 
-def _out_of_range(form: Form, stored: Sequence[Bytes], n: int, k: int) -> str:
+def _out_of_range(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> str:
     """What is wrong with all scales and codes of a linear [n, k] by themselves; "" if nothing is."""
-    grid = form.grid
-    scales = form.scales(stored, n, k)
-    scales = bf16_to_f32(scales) if scales.dtype == np.uint16 else scales
+    grid = encoding.grid
+    scales = scale_values(encoding, stored[-1], n, k)
     if not np.isfinite(scales).all():
         return "has a scale that is not finite"
     if grid.high - grid.low == (1 << grid.bits) - 1:
         return ""  # whatever the bits are, they are a code
-    values = form.unpack(stored, n, k).reshape(n, scales.shape[1], -1)
+    values = encoding.decode(stored, n, k, slice(None)).reshape(n, scales.shape[1], -1)
     each = scales[:, :, None] * np.float32(grid.step * NEXT_TO)
     if ((values < grid.low * each) | (values > grid.high * each)).any():
         return f"has a code outside {grid.low} to {grid.high}"

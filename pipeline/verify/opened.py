@@ -111,7 +111,7 @@ def open_wish(wish: Wish) -> Opened:
             other = _open_other(path)
         else:
             model = _open_source(wish, output)
-            if measured.form is None:
+            if measured.fmt is None:
                 measured = measure(output, hidden=model.shape(model.layers[0])[1])
     imatrix = _open_imatrix(wish, output, model)
     return Opened(wish, output, measured, other, model, None if model is None else model.source, imatrix)

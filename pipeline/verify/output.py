@@ -105,7 +105,7 @@ def _verify(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
     reporter.begin(total, 0)
     try:
         if whole:
-            checks.append(check_numbers(output, measured.form))
+            checks.append(check_numbers(output, measured))
         if output.manifest is not None:
             checks.append(check_hashes(output.manifest, hashed, ask))
         sound = whole and not any(check.problems for check in checks)
@@ -174,11 +174,11 @@ def _load(
     """
     reporter.say("transformers loads it: names first" + (", then the source and the output" if model else ""))
     names, complete = check_reload(output)
-    if model is None or measured.form is None:
+    if model is None or measured.fmt is None:
         return [names], None
     if not complete:
         return [names, not_compared("the output cannot be loaded whole")], None
-    check, predictions = check_predictions(output, model, measured.form.grid.bits, wish.text, wish.threads)
+    check, predictions = check_predictions(output, model, measured.fmt.encoding.grid.bits, wish.text, wish.threads)
     return [names, check], predictions
 
 
@@ -190,7 +190,7 @@ def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
     """
     output = open_output(root)
     measured = measure(output)
-    checks = [*check_structure(output, measured), check_numbers(output, measured.form)]
+    checks = [*check_structure(output, measured), check_numbers(output, measured)]
     if load and not any(check.problems for check in checks):
         checks.append(check_reload(output)[0])
     report = Report(output, measured, tuple(checks))

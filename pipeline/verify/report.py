@@ -9,7 +9,7 @@ from typing import Any
 
 from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
+from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.checks import worst
@@ -20,7 +20,7 @@ CHECKPOINT = "checkpoint"  # as it was released
 SHOWN = 10  # problems printed per check; --json has them all
 
 
-FORMS = {
+ARRANGEMENTS = {
     "merged": "{shards} safetensors shards",
     "loose": "loose .kt folders",
     "pack-quantized": "a whole model for the GPU, pack-quantized, in {shards} safetensors shards",
@@ -42,7 +42,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "output": str(output.root),
         "made_by": f"ktconvert {manifest['tool']['version']}" if manifest else None,
         "command": manifest["command"] if manifest else None,
-        "form": _arrangement(output),
+        "arrangement": _arrangement(output),
         **sizes_of(measure),
         **({"scale": output.facts["scale"]} if "scale" in output.facts else {}),
         "layers": list(measure.shapes),
@@ -57,7 +57,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
 def _arrangement(output: Output) -> str:
     if output.loose or not output.methods:
         return "loose" if output.loose else decoded.ARRANGEMENT if output.manifest else CHECKPOINT
-    return forms_of_names(output)[0].arrangement
+    return formats_by_names(output)[0].arrangement.name
 
 
 def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -68,20 +68,20 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             "made by",
             f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)",
         ),
-        ("form", FORMS[document["form"]].format(**document)),
+        ("arrangement", ARRANGEMENTS[document["arrangement"]].format(**document)),
     ]
-    if document["form"] == decoded.ARRANGEMENT:
+    if document["arrangement"] == decoded.ARRANGEMENT:
         return [*rows, ("weights", f"{size(document['other_bytes'])} in {document['other_tensors']} tensors")]
     rows += [
         ("method", document["method"]),
         *([("scales", document["scale"])] if "scale" in document else []),
-        *([("NUMA parts", _text(document["numa"]))] if document["form"] in ("merged", "loose") else []),
+        *([("NUMA parts", _text(document["numa"]))] if document["arrangement"] in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
         ("experts", _text(document["experts"])),
         ("hidden size", _text(document["hidden"] or "unknown")),
         ("expert width", _text(document["intermediate"] or "unknown")),
     ]
-    if document["form"] == CHECKPOINT:
+    if document["arrangement"] == CHECKPOINT:
         return [*rows, ("weights", f"{size(document['other_bytes'])} in {document['other_tensors']} tensors")]
     rows.append(("weights", f"{size(document['expert_bytes'])} in {document['tensors']} tensors"))
     if document["backward"]:

@@ -13,6 +13,7 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.verify.checks import Error
+from ktconvert.quantizers.errors import source_values
 
 CHUNK = 64  # rows in memory as float64 at a time
 
@@ -27,30 +28,32 @@ class WorstRow(NamedTuple):
 
 
 def worst_rows(output: Output, measure: Measure, model: MoeModel, linears: Iterable[Error]) -> list[WorstRow]:
-    """For each of these linears; its parts are in memory one at a time, as float32.
+    """For each of these linears, unless every number stays what it is; parts are in memory one at a time, as float32.
 
     Tensors that are missing or have other sizes are left out. Raises VerificationError if the disk cannot be read.
     """
-    assert measure.form is not None
-    form = measure.form.configured(output.facts)
+    assert measure.fmt is not None
+    fmt = measure.fmt.configured(output.facts)
+    if fmt.encoding.is_exact(model):
+        return []
     rows = []
     for linear in linears:
         _, hidden, intermediate = measure.shapes[linear.layer]
-        grid = ExpertGrid(linear.layer, hidden, intermediate, measure.numa, measure.backward, form.forward)
+        grid = ExpertGrid(linear.layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
         whole = model.linear(linear.layer, linear.expert, linear.projection)
         worst: WorstRow | None = None
         for part in grid.parts(linear.expert, linear.projection):
-            tensors = form.tensors(part.n, part.k)
+            tensors = fmt.encoding.tensors(part.n, part.k)
             here = [output.tensors.get((part.place, tensor.suffix)) for tensor in tensors]
             stored = [
                 output.read(s) for s, tensor in zip(here, tensors, strict=True) if s and s.nbytes == tensor.nbytes
             ]
             if not grid.is_measured(part) or len(stored) != len(tensors):
                 continue
-            values, matrix = form.unpack(stored, part.n, part.k), part.of(whole, measure.numa)
+            values, matrix = fmt.encoding.decode(stored, part.n, part.k, slice(None)), part.of(whole, measure.numa)
             for start in range(0, part.n, CHUNK):
                 chunk = slice(start, min(start + CHUNK, part.n))
-                errors = _relative(form.source_values(matrix.rows(chunk.start, chunk.stop)), values[chunk])
+                errors = _relative(source_values(matrix.rows(chunk.start, chunk.stop)), values[chunk])
                 row = int(np.argmax(errors))
                 if worst is None or errors[row] > worst.relative_error:
                     worst = WorstRow(linear, part.numa, start + row, float(errors[row]))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.outputs import PROJECTIONS, Form
-from ktconvert.layouts.outputs.form import Tensor
+from ktconvert.layouts.encodings.encoding import Tensor, scale_values
+from ktconvert.layouts.outputs import PROJECTIONS, Format, legal
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output, Stored
 from ktconvert.layouts.outputs.parts import Place, part_shape
@@ -56,25 +56,25 @@ class Scales:
 
 
 def survey(output: Output, measure: Measure, threads: int) -> Scales | None:
-    """The scales of every expert, one expert per thread in memory; None where the form has none, or is not known.
+    """The scales of every expert, one expert per thread in memory; None where the format has none, or is not known.
 
     Tensors of other sizes than they should have are left out. Raises VerificationError if the disk cannot be read.
     """
-    form, numa = measure.form, measure.numa
-    if form is None or not form.grid.scales:
+    fmt, numa = measure.fmt, measure.numa
+    if fmt is None or fmt.encoding.scales is None:
         return None
-    legal = {n for n, (_, h, i) in measure.shapes.items() if form.illegal_reason(h, i, numa) is None}
+    sound = {n for n, (_, h, i) in measure.shapes.items() if legal.illegal_reason(fmt, [(h, i)], numa) is None}
     linears: dict[Linear, list[tuple[Place, Stored]]] = {}
-    last = form.tensors(0, 0)[-1].suffix
+    last = fmt.encoding.tensors(0, 0)[-1].suffix
     for (place, suffix), stored in output.tensors.items():
-        if suffix == last and place.backward != form.forward and place.layer in legal:
+        if suffix == last and place.backward != fmt.forward and place.layer in sound:
             linears.setdefault((place.layer, place.expert, place.projection), []).append((place, stored))
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
     found, zeros, others = [], 0, 0
     counts = {projection: np.zeros(BINS, np.int64) for projection in PROJECTIONS}
 
     def one(linear: Linear, _slot: int) -> list[tuple[int, F32]]:
-        return _read(output, form, measure, linears[linear])
+        return _read(output, fmt, measure, linears[linear])
 
     with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=use_own_cpus) as pool:
         for linear, _, parts in in_order(pool, ordered, list(range(2 * threads)), one):
@@ -85,29 +85,29 @@ def survey(output: Output, measure: Measure, threads: int) -> Scales | None:
             none = int((values == 0).sum())
             zeros, others = zeros + none, others + values.size - positive.size - none
             counts[linear[2]] += np.bincount(_bins(positive), minlength=BINS)
-            n, _ = _part_shape(form, measure, linear)
+            n, _ = _part_shape(fmt, measure, linear)
             found.append(_linear(linear, positive, parts, n))
     return Scales(found, counts, zeros, others)
 
 
 def _read(
-    output: Output, form: Form, measure: Measure, stored: Sequence[tuple[Place, Stored]]
+    output: Output, fmt: Format, measure: Measure, stored: Sequence[tuple[Place, Stored]]
 ) -> list[tuple[int, F32]]:
     """(NUMA part, float32 [rows, groups]) of a linear's parts."""
     parts = []
     for place, tensor in sorted(stored):
-        n, k = _part_shape(form, measure, place[:3])
-        wanted: Tensor = form.tensors(n, k)[-1]
+        n, k = _part_shape(fmt, measure, place[:3])
+        wanted: Tensor = fmt.encoding.tensors(n, k)[-1]
         if tensor.nbytes == wanted.nbytes:
-            parts.append((place.numa, form.scale_values(output.read(tensor), n, k)))
+            parts.append((place.numa, scale_values(fmt.encoding, output.read(tensor), n, k)))
     return parts
 
 
-def _part_shape(form: Form, measure: Measure, linear: Linear) -> tuple[int, int]:
+def _part_shape(fmt: Format, measure: Measure, linear: Linear) -> tuple[int, int]:
     layer, _, projection = linear
     _, hidden, intermediate = measure.shapes[layer]
     n, k = part_shape(projection, hidden, intermediate, measure.numa)
-    return (n, k) if form.forward else (k, n)
+    return (n, k) if fmt.forward else (k, n)
 
 
 def _linear(linear: Linear, positive: F32, parts: Sequence[tuple[int, F32]], rows: int) -> LinearScales:

@@ -13,14 +13,13 @@ import numpy as np
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.encoding import Bytes, Tensor, error_sums
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, Form, legal
+from ktconvert.layouts.outputs import PROJECTIONS, Format, legal
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.form import Tensor
 from ktconvert.layouts.outputs.measuring import Measure
-from ktconvert.layouts.outputs.output import Bytes, Output, Stored
+from ktconvert.layouts.outputs.output import Output, Stored
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.outputs.resplit import Parted
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork, importance_of
@@ -49,7 +48,7 @@ class Comparison:
     output: Output
     measure: Measure
     model: MoeModel
-    form: Form
+    fmt: Format
     choice: Choice
     imatrix: Imatrix | None
     calibrated: bool
@@ -59,9 +58,9 @@ class Comparison:
     def expert(self, layer: int, expert: int) -> ExpertComparison:
         """One expert, quantized again."""
         count, hidden, intermediate = self.model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, self.form.forward)
+        grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, self.fmt.forward)
         importance = importance_of(self.imatrix, layer)
-        work = ExpertsWork(self.model, self.form, self.choice, grid, expert, expert + 1, {}, importance)
+        work = ExpertsWork(self.model, self.fmt, self.choice, grid, expert, expert + 1, {}, importance)
         return _compare_expert(self, work, measured=self.full or expert in sample(count))
 
     @cached_property
@@ -82,8 +81,7 @@ class Comparison:
         first, *later = (replace(work.grid, numa=numa) for numa in (*_before(self.output), work.grid.numa))
         parts = replace(work, grid=first).make(item)
         for grid in later:
-            assert isinstance(work.form, Parted)
-            parts = resplit(work.form, parts, grid, item)
+            parts = resplit(work.fmt.encoding, parts, grid, item)
         return parts
 
 
@@ -99,19 +97,19 @@ def comparison(output: Output, measure: Measure, model: MoeModel, *, imatrix: Im
     imatrix: that which the output was made with, where it was. Raises UnsupportedError where we cannot make these bytes
     or judge these codes.
     """
-    form, facts = measure.form, output.facts
+    fmt, facts = measure.fmt, output.facts
     method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
-    if form is None:
+    if fmt is None:
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be made again here; verify them without --against SOURCE."
         )
     if method not in METHODS or scale not in QUANTIZERS:
         what = method if method not in METHODS else scale
         raise UnsupportedError(f"{output.root}: {what} weights cannot be held against a source here.")
-    form, choice = form.configured(facts), QUANTIZERS[scale]
+    fmt, choice = fmt.configured(facts), QUANTIZERS[scale]
     held_against = ABSMAX if choice.calibrated else choice
     judged = METHODS[method] or choice.calibrated
-    return Comparison(output, measure, model, form, held_against, imatrix, judged, not choice.calibrated, full)
+    return Comparison(output, measure, model, fmt, held_against, imatrix, judged, not choice.calibrated, full)
 
 
 def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[Check, list[LayerError]]:
@@ -127,10 +125,10 @@ def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     before = _before(output)
     for numa in (*before, measure.numa):
-        wrong = legal.illegal_reason(compared.form, (measure.shapes[n][1:] for n in layers), numa)
+        wrong = legal.illegal_reason(compared.fmt, (measure.shapes[n][1:] for n in layers), numa)
         if wrong is not None and numa in before:
             problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {wrong}")
-        layers = [n for n in layers if compared.form.illegal_reason(*measure.shapes[n][1:], numa) is None]
+        layers = [n for n in layers if legal.illegal_reason(compared.fmt, [measure.shapes[n][1:]], numa) is None]
     gathered = gather(model, layers, ask, reporter)
     problems += [*gathered.problems, *compare_carried(output, model.source, compared.carried, ask, reporter)]
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
@@ -180,12 +178,12 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
             matrix = part.of(work.model.linear(work.grid.layer, work.start, projection), work.grid.numa)
             sums = np.zeros(4)
             if compared.calibrated:
-                sums, seen, problem = judge(work.form, matrix, stored, wanted, whole=measured)
+                sums, seen, problem = judge(work.fmt.encoding, matrix, stored, wanted, whole=measured)
                 comparison.calibrated.append(seen)
-                here = compared.output.tensors[part.place, work.form.tensors(part.n, part.k)[0].suffix]
+                here = compared.output.tensors[part.place, work.fmt.encoding.tensors(part.n, part.k)[0].suffix]
                 comparison.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
-                sums = work.form.error_sums(matrix, stored)
+                sums = error_sums(work.fmt.encoding, matrix, stored)
             if measured:
                 comparison.sums[projection] = comparison.sums.get(projection, np.zeros(4)) + sums
     for info in work.model.expert_tensors(work.grid.layer, work.start):
@@ -201,7 +199,7 @@ def _compare_part(
     """
     output, before = compared.output, len(comparison.problems)
     stored: list[Bytes] = []
-    tensors = work.form.tensors(part.n, part.k)
+    tensors = work.fmt.encoding.tensors(part.n, part.k)
     for tensor, data in zip(tensors, wanted, strict=True):
         here = output.tensors.get((part.place, tensor.suffix))
         if here is None or here.nbytes != data.size:

@@ -12,12 +12,11 @@ from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, PART
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs.amx import METHODS, Amx
+from ktconvert.layouts.outputs import LOOSE_METHODS, legal
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.measuring import Measure, forms_of_names
+from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output, files_of
 from ktconvert.layouts.outputs.parts import ExpertGrid, Place
-from ktconvert.layouts.outputs.resplit import is_parted
 from ktconvert.pipeline.verify.checks import Check
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
@@ -139,7 +138,7 @@ def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int
     facts = output.facts
     parts = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
-    forward = (measure.form or forms_of_names(output)[0]).forward
+    forward = (measure.fmt or formats_by_names(output)[0]).forward
     usual = _usual(measure)
     stated = facts.get("experts")
     most = max([stated if isinstance(stated, int) else 0, *(e for e, _, _ in measure.shapes.values())])
@@ -158,36 +157,36 @@ def check_tensors(output: Output, measure: Measure) -> Check:
         return Check("tensors", "", (*problems, "no expert weights are here"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual(measure)
-        names = [form.name for form in forms_of_names(output)]
+        names = [fmt.name for fmt in formats_by_names(output)]
         none = f"fit neither {' nor '.join(names)}" if len(names) > 1 else f"do not fit {names[0]}"
         problems.append(f"weights {none} with hidden size {hidden} and width {intermediate}")
-    form = measure.form or forms_of_names(output)[0]
+    fmt = measure.fmt or formats_by_names(output)[0]
     used: set[tuple[Place, str]] = set()
     for grid, experts in expected(output, measure):
         if experts > MOST_EXPERTS or grid.numa > MOST_PARTS:
             problems.append(f"layer {grid.layer} claims {experts} experts in {grid.numa} NUMA parts")
             break
         for part in grid.all_parts(range(experts)):
-            for tensor in form.tensors(part.n, part.k):
+            for tensor in fmt.encoding.tensors(part.n, part.k):
                 key = part.place, tensor.suffix
                 used.add(key)
                 stored = output.tensors.get(key)
                 if stored is None:
                     what = output.names.describe(*key)
                     problems.append(f"{output.names.key(*key)} is missing ({what})")
-                elif measure.form is not None and stored.nbytes != tensor.nbytes:
+                elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
                     problems.append(
                         f"{stored.name} in {stored.file} has {stored.nbytes} bytes, "
                         f"{measure.method} of {part.n} x {part.k} has {tensor.nbytes}"
                     )
-                elif stored.dtype != tensor.dtype or (measure.form is not None and stored.shape != tensor.shape):
+                elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
                     here = f"{stored.dtype} of shape {list(stored.shape)}"
                     wanted = f"{tensor.dtype} {list(tensor.shape)}"
                     problems.append(f"{stored.name} in {stored.file} is {here}, must be {wanted}")
     problems += [f"{s.name} in {s.file} is one too many" for key, s in output.tensors.items() if key not in used]
     problems += list(_sizes(output, measure))
     planned = output.facts.get("packed_linears")
-    weights = sum(suffix == form.tensors(0, 0)[0].suffix for _, suffix in output.tensors)
+    weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].suffix for _, suffix in output.tensors)
     if planned is not None and weights != planned:
         problems.append(f"{weights} linears are quantized, the plan had {planned}")
     return Check("tensors", f"{len(used)} tensors of {len(measure.shapes)} layers, each once", tuple(problems))
@@ -196,11 +195,11 @@ def check_tensors(output: Output, measure: Measure) -> Check:
 def _sizes(output: Output, measure: Measure) -> Iterator[str]:
     """What the bytes say against the names of loose files, what the form can hold, and what the manifest says."""
     for prefix in sorted(output.prefixes):
-        if METHODS.get(prefix) != measure.method:
+        if LOOSE_METHODS.get(prefix) != measure.method:
             yield f"the files are called {prefix}, their sizes are those of {measure.method}"
     _, hidden, intermediate = _usual(measure)
-    if measure.form is not None and (hidden or intermediate):
-        reason = measure.form.illegal_reason(hidden, intermediate, measure.numa)
+    if measure.fmt is not None and (hidden or intermediate):
+        reason = legal.illegal_reason(measure.fmt, [(hidden, intermediate)], measure.numa)
         if reason is not None:
             yield f"{measure.method} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
     for name, actual in sizes_of(measure).items():
@@ -268,16 +267,16 @@ def check_config(output: Output, measure: Measure) -> Check | None:
         absent = [n for n in range(limit[1]) if n not in measure.shapes]
         if absent:
             notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
-    if measure.form is not None and not output.whole:
-        problems += measure.form.check_config(output, measure.numa)
+    if measure.fmt is not None and not output.whole:
+        problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
     return Check("config", "experts and sizes as in config.json", tuple(problems), tuple(notes))
 
 
 def check_quantization(output: Output, measure: Measure) -> Check | None:
     """What config.json says of the quantization is what loaders of whole models want."""
-    if measure.form is None or not output.whole:
+    if measure.fmt is None or not output.whole:
         return None
-    problems = tuple(measure.form.check_config(output, measure.numa))
+    problems = tuple(measure.fmt.description.check_config(output, measure.fmt, measure.numa))
     return Check("quantization", f"{measure.method} in config.json, as loaders want it", problems)
 
 
@@ -294,14 +293,14 @@ def check_options(measure: Measure, parts: int | None, method: str | None) -> Ch
         )
     if method is not None and method != measure.method:
         problems.append(f"--quant-method {method.lower()} was given, the weights have the sizes of {measure.method}")
-    if measure.form is not None and measure.form.whole:
+    if measure.fmt is not None and measure.fmt.arrangement.whole:
         again = f"load it as {measure.method}, or convert again with another --quant-type"
         return Check("options", f"{measure.method}, as asked", tuple(problems), remedy=again)
     asked = f"{measure.method}, {measure.numa} NUMA part{'s' if measure.numa != 1 else ''}"
-    same = is_parted(measure.form) and method in (None, measure.method)
+    same = measure.fmt is not None and measure.fmt.can_resplit and method in (None, measure.method)
     change = "rewrite it with `ktconvert resplit`" if same else "convert again"
     serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
-    if measure.form is not None and not isinstance(measure.form, Amx):
+    if measure.fmt is not None and measure.fmt.loose is None:
         serve = f"load it as {asked}, or {change}"
     return Check("options", f"{asked}, as asked", tuple(problems), remedy=serve)
 

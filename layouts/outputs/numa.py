@@ -1,23 +1,33 @@
-"""Merged safetensors: the keys that kt-kernel's loader asks for (FORMAT.md, section "Merged")."""
+"""Experts in NUMA parts in merged safetensors: keys that kt-kernel's loader asks for (FORMAT.md, section "Merged"), or,
+with other suffixes, keys that it does not find: it fails instead of computing with what it cannot read.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.outputs.arrangement import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.parts import Place
+
+if TYPE_CHECKING:
+    from ktconvert.layouts.checkpoints.experts import MoeModel
+    from ktconvert.layouts.outputs.format import Format
 
 KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
-    r"\.(?P<expert>\d+)\.numa\.(?P<numa>\d+)\.(?P<what>weight|scale|codes|scales)"
+    r"\.(?P<expert>\d+)\.numa\.(?P<numa>\d+)\.(?P<suffix>\w+)"
 )
 
 
 @dataclass(frozen=True)
-class KtNames:
-    """kt-kernel's names of experts; with other suffixes, names that it does not look for."""
+class NumaNames:
+    """Names of the parts of experts. suffixes: of the tensors of a part."""
 
-    suffixes: tuple[str, ...] = ("weight", "scale")
+    suffixes: tuple[str, ...]
 
     def key(self, place: Place, suffix: str) -> str:
         """The tensor's name."""
@@ -27,10 +37,10 @@ class KtNames:
     def find(self, name: str) -> tuple[Place, str] | None:
         """(place, suffix) of a tensor; None if it is no part of a routed expert."""
         match = KEY.fullmatch(name)
-        if match is None or match["what"] not in self.suffixes:
+        if match is None or match["suffix"] not in self.suffixes:
             return None
         layer, expert, node = (int(match[number]) for number in ("layer", "expert", "numa"))
-        return Place(layer, expert, match["projection"], bool(match["backward"]), node), match["what"]
+        return Place(layer, expert, match["projection"], bool(match["backward"]), node), match["suffix"]
 
     def stray(self, name: str) -> str | None:
         """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
@@ -41,6 +51,13 @@ class KtNames:
         backward = "backward " if place.backward else ""
         where = f"layer {place.layer}, expert {place.expert}, {place.projection}_proj, NUMA part {place.numa}"
         return f"{where}, {backward}{suffix}"
+
+
+def _names(fmt: Format, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
+    return NumaNames(suffixes(fmt.encoding))
+
+
+NUMA = Arrangement("merged", "cpu", _names, has_numa_count, parted=True)
 
 
 def rename_non_expert(name: str) -> str:

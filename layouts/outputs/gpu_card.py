@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ktconvert.layouts.outputs import ignore
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.form import Card
+from ktconvert.layouts.outputs.format import Card, Description, Format
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.quantizers import Grid
 
 # What `version` in quantization_config says: the compressed-tensors release whose contract this is.
 CONTRACT = "0.19.0"
 
 
-def quantization_config(grid: Grid, ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
     """compressed-tensors' own document; `actorder` null, since loaders misread "static"."""
     weights = {
         "num_bits": grid.bits,
@@ -43,12 +45,22 @@ def quantization_config(grid: Grid, ignore: Sequence[str]) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "ignore": list(ignore),
+        "ignore": list(ignored),
         "version": CONTRACT,
     }
 
 
-def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
+def config_entries(fmt: Format, facts: Mapping[str, Any], ignored: Sequence[str], tool_version: str) -> dict[str, Any]:
+    """compressed-tensors' own document."""
+    return {"quantization_config": quantization_config(fmt.encoding.grid, ignored)}
+
+
+def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
+    """quantization_config is as the format requires, and its ignore list separates experts from all other modules."""
+    return ignore.check_config(output, lambda ignored: quantization_config(fmt.encoding.grid, ignored))
+
+
+def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
     """The lines of the model card."""
     method, layers = facts["method"], facts["layers"]
     return Card(
@@ -63,7 +75,7 @@ def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
             "vLLM and SGLang load.",
         ),
         rows=(
-            ("experts", f"{facts['bits']} bits, symmetric, one BF16 scale per {facts['group_size']} columns"),
+            ("experts", f"{facts['bits']} bits, {numbers.format(**facts)}"),
             ("method", f"{facts['quant_method']}, rounding {facts['rounding']}"),
             ("quantized linears", f"{facts['packed_linears']}"),
             ("experts per layer", f"{facts['experts']}"),
@@ -86,3 +98,6 @@ def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
             "with compressed-tensors installed.",
         ),
     )
+
+
+DESCRIPTION = Description("symmetric, one BF16 scale per {group_size} columns", card, config_entries, check_config)

@@ -1,0 +1,1 @@
+"""How one matrix is stored as bytes: a file per family of encodings."""

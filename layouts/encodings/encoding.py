@@ -1,0 +1,156 @@
+"""What an encoding is: how one matrix [n, k] is stored as bytes, and what follows from that for all encodings alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.quantizers import Grid, Matrix, errors
+from ktconvert.quantizers.reference import bf16_to_f32
+from ktconvert.quantizers.scales import e8m0
+
+if TYPE_CHECKING:
+    from ktconvert.layouts.checkpoints.experts import MoeModel
+
+Bytes = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+Rows = slice | npt.NDArray[np.intp]
+
+ZERO_ROWS = 32  # that are decoded at a time, until a number is not zero
+# Codes of 0 and -0 give at most so many different bytes (two codes of 4 bits): more in the beginning of the codes prove
+# at once that there are other numbers.
+ZERO_BYTES, BEGINNING = 4, 1 << 12
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of the tensors that hold a matrix: how its name ends, safetensors dtype, shape, bytes."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Read(Protocol):
+    """Reads the stored tensors of a matrix, by their position among Encoding.tensors; whole, or some bytes of one."""
+
+    def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
+        """Bytes start..stop-1."""
+
+
+# (read, n, k) -> what is wrong with the numbers of one tensor, "" if nothing.
+Defect = Callable[[Read, int, int], str]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a matrix [n, k] is stored. Its bytes are flat uint8 arrays, one for each of `tensors`, in order.
+
+    name        of the numbers ("AMXINT4"); a format may give it another name
+    version     raised whenever the bytes change; part of every unit's fingerprint
+    grid        which codes and scales it has
+    multiple    what n and k must be multiples of
+    tensors     (n, k) -> the tensors, in file order: codes first, scales last
+    quantize    (matrix, out): each number rounded by the largest values, and stored, in one pass. Raises
+                kernels.NonFinite for NaN and Inf
+    decode      (stored, n, k, rows) -> the numbers of these rows, float32 [rows, k]
+    is_exact    whether every number of these experts stays what it is
+    defects     for each tensor: what is wrong with its numbers; None where all bytes are numbers
+    pack        (codes int8 [n, k], scales as `scales` gives them, out): stores codes that were chosen elsewhere; None
+                where there is only one way to choose them
+    scales      (last tensor, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes (uint8), [n, groups], or
+                [n / b, groups] where b rows share them; None where there are none
+    error_sums  a kernel that computes what the function `error_sums` defines; None: there is none
+    """
+
+    name: str
+    version: int
+    grid: Grid
+    multiple: int
+    tensors: Callable[[int, int], tuple[Tensor, ...]]
+    quantize: Callable[[Matrix, Sequence[Bytes]], None]
+    decode: Callable[[Sequence[Bytes], int, int, Rows], F32]
+    is_exact: Callable[[MoeModel], bool]
+    defects: tuple[Defect | None, ...]
+    pack: Callable[[npt.NDArray[np.int8], npt.NDArray[Any], Sequence[Bytes]], None] | None = None
+    scales: Callable[[Bytes, int, int], npt.NDArray[Any]] | None = None
+    error_sums: Callable[[Matrix, Sequence[Bytes]], npt.NDArray[np.float64]] | None = None
+
+
+def never_exact(model: MoeModel) -> bool:
+    """Of encodings whose codes are always chosen anew."""
+    return False
+
+
+def suffixes(encoding: Encoding) -> tuple[str, ...]:
+    """How the names of its tensors end."""
+    return tuple(tensor.suffix for tensor in encoding.tensors(0, 0))
+
+
+def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) -> str | None:
+    """Why experts cannot be cut into so many parts if rows and columns of each must be multiples; None if they can."""
+    if parts < 1:
+        return "the number of NUMA parts must be at least 1"
+    if hidden % multiple:
+        return f"the hidden size {hidden} is not a multiple of {multiple}"
+    if intermediate % parts:
+        return f"the intermediate size {intermediate} does not divide by {parts}"
+    if (intermediate // parts) % multiple:
+        return (
+            f"the intermediate size per part, {intermediate}/{parts} = {intermediate // parts}, "
+            f"is not a multiple of {multiple}"
+        )
+    return None
+
+
+def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
+    """The scales of a matrix [n, k] as numbers, from the last of its tensors: float32, shaped as Encoding.scales."""
+    assert encoding.scales is not None
+    scales = encoding.scales(last, n, k)
+    if scales.dtype == np.uint16:
+        return bf16_to_f32(scales)
+    return e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)
+
+
+def is_zero(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> bool:
+    """Whether all numbers of a matrix are 0 or -0."""
+    if np.count_nonzero(np.bincount(stored[0][:BEGINNING], minlength=256)) > ZERO_BYTES:
+        return False
+    blocks = (slice(first, min(first + ZERO_ROWS, n)) for first in range(0, n, ZERO_ROWS))
+    return not any(encoding.decode(stored, n, k, rows).any() for rows in blocks)
+
+
+def error_sums(encoding: Encoding, matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
+    """Sums of x*x, y*y, x*y and (x-y)^2 over a matrix, x the source in BF16 and y what is stored: float64 [4]."""
+    if encoding.error_sums is not None:
+        return encoding.error_sums(matrix, stored)
+    return errors.error_sums(matrix, lambda rows: encoding.decode(stored, *matrix.shape, rows))
+
+
+def error_bytes(columns: int) -> int:
+    """Memory that error_sums needs for a matrix with so many columns, in bytes: some rows as float64."""
+    return errors.ROWS * 64 * columns
+
+
+def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes: int) -> tuple[int | None, int | None]:
+    """(n, k) of the matrix that a stored tensor belongs to, as far as the tensor shows them: None where it does not."""
+    unit = encoding.multiple
+    at = suffixes(encoding).index(suffix)
+    one, tall, wide = (encoding.tensors(*size)[at] for size in ((unit, unit), (2 * unit, unit), (unit, 2 * unit)))
+    if tall.nbytes != one.nbytes and wide.nbytes == one.nbytes:
+        return nbytes * unit // one.nbytes, None  # a number for each row, whatever the shape
+    if len(shape) != len(one.shape):
+        return None, None
+    n = k = None
+    for axis, size in enumerate(shape):
+        by_rows, by_columns = tall.shape[axis] != one.shape[axis], wide.shape[axis] != one.shape[axis]
+        if by_rows and not by_columns:
+            n = size * unit // one.shape[axis]
+        elif by_columns and not by_rows:
+            k = size * unit // one.shape[axis]
+    return n, k
