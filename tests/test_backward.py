@@ -177,7 +177,7 @@ def output(source: Path, cli: Any) -> Path:
 def test_a_folder_is_described(source: Path, output: Path, cli: Any) -> None:
     about = json.loads(cli("inspect", output, "--json").stdout)
     assert (about["method"], about["numa"], about["hidden"], about["intermediate"]) == ("AMXBF16", 2, 96, 64)
-    assert about["complete"] and about["backward"] and about["form"] == "loose" and about["tensors"] == 48
+    assert about["complete"] and about["backward"] and about["arrangement"] == "loose" and about["tensors"] == 48
     card = (output / "README.md").read_text()
     assert "# Backward matrices" in card and "- amxbf16" in card and "does not load a folder of them alone" in card
     assert json.loads((output / "config.json").read_bytes())["quantization_config"]["method"] == "AMXBF16"

@@ -123,11 +123,11 @@ def test_the_first_line_names_this_machines_numa_count(tmp_path: Path, cli: Any,
 def test_dry_run_writes_nothing_and_tells_the_graph(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
     done = cli("cpu", "-i", example, "-o", out, "--dry-run")
-    assert re.search(r"source -> cpu_experts: .* 2 units, 2 to run", done.stdout)
-    assert "cpu_experts -> assemble" in done.stdout
+    assert re.search(r"source -> experts: .* 2 units, 2 to run", done.stdout)
+    assert "experts -> assemble" in done.stdout
     assert list(tmp_path.iterdir()) == []
     plan = json.loads(cli("cpu", "-i", example, "-o", out, "--dry-run", "--json").stdout.splitlines()[-1])
-    assert [u["unit"] for u in plan["units"]] == ["cpu_experts.layer-000", "cpu_experts.layer-001"]
+    assert [u["unit"] for u in plan["units"]] == ["experts.layer-000", "experts.layer-001"]
     assert all(not u["done"] and u["reason"] == "not made yet" for u in plan["units"])
     assert plan["bytes_in"] == 2 * 8 * 3 * 256 * 256 * 2
     cli("cpu", "-i", example, "-o", out)

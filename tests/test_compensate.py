@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8
+from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.gptq.compensate import Compensate

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ import pytest
 from ktconvert.layouts.checkpoints.archs import ARCHS, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings import packed as pack_quantized
+from ktconvert.layouts.encodings.encoding import Encoding, error_sums
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import compressed, ignore, linear_names
-from ktconvert.layouts.outputs.compressed_card import quantization_config
+from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
 from ktconvert.layouts.outputs.format import expert_bytes
+from ktconvert.layouts.outputs.gpu_card import quantization_config
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.whole_model import loading_notes
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, KINDS, Matrix
 from ktconvert.pipeline.stages.expert_files import plan_parts, room
@@ -28,7 +30,7 @@ from ktconvert.quantizers import groups, reference
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
 BF16 = "BF16"
-FORMS = (compressed.W4A16, compressed.W8A16)
+FORMS = (FORMATS["W4A16"].encoding, FORMATS["W8A16"].encoding)
 Build = Callable[..., MoeModel]
 
 
@@ -125,23 +127,29 @@ def test_an_unknown_family_stored_together_gets_the_usual_names(build: Build) ->
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def rounded(form: compressed.Compressed, linear: Matrix) -> tuple[Any, Any, Any]:
+def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
     """Words, shape and scales of a linear, rounded to nearest."""
     n, k = linear.shape
     out = room(form, Part(0, 0, "gate", 0, n, k))
     form.quantize(linear, out)
-    return form.typed(out, n, k)
+    packed, shape, scale = out
+    return packed.view("<i4").reshape(n, -1), shape.view("<i8"), scale.view("<u2").reshape(n, -1)
+
+
+def stored_in(packed: Any, scale: Any, n: int, k: int) -> list[Any]:
+    return [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (packed, np.array([n, k]), scale)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build: Build, tmp_path: Path) -> None:
+def test_a_shard_loads_and_holds_the_weights(form: Encoding, build: Build, tmp_path: Path) -> None:
     """Odd sizes, so that a wrong order of the tensors would leave the shapes (I64) where torch cannot see them."""
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
     model = build("qwen3_moe", style_of("qwen3_moe", Fused), shape=(E, 256, 384))
     grid = ExpertGrid(1, 256, 384)
-    plan = plan_parts(form, form.names(model), grid.all_parts(range(E)), {"format": "pt"})
+    fmt = FORMATS[form.name]
+    plan = plan_parts(fmt, fmt.names_in(model), grid.all_parts(range(E)), {"format": "pt"})
     assert plan.data_bytes == E * expert_bytes(form, grid)
     at = len(plan.header)
     for entry in plan.entries:
@@ -172,12 +180,12 @@ def test_a_shard_loads_and_holds_the_weights(form: compressed.Compressed, build:
         linear = model.linear(1, expert, projection)
         bf16 = kernels.decode(linear)
         codes, want = groups.quantize_groups(form.grid.bits, 128, bf16)
-        assert (form.codes(packed) == codes).all() and (scale == want).all()
-        stored = form.stored(packed, scale)
-        x, y = reference.bf16_to_f32(bf16), form.unpack(stored, n, k)
+        assert (groups.unpack_words(form.grid.bits, packed) == codes).all() and (scale == want).all()
+        stored = stored_in(packed, scale, n, k)
+        x, y = reference.bf16_to_f32(bf16), form.decode(stored, n, k)
         step = np.repeat(reference.bf16_to_f32(scale), 128, axis=1)
         assert (np.abs(x - y) <= 0.55 * step + np.abs(x) * 2.0**-8).all()
-        xx, yy, xy, dd = form.error_sums(linear, stored)
+        xx, yy, xy, dd = error_sums(form, linear, stored)
         np.testing.assert_allclose(
             [xx, yy, xy, dd], [(x * x).sum(), (y * y).sum(), (x * y).sum(), np.square(x - y).sum()], rtol=1e-4
         )
@@ -189,15 +197,15 @@ def test_rounding_and_encodings_reach_the_kernel() -> None:
     bf16 = reference.decode(linear)
     results = []
     for rounding in kernels.ROUNDINGS:
-        form = replace(compressed.W8A16, rounding=rounding)
+        form = pack_quantized.W8A16[rounding]
         packed, _, _ = rounded(form, linear)
-        assert (form.codes(packed) == groups.quantize_groups(8, 128, bf16, rounding)[0]).all()
+        assert (groups.unpack_words(8, packed) == groups.quantize_groups(8, 128, bf16, rounding)[0]).all()
         results.append(packed)
     assert (results[0] != results[1]).any()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
+def test_the_library_decompresses_it(form: Encoding) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     import torch
     from compressed_tensors.compressors import BaseCompressor
@@ -214,7 +222,8 @@ def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
     scheme = config.config_groups["group_0"]
     weight = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
     assert (
-        weight.view(torch.uint16).numpy() == reference.f32_to_bf16(form.unpack(form.stored(packed, scale), 96, 256))
+        weight.view(torch.uint16).numpy()
+        == reference.f32_to_bf16(form.decode(stored_in(packed, scale, 96, 256), 96, 256))
     ).all()
 
 
@@ -222,7 +231,7 @@ def test_the_library_decompresses_it(form: compressed.Compressed) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_quantization_config(form: compressed.Compressed) -> None:
+def test_quantization_config(form: Encoding) -> None:
     """What SGLang's and vLLM's loaders check."""
     config = quantization_config(form.grid, ["lm_head"])
     scheme = config["config_groups"]["group_0"]
@@ -237,7 +246,7 @@ def test_quantization_config(form: compressed.Compressed) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_quantization_config_is_the_librarys(form: compressed.Compressed) -> None:
+def test_quantization_config_is_the_librarys(form: Encoding) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors import __version__
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
@@ -352,27 +361,27 @@ def test_patterns_are_read_as_the_library_reads_them(build: Build) -> None:
 
 
 def test_groups_must_divide_every_row(build: Build) -> None:
-    form = compressed.W4A16
+    fmt = FORMATS["W4A16"]
     for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
         model = build("qwen3_moe", style_of("qwen3_moe", Separate), shape=shape)
         with pytest.raises(UnsupportedError, match=f"groups of 128 columns, which do not divide the {what}"):
-            form.check_loading(model)
+            loading_notes(fmt, model, (1,))
 
 
 def test_tensor_parallel_sizes(build: Build) -> None:
-    form = compressed.W4A16
+    fmt = FORMATS["W4A16"]
     model = build("qwen3_moe", style_of("qwen3_moe", Separate), shape=(E, 128, 768))
-    notes = form.check_loading(model, (1, 2))
+    notes = loading_notes(fmt, model, (1, 2))
     assert notes == ("Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2.",)
     with pytest.raises(
         UnsupportedError, match=r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
     ):
-        form.check_loading(model, (4,))
+        loading_notes(fmt, model, (4,))
 
 
 def test_what_marlin_cannot_compute_is_reported(build: Build) -> None:
     model = build("llama4", style_of("llama4", Separate))
-    assert any("silu" in note for note in compressed.W4A16.check_loading(model))
+    assert any("silu" in note for note in loading_notes(FORMATS["W4A16"], model, (1,)))
 
 
 # --- whole checkpoints ----------------------------------------------------------------------------
@@ -381,7 +390,7 @@ def test_what_marlin_cannot_compute_is_reported(build: Build) -> None:
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_a_whole_checkpoint_equals_model_free_ptq(
-    form: compressed.Compressed, source: str, example: Path, tmp_path: Path, write_safetensors: Any
+    form: Encoding, source: str, example: Path, tmp_path: Path, write_safetensors: Any
 ) -> None:
     """The library's own streaming round to nearest, with our ignore list: same names, same bytes,
     nothing else packed."""
@@ -416,14 +425,14 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     theirs: dict[str, Any] = {}
     for path in (tmp_path / "theirs").glob("*.safetensors"):
         theirs |= load_file(path)
-    packed_names = {name for name in theirs if name.rpartition(".")[2] in compressed.SUFFIXES}
+    packed_names = {name for name in theirs if name.rpartition(".")[2] in pack_quantized.SUFFIXES}
     for layer in model.layers:
         for expert, projection, name, n, k in linear_names.linears(model, layer):
             packed, _, scale = rounded(form, model.linear(layer, expert, projection))
             assert (theirs[f"{name}.weight_packed"].numpy() == packed).all()
             assert (theirs[f"{name}.weight_scale"].view(torch.uint16).numpy() == scale).all()
             assert theirs[f"{name}.weight_shape"].tolist() == [n, k]
-            packed_names -= {f"{name}.{suffix}" for suffix in compressed.SUFFIXES}
+            packed_names -= {f"{name}.{suffix}" for suffix in pack_quantized.SUFFIXES}
     assert not packed_names
     quantization = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
     (scheme,) = quantization["config_groups"].values()

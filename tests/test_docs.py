@@ -25,8 +25,7 @@ from ktconvert.layouts.checkpoints.arch_file import NO_KEYS, parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMS, forms_of
-from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8, Amx
+from ktconvert.layouts.outputs import FORMATS, Format, formats_of
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.quantizers import ROW_GRIDS, reference
@@ -255,21 +254,21 @@ def test_what_to_touch_is_there(subject: str) -> None:
 # ---- the tables of the code -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=lambda x: x.name)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda x: x.name)
 def test_every_form_is_in_format(form: Any) -> None:
-    assert f"{form.name} version {form.version}" in text_of(FORMAT_PAGE), "a new version? describe its bytes"
+    assert f"{form.name} version {form.encoding.version}" in text_of(FORMAT_PAGE), "a new version? describe its bytes"
 
 
-@pytest.mark.parametrize("form", forms_of("cpu").values(), ids=lambda x: x.name)
+@pytest.mark.parametrize("form", formats_of("cpu").values(), ids=lambda x: x.name)
 def test_legal_sizes_of_every_cpu_form_are_in_format(form: Any) -> None:
     page = text_of(FORMAT_PAGE)
-    row = re.search(rf"^\| `{form.option}` \|.*\| {form.multiple} \|$", page, re.MULTILINE)
-    assert row or f"{form.multiple} ({form.name})" in page
+    row = re.search(rf"^\| `{form.option}` \|.*\| {form.encoding.multiple} \|$", page, re.MULTILINE)
+    assert row or f"{form.encoding.multiple} ({form.name})" in page
 
 
-@pytest.mark.parametrize("form", (AMXINT4, AMXINT8), ids=lambda x: x.name)
-def test_prefixes_of_loose_files_are_in_format(form: Amx) -> None:
-    assert form.file_prefix in text_of(FORMAT_PAGE)
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.loose], ids=lambda x: x.name)
+def test_prefixes_of_loose_files_are_in_format(form: Format) -> None:
+    assert form.loose in text_of(FORMAT_PAGE)
 
 
 def test_every_quantizer_and_decoder_is_in_numerics() -> None:

@@ -65,7 +65,7 @@ class Setting:
 
     def ending(self, output: Path, number: signal.Signals, unit: str = "", call: int = 2) -> dict[str, str]:
         """The environment of a worker that sends itself a signal in the middle of a unit."""
-        return killpoint.stopping(self.shim, f"{output}.work/partial/cpu_experts.{unit}", call, number)
+        return killpoint.stopping(self.shim, f"{output}.work/partial/experts.{unit}", call, number)
 
 
 @pytest.fixture(scope="module")
@@ -163,15 +163,15 @@ def test_units_that_end_their_workers(setting: Setting, cluster: Cluster, output
     cluster.start("a", nanny=True, env=env)
     done = setting.begin(output, cluster).result()
     conversion.refused(
-        done, 1, "ktconvert: cpu_experts.layer-00", ": 3 processes that made it ended", "on mortal, process "
+        done, 1, "ktconvert: experts.layer-00", ": 3 processes that made it ended", "on mortal, process "
     )
     for unit, words in (("000", "it left no word"), ("001", "Segmentation fault")):
-        assert re.search(rf"warning: cpu_experts\.layer-{unit}: 3 processes .* on mortal, .*{words}", done.stderr)
+        assert re.search(rf"warning: experts\.layer-{unit}: 3 processes .* on mortal, .*{words}", done.stderr)
     records = book(output)
-    assert sorted(r["unit"] for r in of(records, "done")) == ["cpu_experts.layer-002", "cpu_experts.layer-003"]
+    assert sorted(r["unit"] for r in of(records, "done")) == ["experts.layer-002", "experts.layer-003"]
     begun = {r["attempt"]: r["at"] for r in of(records, "start")}
     lost = of(records, "lost")
-    assert sorted(r["unit"] for r in lost) == ["cpu_experts.layer-000"] * 3 + ["cpu_experts.layer-001"] * 3
+    assert sorted(r["unit"] for r in lost) == ["experts.layer-000"] * 3 + ["experts.layer-001"] * 3
     assert all(begun[r["attempt"]] < r["at"] for r in lost)
     setting.resumed(output)
 
@@ -182,9 +182,7 @@ def test_workers_that_end_before_they_begin(setting: Setting, cluster: Cluster, 
     dying = {**setting.ending(output, signal.SIGKILL, call=1), "KILLPOINT_ROOT": f"{output}.work/attempts/"}
     cluster.start("a", nanny=True, env=dying)
     done = setting.begin(output, cluster).result()
-    conversion.refused(
-        done, 1, "cpu_experts.layer-00", "the workers that were to make it ended again and again", "tcp://"
-    )
+    conversion.refused(done, 1, "experts.layer-00", "the workers that were to make it ended again and again", "tcp://")
     setting.resumed(output)
 
 
@@ -366,7 +364,7 @@ def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, ti
         start_new_session=True,
     )
     work = output.with_name("out.work")
-    wait(lambda: len(list(work.glob("partial/cpu_experts.*"))) == 2)
+    wait(lambda: len(list(work.glob("partial/experts.*"))) == 2)
     assert process.stderr is not None
     said = ""
     for _ in range(times):

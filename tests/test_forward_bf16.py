@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ktconvert.layouts import outputs
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
-from ktconvert.layouts.outputs import FORMS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke
@@ -47,7 +47,7 @@ class Case:
             weight = floats.random(name, part.n, part.k, seed=i, size=0.5 / np.sqrt(part.k))
             arrays[part] = (weight.codes, weight.scales)[: 1 if name == "BF16" else 2]
             numbers[part.projection, part.expert, part.numa] = weight.numbers
-        self.packed = LayerWeights(FORMS[name], grid, experts, arrays)
+        self.packed = LayerWeights(name, grid, experts, arrays)
         rng = np.random.default_rng(tokens)
         self.hidden = floats.activations(tokens, hidden)
         self.ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
@@ -74,7 +74,9 @@ def test_the_weights_are_what_the_format_says() -> None:
         case = Case(name, hidden=128, width=256)
         for part, stored in case.packed.arrays.items():
             numbers = case.numbers[part.projection, part.expert, part.numa]
-            np.testing.assert_array_equal(FORMS[name].unpack(stored, part.n, part.k), numbers.astype(np.float32))
+            np.testing.assert_array_equal(
+                outputs.FORMATS[name].encoding.decode(stored, part.n, part.k), numbers.astype(np.float32)
+            )
 
 
 def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.outputs import FORMS
-from ktconvert.layouts.outputs.strip_form import StripForm
+from ktconvert.layouts.encodings.encoding import error_sums
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels, kernels_strips
 from ktconvert.native_quant.matrix import BF16, F32, FP8_E4M3, KINDS, Matrix
+from ktconvert.pipeline.stages.experts import ROWS
 from ktconvert.quantizers import FLOAT_GRIDS, fp8, reference, strips
 from ktconvert.quantizers.scales import E4M3
 from rig.safetensors import bits_of, read_file
@@ -129,7 +130,7 @@ def test_golden_bytes(grid: Any, kind: str) -> None:
     if "in.scales" in tensors:
         options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
     matrix = Matrix(tensors["in.values"], KINDS[kind], **options)
-    form = next(form for form in FORMS.values() if form.grid == grid)
+    form = next(form.encoding for form in FORMATS.values() if form.encoding.grid == grid)
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
     form.quantize(matrix, out)
     for tensor, made in zip(form.tensors(*matrix.shape), out, strict=True):
@@ -175,14 +176,18 @@ def test_a_nan_among_kept_codes_is_named(turned: bool) -> None:
     assert (raised.value.row, raised.value.column) == (130, 77)
 
 
+def reader(out: list[Any]) -> Any:
+    return lambda tensor, start=0, stop=None: out[tensor][start:stop]
+
+
 def written(matrix: Matrix) -> npt.NDArray[np.float32]:
-    """The numbers of a part of the form."""
-    form = FORMS["FP8"]
+    """The numbers of a matrix as FP8."""
+    form = FORMATS["FP8"].encoding
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
     form.quantize(matrix, out)
-    assert form.error_sums(matrix, out)[3] == 0
-    assert isinstance(form, StripForm) and not any(defect(out, matrix.shape[1]) for defect in form.defects)
-    return form.unpack(out, *matrix.shape)
+    assert error_sums(form, matrix, out)[3] == 0
+    assert not any(defect(reader(out), *matrix.shape) for defect in form.defects if defect)
+    return form.decode(out, *matrix.shape)
 
 
 def test_scales_that_are_not_positive_lose_no_number() -> None:
@@ -209,20 +214,21 @@ def test_kept_numbers_must_be_finite() -> None:
 def test_scales_that_make_numbers_infinite(name: str) -> None:
     """Only with the codes of their own block, here the second of the second row."""
     codes, scales = stored(256, 384, 1)
-    out = [np.empty(tensor.nbytes, np.uint8) for tensor in FORMS[name].tensors(256, 384)]
+    form = FORMATS[name].encoding
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(256, 384)]
     codes[128:, 128:256] &= 0x87  # below 1
-    FORMS[name].quantize(Matrix(codes, FP8_E4M3, scales, (128, 128)), out)
-    held, (_, defect) = out[1].view(np.float32), FORMS[name].defects  # type: ignore[attr-defined]
-    assert not defect(out, 384)
+    form.quantize(Matrix(codes, FP8_E4M3, scales, (128, 128)), out)
+    held, (_, defect), read = out[1].view(np.float32), form.defects, reader(out)
+    assert not defect(read, 256, 384)
     held[4] = 3e38
-    assert not defect(out, 384)
+    assert not defect(read, 256, 384)
     held[5] = 3e38
-    assert defect(out, 384) == "scale 5, 3e+38, makes a number infinite"
+    assert defect(read, 256, 384) == "scale 5, 3e+38, makes a number infinite"
 
 
 @pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
 def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name: str) -> None:
-    form, (n, k) = FORMS[name], (1024, 1024)
+    form, (n, k) = FORMATS[name].encoding, (1024, 1024)
     codes, scales = stored(n, k, 1)
     codes[:128, :128] = 0x38  # 1
     scales[0, 0], scales[1, 1], scales[2, 2] = 3e38, -1, 0
@@ -235,7 +241,7 @@ def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name: s
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 * form.decoded_rows * k + (16 << 10)  # what a plan counts, and Python's objects
+    assert peak < 2 * ROWS * k + (16 << 10)  # what a plan counts, and Python's objects
 
 
 # --- codes alone, for scales of other blocks ---------------------------------------------------------------------------

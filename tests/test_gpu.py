@@ -139,7 +139,7 @@ def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, e
     assert {k: v for k, v in config_of(out).items() if k != "quantization_config"} == config_of(example)
     output = cli("verify", out, "--against", example, "--full", "--json", "--no-load").stdout
     report = json.loads(output)
-    assert report["ok"] and report["form"] == "pack-quantized" and report["method"] == kind
+    assert report["ok"] and report["arrangement"] == "pack-quantized" and report["method"] == kind
     assert max(e["relative_error"] for e in report["errors"]) < {"W4A16": 0.12, "W8A16": 0.01}[kind]
     assert cli("resume", out).returncode == 0
 
@@ -499,7 +499,7 @@ def test_verify_against_another_source_and_another_output(
 def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:
     report = json.loads(cli("inspect", converted, "--json").stdout)
     assert report["kind"] == "output" and report["complete"] and report["command"] == "gpu"
-    assert (report["form"], report["method"], report["experts"], report["tensors"]) == (
+    assert (report["arrangement"], report["method"], report["experts"], report["tensors"]) == (
         "pack-quantized",
         "W4A16",
         8,
@@ -584,7 +584,7 @@ def test_patterns_of_the_user_stand_in_the_config(tmp_path: Path, cli: Any, exam
 def test_dry_run_and_json(tmp_path: Path, cli: Any, example: Path) -> None:
     words = ("gpu", "-i", example, "-o", tmp_path / "out", "--quant-method", "RTN", "--json")
     plan = json.loads(cli(*words, "--dry-run").stdout.splitlines()[-1])
-    assert [s["name"] for s in plan["stages"]] == ["gpu_linears", "carry_over", "assemble"]
+    assert [s["name"] for s in plan["stages"]] == ["experts", "carry_over", "assemble"]
     assert plan["model"]["packed_linears"] == 48
     assert not (tmp_path / "out").exists()
     events = [json.loads(line) for line in cli(*words).stdout.splitlines()]

@@ -17,7 +17,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import amx_card
+from ktconvert.layouts.outputs import cpu_card
 from rig import families
 from rig.safetensors import Tensor, edit_file
 
@@ -67,12 +67,12 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
 def test_without_ktconvert_it_fails(outputs: dict[str, Path]) -> None:
     """By what config.json says, the same in each."""
     for path in outputs.values():
-        assert json.loads((path / "config.json").read_text())["transformers_weights"] == amx_card.NO_FILE
+        assert json.loads((path / "config.json").read_text())["transformers_weights"] == cpu_card.NO_FILE
     for name in ("copied", "kept"):
         done = python(LOAD, outputs[name])
         assert done.returncode != 0
         assert "loaded" not in done.stdout
-        assert amx_card.NO_FILE in done.stderr.splitlines()[-1]
+        assert cpu_card.NO_FILE in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["copied", "kept"])

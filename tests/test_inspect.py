@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.outputs import forms_of
+from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.inspect import inspect
 
@@ -62,10 +62,10 @@ def test_the_predicted_size(example: Path, tmp_path: Path) -> None:
 def test_the_ready_line_runs(example: Path, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [line for line in cli("inspect", example).stdout.splitlines() if line.startswith("ktconvert cpu ")]
-    assert lines == look(example)["convert"] and len(lines) == len(forms_of("cpu"))
+    assert lines == look(example)["convert"] and len(lines) == len(formats_of("cpu"))
     for line in lines:
         cli(*line.split()[1:])
-    made = {f"qwen3-moe-small-{form.name}" for form in forms_of("cpu").values()}
+    made = {f"qwen3-moe-small-{form.name}" for form in formats_of("cpu").values()}
     assert {p.name for p in tmp_path.iterdir()} == made
 
 
@@ -159,7 +159,7 @@ def test_an_output(options: list[str], tmp_path: Path, example: Path, cli: Any) 
     assert convert(example, output, *options).exit_code == 0
     report = look(output)
     assert report["kind"] == "output" and report["complete"] and report["made_by"].startswith("ktconvert ")
-    assert report["method"] == ("AMXINT8" if options else "AMXINT4") and report["form"] == (
+    assert report["method"] == ("AMXINT8" if options else "AMXINT4") and report["arrangement"] == (
         "loose" if options else "merged"
     )
     assert (report["numa"], report["experts"], report["hidden"], report["intermediate"]) == (2, 8, 256, 256)
@@ -185,7 +185,7 @@ def test_an_unfinished_conversion(tmp_path: Path, write_qwen: Any, random_expert
         report = look(path)
         assert (report["kind"], report["units_done"], report["units"]) == ("unfinished", 1, 2)
         assert report["resume"] == f"ktconvert resume {output}" and report["settings"]["quant_method"] == "int4"
-        assert report["units_left"] == ["cpu_experts.layer-001"] and report["bytes_left"] == 2 * 3 * 128 * 128 * 2
+        assert report["units_left"] == ["experts.layer-001"] and report["bytes_left"] == 2 * 3 * 128 * 128 * 2
     text = cli("inspect", output).stdout
     assert "1 of 2 finished" in text and f"ktconvert resume {output}" in text
     assert f"ktconvert resume {output}" in cli("verify", output, code=6).stderr

@@ -64,7 +64,7 @@ def test_interrupted_twice_it_stops_at_once(
     command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        while process.poll() is None and not list(output.parent.glob("out.work/partial/cpu_experts.*")):
+        while process.poll() is None and not list(output.parent.glob("out.work/partial/experts.*")):
             time.sleep(0.01)
         process.send_signal(number)
         for line in process.stderr:
@@ -75,7 +75,7 @@ def test_interrupted_twice_it_stops_at_once(
     assert process.returncode == code, stderr
     assert "stopped at once" in stderr
     done = conversion.ktconvert("resume", output)
-    assert re.search(r"died in cpu_experts.layer-00\d", done.stderr)
+    assert re.search(r"died in experts.layer-00\d", done.stderr)
     assert done.returncode == 0, done.stderr
     assert conversion.differing(conversion.tree(output), wanted) == []
     assert conversion.names(output.parent) == ["out"]

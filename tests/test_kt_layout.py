@@ -14,9 +14,9 @@ import pytest
 
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings import mxfp4 as encodings_of_mxfp4
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import FORMS, PROJECTIONS
-from ktconvert.layouts.outputs.kt_layout import KT_MXFP4
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.native_quant import kernels
@@ -76,7 +76,7 @@ def test_linears_are_whole_and_in_order(method: str, source: Path, tmp_path: Pat
     cli("verify", out, "--quant-method", f"kt_{method}", "--numa", 1)
     assert "KT_" in cli("inspect", out).stdout
     opened = measure(open_output(out))
-    assert opened.shapes == {0: (2, 256, 128), 1: (2, 256, 128)} and opened.form == FORMS[f"KT_{method.upper()}"]
+    assert opened.shapes == {0: (2, 256, 128), 1: (2, 256, 128)} and opened.fmt == FORMATS[f"KT_{method.upper()}"]
 
 
 def test_without_its_manifest_it_is_a_checkpoint(source: Path, tmp_path: Path, cli: Any) -> None:
@@ -185,18 +185,18 @@ def test_memory_of_mxfp4_is_that_of_some_rows() -> None:
     """What is in strips meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
     n, k = 4096, 256
     values = np.full((n, k), 0x3F80, np.uint16)
-    out = [np.empty(tensor.nbytes, np.uint8) for tensor in KT_MXFP4.tensors(n, k)]
-    KT_MXFP4.quantize(Matrix(values, BF16), out)
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in encodings_of_mxfp4.ROWS.tensors(n, k)]
+    encodings_of_mxfp4.ROWS.quantize(Matrix(values, BF16), out)
     tracemalloc.start()
     try:
-        KT_MXFP4.quantize(Matrix(values, BF16), out)
+        encodings_of_mxfp4.ROWS.quantize(Matrix(values, BF16), out)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 * KT_MXFP4.decoded_rows * k
+    assert peak < 2 * encodings_of_mxfp4.ROWS_AT_A_TIME * k
     values[300, 7] = 0x7FC0
     with pytest.raises(kernels.NonFinite, match="row 300, column 7"):
-        KT_MXFP4.quantize(Matrix(values, BF16), out)
+        encodings_of_mxfp4.ROWS.quantize(Matrix(values, BF16), out)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError
-from ktconvert.layouts.outputs import forms_of
+from ktconvert.layouts.outputs import formats_of
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages import experts
 from ktconvert.quantizers import groups, reference
@@ -65,7 +65,7 @@ def test_every_part_is_the_definition_of_its_values(
 ) -> None:
     """All parts of all experts, forward and backward; parts of down_proj begin at columns 64, 128 and 192."""
     _, folder, values = made
-    form = forms_of("cpu")[method]
+    form = formats_of("cpu")[method].encoding
     stage = experts.stage(
         model_of(folder), form, [0], numa=parts, backward=True, max_shard_size=None, metadata={"about": "a test"}
     )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels, kernels_strips
 from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, GGML_MXFP4, KINDS, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, reference
@@ -21,7 +21,7 @@ from rig import gguf as ggml
 from rig.safetensors import bits_of, read_file
 
 GOLDEN = Path(__file__).parent / "golden"
-FORM = FORMS["MXFP4"]
+FORM = FORMATS["MXFP4"].encoding
 VALUES = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 Bits = Any
 
@@ -235,4 +235,4 @@ def test_gguf_py_has_these_values() -> None:
     packed = [np.empty(tensor.nbytes, np.uint8) for tensor in FORM.tensors(64, 128)]
     FORM.quantize(Matrix(blocks_of, GGML_MXFP4), packed)
     values = gguf.quants.dequantize(blocks_of, gguf.GGMLQuantizationType.MXFP4)
-    assert (FORM.unpack(packed, 64, 128) == values).all()
+    assert (FORM.decode(packed, 64, 128) == values).all()

@@ -12,7 +12,8 @@ import pytest
 
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.outputs import FORMS, PROJECTIONS
+from ktconvert.layouts.encodings.encoding import is_zero
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import take_part
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages import experts
@@ -21,7 +22,7 @@ from rig import conversion, killpoint, microscaling
 from rig import gguf as ggml
 from rig.safetensors import bits_of, data_start, header_of, read_folder
 
-FORM = FORMS["MXFP4"]
+FORM = FORMATS["MXFP4"].encoding
 OF_SAFETENSORS = ("DeepSeek-V4", "V4 in unsigned bytes", "compressed-tensors MXFP4", "blocks")
 
 
@@ -31,8 +32,8 @@ def test_sources_keep_codes_and_exponents(name: str, parts: int, tmp_path: Path)
     kind = microscaling.KINDS[name]
     folder, values = microscaling.make(kind, tmp_path / "model")
     model = recognise(open_checkpoint(folder))
-    assert FORM.exact(model)
-    stage = experts.stage(model, FORM, [0], numa=parts, max_shard_size=None, metadata={})
+    assert FORM.is_exact(model)
+    stage = experts.stage(model, FORMATS["MXFP4"], [0], numa=parts, max_shard_size=None, metadata={})
     for (expert, projection), bits in values.items():
         linear = model.linear(0, expert, projection)
         packed = np.ascontiguousarray(linear.values)
@@ -45,7 +46,7 @@ def test_sources_keep_codes_and_exponents(name: str, parts: int, tmp_path: Path)
             laid = mxfp4.unlay_codes(stored_part[0].reshape(n // 32, -1))
             assert wanted is None or (laid == wanted).all()
             exact = take_part(Matrix(bits, BF16), projection, number, parts)
-            assert (FORM.unpack(stored_part, n, k) == reference.bf16_to_f32(np.array(exact.values))).all()
+            assert (FORM.decode(stored_part, n, k) == reference.bf16_to_f32(np.array(exact.values))).all()
             exponents = np.log2(part.each_scale()[:, ::32].astype(np.float64)) + 127
             assert (mxfp4.unlay_exponents(stored_part[1].reshape(n // 32, -1)) == exponents).all()
 
@@ -79,11 +80,11 @@ def test_output_is_the_definition(output: tuple[Path, Path, int], cli: Any) -> N
             assert (held[f"{key}.codes"] == mxfp4.lay_codes(codes)).all()
             assert (held[f"{key}.scales"] == mxfp4.lay_exponents(exponents)).all()
             packed = [held[f"{key}.codes"].reshape(-1), held[f"{key}.scales"].reshape(-1)]
-            values = FORM.unpack(packed, *part.shape)
+            values = FORM.decode(packed, *part.shape)
             assert (values == mxfp4.dequantize(codes, exponents)).all()
-            assert (FORM.unpack(packed, *part.shape, slice(5, 40)) == values[5:40]).all()
-            assert (FORM.unpack(packed, *part.shape, np.array([63, 1])) == values[[63, 1]]).all()
-            assert not FORM.is_zero(packed) and FORM.is_zero([packed[0] & 0x88, packed[1]])
+            assert (FORM.decode(packed, *part.shape, slice(5, 40)) == values[5:40]).all()
+            assert (FORM.decode(packed, *part.shape, np.array([63, 1])) == values[[63, 1]]).all()
+            assert not is_zero(FORM, packed, *part.shape) and is_zero(FORM, [packed[0] & 0x88, packed[1]], *part.shape)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ktconvert.layouts.outputs import FORMS
-from ktconvert.layouts.outputs.amx import AMXINT4
+from ktconvert.layouts.encodings.amx import AMXINT4
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
@@ -190,7 +190,7 @@ def errors_of(
             shape = (HIDDEN, INTERMEDIATE // numa) if projection == "down" else (INTERMEDIATE // numa, HIDDEN)
             places = [Place(1, expert, projection, False, part) for part in range(numa)]
             held = [[opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")] for place in places]
-            parts = [AMXINT4.unpack(part, *shape).astype(np.float64) for part in held]
+            parts = [AMXINT4.decode(part, *shape).astype(np.float64) for part in held]
             return np.concatenate(parts, axis=1 if projection == "down" else 0)
 
         ours = float64_output(stored, hidden, ids, weights)
@@ -256,7 +256,7 @@ def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, 
     """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
     out = tmp_path / "out"
     convert(out, method.lower(), numa, "--layout", "kt")
-    opened, form = open_output(out), FORMS[f"KT_{method}"]
+    opened, form = open_output(out), FORMATS[f"KT_{method}"].encoding
     generator = torch.Generator().manual_seed(8)
     hidden = torch.randn(6, HIDDEN, generator=generator).to(torch.bfloat16)
     ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(6)])
@@ -278,7 +278,7 @@ def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, 
         shape = (HIDDEN, INTERMEDIATE) if projection == "down" else (INTERMEDIATE, HIDDEN)
         place = Place(1, expert, projection, False, 0)
         stored = [opened.read(opened.tensors[place, tensor.suffix]) for tensor in form.tensors(*shape)]
-        return form.unpack(stored, *shape).astype(np.float64)
+        return form.decode(stored, *shape).astype(np.float64)
 
     wanted = float64_output(linear, hidden, ids, weights)
     theirs = load_file(tmp_path / "out.safetensors")["out"].double().numpy()

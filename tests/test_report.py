@@ -23,9 +23,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ktconvert.layouts.encodings.encoding import scale_values
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.dequantize import dequantize
@@ -247,13 +248,13 @@ def test_scales_of_each_form(random_experts: Any) -> None:
     """As many as the format has, and those by which it dequantizes: no number is larger than its scale allows."""
     bits = random_experts(1, 256, 256)["gate"][0]
     for name in ("AMXINT4", "AMXINT8", "MXFP4", "FP8", "KT_MXFP4", "KT_FP8", "W4A16", "W8A16"):
-        form, most = FORMS[name], {"MXFP4": 6.0, "FP8": 448.0}.get(name.removeprefix("KT_"))
+        form, most = FORMATS[name].encoding, {"MXFP4": 6.0, "FP8": 448.0}.get(name.removeprefix("KT_"))
         stored = [np.zeros(tensor.nbytes, np.uint8) for tensor in form.tensors(256, 256)]
         form.quantize(Matrix(bits, BF16), stored)
-        scales = form.scale_values(stored[-1], 256, 256)
+        scales = scale_values(form, stored[-1], 256, 256)
         most = most or form.grid.step * max(-form.grid.low, form.grid.high)
         each = np.repeat(np.repeat(scales, 256 // scales.shape[0], 0), 256 // scales.shape[1], 1)
-        steps = np.abs(form.unpack(stored, 256, 256)) / each
+        steps = np.abs(form.decode(stored, 256, 256)) / each
         assert steps.max() <= most * (1 + 1e-6) and steps.max() > 0.6 * most, name
         assert scales.size * (form.grid.group or 256) ** (2 if "FP8" in name else 1) == 256 * 256, name
 

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs import resplit
-from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8, Amx
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.pipeline.stages.expert_files import Packed, room
@@ -279,7 +280,7 @@ def by_definition(bits: int, old: Linear, count: int) -> list[tuple[npt.NDArray[
 @pytest.mark.parametrize("form", [AMXINT4, AMXINT8], ids=lambda form: form.name)
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_parts_are_rearranged_by_the_definition(form: Amx, data: st.DataObject) -> None:
+def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObject) -> None:
     legal = [1, 2, 3, 6] if form.grid.bits == 4 else [1, 2, 3, 4, 6]
     old_count, new_count = data.draw(st.sampled_from(legal)), data.draw(st.sampled_from(legal))
     projection, backward = data.draw(st.sampled_from(["gate", "down"])), data.draw(st.booleans())
@@ -305,7 +306,7 @@ def test_parts_are_rearranged_by_the_definition(form: Amx, data: st.DataObject) 
         for (_, stored), wanted in zip(new, by_definition(form.grid.bits, old, new_count), strict=True):
             assert np.array_equal(stored[0], wanted[0]) and np.array_equal(stored[1].view(np.float32), wanted[1])
     before, after = (
-        np.concatenate([form.unpack(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
+        np.concatenate([form.decode(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
     )
     if axis == 0 or not resplit.rounds_again(form, old_count, new_count):
         assert np.array_equal(before, after)
@@ -382,7 +383,7 @@ def test_what_cannot_be_rearranged_is_refused(tmp_path: Path, cli: Any, converte
 def test_numbers_that_no_conversion_gives_are_refused(tmp_path: Path, cli: Any, converted: Any) -> None:
     """A scale that is not finite, and a code below the smallest, where they would be rounded."""
     for what, data, words in (
-        ("scale", np.float32("nan").tobytes(), "scale that is negative or not finite"),
+        ("scale", np.float32("nan").tobytes(), "the scale of row 0 is nan"),
         ("quant", b"\x80", "code that is not in -127..127"),
     ):
         damaged = tmp_path / what

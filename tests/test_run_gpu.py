@@ -22,8 +22,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs.compressed import W4A16, W8A16
 from ktconvert.pipeline.cli.run import run
+from ktconvert.quantizers.groups import dequantize_groups
 from rig import families
 from rig.families import EXPERTS, HIDDEN, LAYERS
 from rig.safetensors import Tensors, bits_of, edit_file, read_folder
@@ -141,10 +141,7 @@ def packed_matrices(case: Case, layer: int) -> Iterator[tuple[int, str, Any]]:
         match = re.fullmatch(rf"model\.layers\.{layer}\..*\.experts\.(\d+)\.(\w+)\.weight_packed", name)
         if match is not None:
             scale = tensors[name.replace("weight_packed", "weight_scale")]
-            form = {"W4A16": W4A16, "W8A16": W8A16}[case.kind]
-            codes = tensors[name]
-            shape = codes.shape[0], codes.shape[1] * 32 // form.grid.bits
-            values = form.unpack(form.stored(codes, scale), *shape)
+            values = dequantize_groups(int(case.kind[1]), tensors[name].view(np.int32), scale)
             rounded = torch.from_numpy(values).to(torch.bfloat16).float()
             named = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
             yield int(match[1]), named[match[2]], rounded

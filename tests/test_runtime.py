@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
@@ -53,7 +53,7 @@ def bits(tensor: Any) -> npt.NDArray[np.uint16]:
 def read(path: Path) -> Golden:
     with safe_open(path, "pt") as file:
         about = file.metadata()
-        form = FORMS[about["method"]]
+        form = FORMATS[about["method"]].encoding
         grid = ExpertGrid(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
         experts = int(about["experts"])
         arrays = {}
@@ -116,7 +116,7 @@ def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArr
     """The layer in float64 on the dequantized weights, nothing rounded."""
     linears: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
     for part in packed.arrays:
-        dense = packed.form.unpack(packed.arrays[part], part.n, part.k).astype(np.float64)
+        dense = FORMATS[packed.method].encoding.decode(packed.arrays[part], part.n, part.k).astype(np.float64)
         key = (part.projection, part.expert)
         axis = 1 if part.projection == "down" else 0
         linears[key] = np.concatenate([linears[key], dense], axis) if key in linears else dense
@@ -175,7 +175,7 @@ def test_the_weight_decides_which_rows_have_a_remainder(
         return to_float(experts.forward(states, ids, np.tile(np.float32(of), (tokens, 1)))) / of[0]
 
     gate, up = (
-        x @ experts.packed.form.unpack(array, width, hidden).T.astype(np.float64)
+        x @ FORMATS[experts.packed.method].encoding.decode(array, width, hidden).T.astype(np.float64)
         for part, array in experts.packed.arrays.items()
         if part.expert == 0 and part.projection != "down"
     )

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
@@ -95,7 +95,7 @@ def output(request: pytest.FixtureRequest, source: Path, imatrix: Path) -> Path:
 def test_the_bytes_are_those_of_the_definition(source: Path, imatrix: Path, output: Path) -> None:
     """Each part is searched by itself, weighted by its own columns' mean squares; where there are none, not weighted."""
     opened, importance = open_output(output), open_imatrix(imatrix, "small", SHAPES)
-    form = FORMS[measure(opened).method]
+    form = FORMATS[measure(opened).method].encoding
     differ = 0
     for layer in range(LAYERS):
         tensors = read_file(source / f"model-{layer + 1:05d}-of-{LAYERS + 1:05d}.safetensors")
@@ -136,7 +136,7 @@ def test_what_counts_has_less_error(source: Path, imatrix: Path, tmp_path: Path)
         for name, opened in outputs.items():
             place = Place(0, expert, "gate", False, 0)
             stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
-            difference = FORMS["AMXINT4"].unpack(stored, *weights.shape) - reference.bf16_to_f32(weights)
+            difference = FORMATS["AMXINT4"].encoding.decode(stored, *weights.shape) - reference.bf16_to_f32(weights)
             error[name] = float((difference.astype(np.float64) ** 2 * (1 if mean is None else mean)).sum())
         assert error["imatrix"] == error["mse"] if mean is None else error["imatrix"] < 0.95 * error["mse"]
 

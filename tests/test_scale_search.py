@@ -17,7 +17,7 @@ from test_golden import GOLDEN, parts, same
 from test_kernels import KINDS, source, transposed, ugly
 from test_kernels import Matrix as of_kind
 
-from ktconvert.layouts.outputs.amx import AMXINT4, AMXINT8
+from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.kernels_search import search_scales
 from ktconvert.native_quant.matrix import BF16, Matrix
@@ -180,7 +180,7 @@ def test_no_output_holds_the_code_that_has_no_negative(seed: int, bits: int, kin
         quantize(form, choice, Matrix(bf16, BF16), (weight, scale), IMPORTANCES[weighted](rng, k))
         codes, scales = reference.unpack(bits, weight, n, k), scale.view(np.float32)
         assert -largest <= codes.min() and codes.max() <= largest
-        assert np.isfinite(form.unpack((weight, scale), n, k)).all()
+        assert np.isfinite(form.decode((weight, scale), n, k)).all()
         assert not ((scales < reference.SMALLEST_NORMAL) & (scales != 0)).any()
         assert not codes[scales == 0].any()
 

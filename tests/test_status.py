@@ -74,7 +74,7 @@ def test_a_part_that_failed(bench: Bench) -> None:
     assert bench.cpu("--part", "0/3").returncode == 0
     found = status(bench)
     (failed,) = found["failed"]
-    assert (found["done"], failed["unit"]) == (1, "cpu_experts.layer-001")
+    assert (found["done"], failed["unit"]) == (1, "experts.layer-001")
     assert "layer 1" in failed["why"]
 
 
@@ -119,7 +119,7 @@ def test_a_conversion_that_ends_while_it_is_looked_at(
 def stopped_within_a_unit(bench: Bench) -> subprocess.Popen[bytes]:
     """A conversion that stands still while it makes a unit."""
     line = [*conversion.KTCONVERT, "cpu", "-i", bench.source, "-o", bench.output, "--cpuinfer-threads", "1", "-q"]
-    stop = killpoint.stopping(killpoint.build(bench.base), bench.work / "partial" / "cpu_experts", 2)
+    stop = killpoint.stopping(killpoint.build(bench.base), bench.work / "partial" / "experts", 2)
     running = subprocess.Popen(line, env={**os.environ, **stop})
     conversion.wait_until_stopped(running)
     assert running.poll() is None

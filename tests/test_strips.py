@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.parts import PROJECTIONS, take_part
 from ktconvert.native_quant import kernels, kernels_strips
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
@@ -89,7 +89,7 @@ def test_output_holds_the_source(output: tuple[Path, Path, int]) -> None:
     source, out, parts = output
     model = recognise(open_checkpoint(source))
     stored = {entry.name: entry.shape for shard in out.glob("*.safetensors") for entry in read_header(shard).entries}
-    form = FORMS["BF16"]
+    form = FORMATS["BF16"].encoding
     assert len(stored) == 2 * model.shape(0)[0] * 3 * parts
     report = ktconvert("verify", out, "--against", source, "--full")
     assert report.returncode == 0 and "verified" in report.stdout
@@ -100,7 +100,7 @@ def test_output_holds_the_source(output: tuple[Path, Path, int]) -> None:
     packed = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
     form.quantize(part, packed)
     assert (packed[0].view(np.uint16) == strips.lay(decode(part)).reshape(-1)).all()
-    assert (form.unpack(packed, n, k, slice(5, 40))[:, 0] == form.unpack(packed, n, k)[5:40, 0]).all()
+    assert (form.decode(packed, n, k, slice(5, 40))[:, 0] == form.decode(packed, n, k)[5:40, 0]).all()
 
 
 def test_refusals(output: tuple[Path, Path, int], tmp_path: Path) -> None:

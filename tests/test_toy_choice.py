@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.outputs import FORMS
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
@@ -81,14 +81,14 @@ def test_its_codes_are_packed(source: Path, output: Path) -> None:
     """The output holds the codes of the choice, computed by the NumPy definition."""
     opened = open_output(output)
     measured = measure(opened)
-    assert measured.form is FORMS[measured.method]
+    assert measured.fmt is FORMATS[measured.method]
     place = Place(1, 1, "up", False, 1)
     stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
     tensors = read_file(source / "model-00002-of-00003.safetensors")
     part = tensors["model.layers.1.mlp.experts.1.up_proj.weight"].bits[conversion.WIDTH // 2 :]
-    codes, scales = DEFINITIONS[output.name.split()[1]](part, measured.form.grid)
-    wanted = codes.astype(np.float32) * np.float32(measured.form.grid.step) * scales
-    np.testing.assert_array_equal(measured.form.unpack(stored, *part.shape), wanted)
+    codes, scales = DEFINITIONS[output.name.split()[1]](part, measured.fmt.encoding.grid)
+    wanted = codes.astype(np.float32) * np.float32(measured.fmt.encoding.grid.step) * scales
+    np.testing.assert_array_equal(measured.fmt.encoding.decode(stored, *part.shape), wanted)
 
 
 def test_it_is_verified(source: Path, output: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import forms_of
+from ktconvert.layouts.outputs import formats_of
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.cli.cpu import cpu
@@ -116,7 +116,7 @@ def test_a_conversion_is_what_its_source_gives(name: str, conversions: dict[str,
     report = accepted(conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
     assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
-    assert report["method"] == forms_of("cpu")[name[:4]].name and report["form"] == name[5:]
+    assert report["method"] == formats_of("cpu")[name[:4]].name and report["arrangement"] == name[5:]
     errors = {(e["layer"], e["projection"]): e for e in report["errors"]}
     assert set(errors) == {(layer, p) for layer in (0, 1) for p in ("gate", "up", "down")}
     low, high = {"int4": (0.05, 0.2), "int8": (0.002, 0.015)}[name[:4]]
@@ -294,8 +294,8 @@ def test_wrong_numa_and_wrong_method(conversions: dict[str, Path]) -> None:
             "--numa 1 was given, the weights are for 2 NUMA parts" in sentence and "--kt-threadpool-count 2" in sentence
         )
         _, sentence = refused(output, "--quant-method", other)
-        assert f"the weights have the sizes of {forms_of('cpu')[name[:4]].name}" in sentence
-        assert f"--kt-method {forms_of('cpu')[name[:4]].name}" in sentence
+        assert f"the weights have the sizes of {formats_of('cpu')[name[:4]].name}" in sentence
+        assert f"--kt-method {formats_of('cpu')[name[:4]].name}" in sentence
 
 
 def test_int8_bytes_under_int4_names(copy: Callable[[str], Path]) -> None:
@@ -561,7 +561,7 @@ def test_opening(conversions: dict[str, Path], example: Path, tmp_path: Path) ->
         output = open_output(path)
         opened = measure(output)
         assert is_output(path) and output.loose == name.endswith("loose")
-        assert opened.form == forms_of("cpu")[name[:4]] and opened.shapes == {0: (8, 256, 256), 1: (8, 256, 256)}
+        assert opened.fmt == formats_of("cpu")[name[:4]] and opened.shapes == {0: (8, 256, 256), 1: (8, 256, 256)}
         (place, what), stored = next(iter(output.tensors.items()))
         assert output.read(stored).nbytes == stored.nbytes and output.names.key(place, what).startswith("blk.0.ffn_")
 

@@ -172,9 +172,9 @@ def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: An
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
     matrices = random_experts(6, 256, 256, 3)
-    from ktconvert.layouts.outputs import FORMS
+    from ktconvert.layouts.outputs import FORMATS
 
-    return weights.pack(**matrices, form=FORMS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
+    return weights.pack(**matrices, fmt=FORMATS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
 
 
 def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:

@@ -19,8 +19,9 @@ import torch
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.files.rows import RowFile
-from ktconvert.layouts.outputs import FORMS, PROJECTIONS, Form
+from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.gptq.compensate import Compensate
@@ -172,7 +173,7 @@ def test_a_consumer_gets_what_transformers_experts_read(routed: bool, samples: l
 class Gptq:
     """Compensate on all layers: what it writes and what its codes stand for."""
 
-    def __init__(self, form: Form = FORMS["W4A16"]) -> None:
+    def __init__(self, form: Encoding = FORMATS["W4A16"].encoding) -> None:
         self.form = form
         self.stored: dict[tuple[int, int, str], list[Any]] = {}
         self.values: dict[tuple[int, int], ExpertWeights] = {}
@@ -227,7 +228,7 @@ def test_it_runs_beside_gptq(samples: list[Any], tmp_path: Path) -> None:
 def test_gptq_takes_a_form_with_one_scale_for_each_row(name: str, samples: list[Any], tmp_path: Path) -> None:
     """Other codes than rounding to nearest, the same scales; what goes on is what is stored; nearer
     to the source on what was read."""
-    form = FORMS[name]
+    form = FORMATS[name].encoding
     ours, inputs = Gptq(form), Inputs()
     walked(samples, lambda model, layer: [inputs, ours.of_layer(model, layer)], tmp_path / "walk")
     model = recognise(open_checkpoint(EXAMPLE))
@@ -236,15 +237,15 @@ def test_gptq_takes_a_form_with_one_scale_for_each_row(name: str, samples: list[
         linear = model.linear(layer, expert, projection)
         nearest = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*linear.shape)]
         form.quantize(linear, nearest)
-        assert np.array_equal(form.scales(stored, *linear.shape), form.scales(nearest, *linear.shape))
+        assert np.array_equal(form.scales(stored[-1], *linear.shape), form.scales(nearest[-1], *linear.shape))
         assert not np.array_equal(stored[0], nearest[0])
-        values = torch.from_numpy(form.unpack(stored, *linear.shape)).bfloat16()
+        values = torch.from_numpy(form.decode(stored, *linear.shape)).bfloat16()
         assert torch.equal(values, getattr(ours.values[layer, expert], projection))
         h = inputs.of[layer, expert, "down" if projection == "down" else "gate_up"].sum
         x = bf16.to_tensor(kernels.decode(linear)).float()
         losses = [
             float(torch.einsum("ni,ij,nj->", error, h, error))
-            for error in (x - torch.from_numpy(form.unpack(s, *linear.shape)) for s in (stored, nearest))
+            for error in (x - torch.from_numpy(form.decode(s, *linear.shape)) for s in (stored, nearest))
         ]
         better += losses[0] < losses[1]
     assert len(ours.stored) == 2 * 8 * len(PROJECTIONS) and better == len(ours.stored)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from ktconvert.layouts.encodings import amx, bf16, fp8, mxfp4, packed
 from ktconvert.layouts.outputs import cpu_card, gpu_card
-from ktconvert.layouts.outputs.arrangement import Arrangement
 from ktconvert.layouts.outputs.format import Format
 from ktconvert.layouts.outputs.native import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
 from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
 
-__all__ = ["FORMATS", "LAYOUTS", "LOOSE_METHODS", "OPAQUE", "PROJECTIONS", "Format", "backward_alone", "formats_in"]
+__all__ = ["FORMATS", "LAYOUTS", "LOOSE_METHODS", "OPAQUE", "PROJECTIONS", "Format", "backward_alone", "formats_of"]
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
 BACKWARD_ALONE = (
@@ -41,16 +40,18 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-LAYOUTS = {"numa": NUMA, "kt": NATIVE}  # `cpu --layout`
+LAYOUTS = (NUMA.layout, NATIVE.layout)  # of `cpu`
 
 OPAQUE = {"MOE_INT4": 4, "MOE_INT8": 8}  # methods whose bytes only the library that wrote them knows, and their bits
 # The prefix of loose files -> kt-kernel's name of the method.
 LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose} | {name: name for name in OPAQUE}
 
 
-def formats_in(arrangement: Arrangement) -> Mapping[str, Format]:
-    """The formats of experts in this arrangement, by the value of their option."""
-    return {fmt.option: fmt for fmt in FORMATS.values() if fmt.arrangement == arrangement and fmt.forward}
+def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
+    """The formats of experts that a command writes, by the value of their option; layout: its first one by default."""
+    formats = [fmt for fmt in FORMATS.values() if fmt.arrangement.command == command and fmt.forward]
+    chosen = formats[0].arrangement.layout if layout is None else layout
+    return {fmt.option: fmt for fmt in formats if fmt.arrangement.layout == chosen}
 
 
 def backward_alone(option: str) -> Format | None:

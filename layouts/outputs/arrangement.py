@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs.parts import Place
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
-    from ktconvert.layouts.outputs.format import Format
 
 
 class Names(Protocol):
@@ -37,8 +37,9 @@ class Arrangement:
 
     name         in reports ("merged"), unless they lie in loose files
     command      the command that writes it, as manifests have it
-    names        (format, facts of the manifest, source) -> the names of tensors. facts: {} without a manifest; source:
-                 the model while an output of it is written, else None
+    layout       the value of that command's --layout that chooses it; "" where it has no such option
+    names        (name of the format, its encoding, facts of the manifest, source) -> the names of tensors. facts: {}
+                 without a manifest; source: the model while an output of it is written, else None
     is_trusted   whether the manifest's facts that are needed have the right types
     parted       whether linears are cut into NUMA parts
     whole        whether the output is a whole model, which loaders of checkpoints open
@@ -47,7 +48,8 @@ class Arrangement:
 
     name: str
     command: str
-    names: Callable[[Format, Mapping[str, Any], MoeModel | None], Names]
+    layout: str
+    names: Callable[[str, Encoding, Mapping[str, Any], MoeModel | None], Names]
     is_trusted: Callable[[Mapping[str, Any]], bool]
     parted: bool = False
     whole: bool = False

@@ -92,7 +92,7 @@ class Format:
 
     def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> Names:
         """The names of tensors: Arrangement.names."""
-        return self.arrangement.names(self, facts, source)
+        return self.arrangement.names(self.name, self.encoding, facts, source)
 
     def names_in(self, source: MoeModel) -> Names:
         """The names of tensors in an output of this model."""

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.arrangement import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
-    from ktconvert.layouts.outputs.format import Format
 
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
 DEEPSEEK_V4 = tuple((p, f"layers.{{layer}}.ffn.experts.{{expert}}.{WORDS[p]}") for p in PROJECTIONS)
@@ -31,9 +30,9 @@ class NativeNames(LinearNames):
         """Other tensors may have any name."""
 
 
-def _names(fmt: Format, facts: Mapping[str, Any], source: MoeModel | None) -> NativeNames:
-    templates = TEMPLATES.get(fmt.encoding.name, DEEPSEEK)
-    return NativeNames(suffixes(fmt.encoding), templates if facts.get("method") == fmt.name else ())
+def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NativeNames:
+    templates = TEMPLATES.get(encoding.name, DEEPSEEK)
+    return NativeNames(suffixes(encoding), templates if facts.get("method") == method else ())
 
 
-NATIVE = Arrangement("native", "cpu", _names, has_numa_count)
+NATIVE = Arrangement("native", "cpu", "kt", _names, has_numa_count)

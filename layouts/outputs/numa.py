@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.arrangement import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.parts import Place
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
-    from ktconvert.layouts.outputs.format import Format
 
 KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
@@ -53,11 +52,11 @@ class NumaNames:
         return f"{where}, {backward}{suffix}"
 
 
-def _names(fmt: Format, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
-    return NumaNames(suffixes(fmt.encoding))
+def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
+    return NumaNames(suffixes(encoding))
 
 
-NUMA = Arrangement("merged", "cpu", _names, has_numa_count, parted=True)
+NUMA = Arrangement("merged", "cpu", "numa", _names, has_numa_count, parted=True)
 
 
 def rename_non_expert(name: str) -> str:

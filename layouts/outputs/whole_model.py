@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.documents import COUNT, mismatch
 from ktconvert.layouts.outputs.arrangement import Arrangement
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that are told of
 
 
-def _names(fmt: Format, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
+def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
     """By the source, or by the manifest's templates: a name alone does not say which linear of which expert it is."""
     if source is not None:
-        return LinearNames(suffixes(fmt.encoding), model=source)
+        return LinearNames(suffixes(encoding), model=source)
     templates = facts.get(TEMPLATES, {})
-    return LinearNames(suffixes(fmt.encoding), tuple(sorted(templates.items())) if are_templates(templates) else ())
+    return LinearNames(suffixes(encoding), tuple(sorted(templates.items())) if are_templates(templates) else ())
 
 
 def _is_trusted(facts: Mapping[str, Any]) -> bool:
@@ -36,7 +36,7 @@ def _is_trusted(facts: Mapping[str, Any]) -> bool:
 
 
 # A shard's scales, 3 % of it, are kept in memory until all codes are written.
-WHOLE_MODEL = Arrangement("pack-quantized", "gpu", _names, _is_trusted, whole=True, shard_bytes=5 * 10**9)
+WHOLE_MODEL = Arrangement("pack-quantized", "gpu", "", _names, _is_trusted, whole=True, shard_bytes=5 * 10**9)
 
 
 def loading_notes(fmt: Format, model: MoeModel, ranks_asked: Iterable[int]) -> tuple[str, ...]:

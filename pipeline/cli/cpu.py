@@ -9,8 +9,7 @@ from click.core import ParameterSource
 
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import LAYOUTS, formats_in
-from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.outputs import LAYOUTS, formats_of
 from ktconvert.pipeline.cli import calibration, options
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
@@ -58,7 +57,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 )
 @click.option(
     "--quant-method",
-    type=click.Choice([*formats_in(NUMA), *LATER], case_sensitive=False),
+    type=click.Choice([*formats_of("cpu"), *LATER], case_sensitive=False),
     default="int4",
     show_default=True,
     help="Output format.",
@@ -95,7 +94,7 @@ The same command again, or `ktconvert resume OUT`, finishes what was cut off.
 )
 @click.option(
     "--layout",
-    type=click.Choice(tuple(LAYOUTS), case_sensitive=False),
+    type=click.Choice(LAYOUTS, case_sensitive=False),
     default="numa",
     show_default=True,
     help="numa: for the runtimes, in NUMA parts. kt: mxfp4, fp8 and bf16 as kt-kernel's methods read them.",
@@ -155,7 +154,7 @@ def cpu(**params: Any) -> None:
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     method = params["quant_method"]
     if method in LATER:
-        can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_in(NUMA).items())
+        can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_of("cpu").items())
         raise UnsupportedError(f"--quant-method {method}: {LATER[method]}; {can} can be made.")
     for flag, text in (("gpu", "--gpu"), ("fp8_expert_batch", "--fp8-expert-batch"), ("profile", "--profile")):
         if params[flag]:

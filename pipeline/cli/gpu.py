@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from ktconvert.layouts.errors import UsageError
-from ktconvert.layouts.outputs import formats_in
-from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
+from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.cli import calibration, normal, options
 
 EPILOG = """\b
@@ -83,7 +82,7 @@ class SeveralValues(click.Command):
 )
 @click.option(
     "--quant-type",
-    type=click.Choice(tuple(formats_in(WHOLE_MODEL)), case_sensitive=False),
+    type=click.Choice(tuple(formats_of("gpu")), case_sensitive=False),
     default="W8A16",
     show_default=True,
     help="Output format: 4 or 8 bits in groups of 128.",

@@ -11,9 +11,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.encodings import input_types
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
-from ktconvert.layouts.outputs import formats_in
-from ktconvert.layouts.outputs.numa import NUMA
-from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
+from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.places import locate
@@ -61,7 +59,7 @@ GPTQ = {
 }
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {
-        "quant_method": tuple(formats_in(NUMA)),
+        "quant_method": tuple(formats_of("cpu")),
         "threadpool_count": COUNT,
         "layers": str,
         "kept_layers": (str, None),
@@ -76,7 +74,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     },
     "gpu": {
         "quant_method": tuple(QUANTIZING),
-        "quant_type": tuple(formats_in(WHOLE_MODEL)),
+        "quant_type": tuple(formats_of("gpu")),
         "rounding": ("library", "float32"),
         "ignore_patterns": [str],
         "torch_dtype": str,

@@ -12,9 +12,8 @@ from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import LAYOUTS, Format, backward_alone, card, formats_in, is_complete, legal, loose
+from ktconvert.layouts.outputs import Format, backward_alone, card, formats_of, is_complete, legal, loose
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
@@ -61,7 +60,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     fmt = _format(settings)
     choice = QUANTIZERS[settings.get("scale", ABSMAX.name)]
     if not choice.serves(fmt.encoding.grid):
-        able = " and ".join(name for name, other in formats_in(NUMA).items() if choice.serves(other.encoding.grid))
+        able = " and ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
         raise UsageError(
             f"--scale {choice.name} is for --quant-method {able}; {fmt.name} has one way to choose codes: leave out "
             "--scale."
@@ -74,7 +73,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     kept = parse_layers(settings["kept_layers"], model.layers) if settings["kept_layers"] not in (None, "none") else ()
     comparable = [
         other
-        for other in formats_in(fmt.arrangement).values()
+        for other in formats_of("cpu", fmt.arrangement.layout).values()
         if other.backward or not settings["save_backward_weights"]
     ]
     for layer in layers:
@@ -172,17 +171,17 @@ def _format(settings: Mapping[str, Any]) -> Format:
     """The format that the options ask for. Raises UsageError where it has no such layout, no loose files or no backward
     matrices.
     """
-    option, arrangement = settings["quant_method"], LAYOUTS[settings.get("layout", "numa")]
+    option = settings["quant_method"]
     loose_files, backward = settings["no_merge_safetensor"], settings["save_backward_weights"]
-    formats = formats_in(arrangement)
+    formats = formats_of("cpu", settings.get("layout"))
     if option not in formats:
         *first, last = formats
         raise UsageError(
-            f"--layout kt is for {', '.join(first)} and {last}; {formats_in(NUMA)[option].name} is for NUMA parts: "
+            f"--layout kt is for {', '.join(first)} and {last}; {formats_of('cpu')[option].name} is for NUMA parts: "
             "leave out --layout."
         )
     fmt = formats[option]
-    alone = backward_alone(option) if arrangement.parted else None
+    alone = backward_alone(option) if fmt.arrangement.parted else None
     if alone is not None and backward:
         if not loose_files:
             raise UsageError(

@@ -13,10 +13,10 @@ from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import Format, card, formats_in
+from ktconvert.layouts.outputs import Format, card, formats_of
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
-from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL, loading_notes
+from ktconvert.layouts.outputs.whole_model import loading_notes
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
@@ -67,7 +67,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
     model = recognise(source, rows_for(settings.get("arch_file")))
-    fmt = formats_in(WHOLE_MODEL)[settings["quant_type"]].configured(settings)
+    fmt = formats_of("gpu")[settings["quant_type"]].configured(settings)
     loading = loading_notes(fmt, model, request.tuning.get("tp_size") or (1,))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
     rest = beside(source, model.expert_tensor_names(), model.quantization)

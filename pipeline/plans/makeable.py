@@ -11,11 +11,9 @@ from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import Format, formats_in, legal
+from ktconvert.layouts.outputs import Format, formats_of, legal
 from ktconvert.layouts.outputs.format import expert_bytes
-from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.stages.carry_over import carried
@@ -27,7 +25,7 @@ DEFAULT_PARTS = 2  # of `ktconvert cpu`
 def methods(model: MoeModel) -> list[dict[str, Any]]:
     """For each method: the legal NUMA counts, why others are not, and the size of the output by count."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
-    reasons = {fmt: {t: legal.illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_in(NUMA).values()}
+    reasons = {fmt: {t: legal.illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_of("cpu").values()}
     return [
         {
             "quant_method": fmt.option,
@@ -46,7 +44,7 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
     """
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     types: list[dict[str, Any]] = []
-    for fmt in formats_in(WHOLE_MODEL).values():
+    for fmt in formats_of("gpu").values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
             reason = legal.illegal_reason(fmt, shapes, 1)
@@ -99,7 +97,7 @@ def commands(model: MoeModel, where: str) -> list[str]:
     pools = machine.pool_count()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
-    for option, fmt in formats_in(NUMA).items():
+    for option, fmt in formats_of("cpu").items():
         counts = legal.legal_counts(fmt, shapes)
         if not counts:
             continue

@@ -22,6 +22,7 @@ SHOWN = 10  # problems printed per check; --json has them all
 
 ARRANGEMENTS = {
     "merged": "{shards} safetensors shards",
+    "native": "{shards} safetensors shards, as kt-kernel's native method reads them",
     "loose": "loose .kt folders",
     "pack-quantized": "a whole model for the GPU, pack-quantized, in {shards} safetensors shards",
     CHECKPOINT: "a checkpoint, in {shards} safetensors shards",

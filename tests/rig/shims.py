@@ -44,7 +44,7 @@ def crashing(folder: Path, unit: str) -> Path:
 def waiting(folder: Path, gate: Path) -> Path:
     """A shim under which whoever makes a unit of experts waits until a file `gate` is there."""
     wait = f'while (access("{gate}", F_OK)) usleep(5000)'
-    return build(folder, "waiting", AT_FALLOCATE % ("/partial/cpu_experts", wait))
+    return build(folder, "waiting", AT_FALLOCATE % ("/partial/experts", wait))
 
 
 def refusing(folder: Path, reason: str, *calls: str) -> Path:

@@ -1,7 +1,7 @@
-"""A made-up output format, whole in this file and put into the table as one row: converted, verified, cut off and
-resumed.
+"""A made-up output format, a toy encoding in a toy arrangement, whole in this file and put into the table as one row:
+converted, verified, cut off and resumed.
 
-As a program this file is `ktconvert` with that row: python tests/test_toy_form.py cpu -i ... --quant-method toy8
+As a program this file is `ktconvert` with that row: python tests/test_toy_format.py cpu -i ... --quant-method toy8
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,62 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.encodings.encoding import Bytes
-from ktconvert.layouts.outputs import FORMS
-from ktconvert.layouts.outputs.form import Card, Extent, Params, Rows, Tensor
-from ktconvert.layouts.outputs.parts import Part, Place
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows, Tensor, never_exact
+from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs.arrangement import Arrangement
+from ktconvert.layouts.outputs.format import Card, Description, Format
+from ktconvert.layouts.outputs.parts import Place
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import Grid, reference
-from ktconvert.quantizers.errors import decode_finite, error_sums, source_values
+from ktconvert.quantizers.errors import decode_finite
 from rig import conversion, killpoint
+
+# --- the encoding: 8-bit codes row by row, one float32 scale for each row -------------------------
+
+
+def tensors(n: int, k: int) -> tuple[Tensor, ...]:
+    return Tensor("codes", "I8", (n, k), n * k), Tensor("steps", "F32", (n, 1), 4 * n)
+
+
+def pack(codes: Any, scales: Any, out: Sequence[Bytes]) -> None:
+    out[0][:] = codes.reshape(-1).view(np.uint8)
+    out[1].view(np.float32)[:] = scales.reshape(-1)
+
+
+def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
+    pack(*reference.quantize(8, decode_finite(matrix)), out)
+
+
+def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> Any:
+    codes, steps = stored[0].view(np.int8).reshape(n, k), stored[1].view(np.float32).reshape(n, 1)
+    return codes[rows] * steps[rows]
+
+
+def bad_step(read: Read, n: int, k: int) -> str:
+    return "" if (read(1).view(np.float32) >= 0).all() else "a step is negative"
+
+
+TOY8 = Encoding(
+    "TOY8",
+    version=1,
+    grid=Grid("toy8", bits=8, low=-127, high=127, group=None, scales="F32", version=1),
+    multiple=1,
+    tensors=tensors,
+    quantize=quantize,
+    decode=decode,
+    is_exact=never_exact,
+    defects=(None, bad_step),
+    pack=pack,
+    scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),
+)
+
+# --- the arrangement: toy/LAYER/EXPERT/PROJECTION/front/PART/codes ---------------------------------
 
 NAME = re.compile(r"toy/(\d+)/(\d+)/(gate|up|down)/(back|front)/(\d+)/(codes|steps)")
 
 
 @dataclass(frozen=True)
 class ToyNames:
-    """toy/LAYER/EXPERT/PROJECTION/front/PART/codes"""
-
     def key(self, place: Place, suffix: str) -> str:
         side = "back" if place.backward else "front"
         return f"toy/{place.layer}/{place.expert}/{place.projection}/{side}/{place.numa}/{suffix}"
@@ -53,110 +93,34 @@ class ToyNames:
         return f"{suffix} of expert {place.expert} of layer {place.layer} ({place.projection}, part {place.numa})"
 
 
-@dataclass(frozen=True)
-class Toy:
-    """8-bit codes row by row, one float32 scale for each row; neither in pages nor in tiles."""
+TOYS = Arrangement(
+    "merged",
+    "cpu",
+    "numa",
+    lambda method, encoding, facts, source: ToyNames(),
+    is_trusted=lambda facts: True,
+    parted=True,
+)
 
-    name = "TOY8"
-    option = "toy8"
-    decoded_rows = 32
-    command = "cpu"
-    arrangement = "merged"
-    whole = False
-    forward = True
-    backward = True
-    grid = Grid("toy8", bits=8, low=-127, high=127, group=None, scales="F32", version=1)
-    version = 1
-    stage = "toys"
-    title = "make toys"
-    notes = ("toys are for tests",)
-    numbers = ("steps", "none negative")
-    shard_bytes = None
+# --- the row --------------------------------------------------------------------------------------
 
-    def configured(self, settings: Mapping[str, Any]) -> Toy:
-        return self
 
-    def exact(self, model: Any) -> bool:
-        return False
+def config_entries(fmt: Format, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "toy", "parts": facts["numa"]}}
 
-    def illegal_reason(self, hidden: int, intermediate: int, parts: int) -> str | None:
-        return f"{intermediate} does not divide by {parts}" if intermediate % parts else None
 
-    def check_loading(self, model: Any, ranks_asked: Iterable[int]) -> tuple[str, ...]:
-        return ()
+def check_config(output: Any, fmt: Format, numa: int) -> Iterator[str]:
+    if output.config["quantization_config"] != {"quant_method": "toy", "parts": numa}:
+        yield "config.json says nothing of toys"
 
-    def tensors(self, n: int, k: int) -> tuple[Tensor, ...]:
-        return Tensor("codes", "I8", (n, k), n * k), Tensor("steps", "F32", (n, 1), 4 * n)
 
-    def sizes(self, projection: str, suffix: str, shape: tuple[int, ...], nbytes: int) -> dict[str, int]:
-        names = ("hidden", "width") if projection == "down" else ("width", "hidden")
-        return dict(zip(names, shape, strict=True)) if suffix == "codes" and len(shape) == 2 else {}
+def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
+    return Card((), ("toys",), "Toys", ("Experts to play with.",), (("parts", str(facts["numa"])),), ("Do not.",))
 
-    def params(self, extent: Extent) -> Params:
-        grid = extent.grid
-        return (
-            ("reading", extent.reading),
-            ("metadata", extent.metadata),
-            ("parts", (grid.numa, grid.backward)),
-            ("experts", extent.experts),
-        )
 
-    def names(self, model: Any) -> ToyNames:
-        return ToyNames()
-
-    def names_of(self, facts: Mapping[str, Any]) -> ToyNames:
-        return ToyNames()
-
-    def loose_path(self, part: Part, tensor: Tensor) -> None:
-        return None
-
-    def is_trusted(self, facts: Mapping[str, Any]) -> bool:
-        return True
-
-    def quantize(self, matrix: Matrix, out: Sequence[Bytes]) -> None:
-        self.pack(*reference.quantize(8, decode_finite(matrix)), out)
-
-    def pack(self, codes: Any, scales: Any, out: Sequence[Bytes]) -> None:
-        out[0][:] = codes.reshape(-1).view(np.uint8)
-        out[1].view(np.float32)[:] = scales.reshape(-1)
-
-    def unpack(self, stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> Any:
-        codes, steps = stored[0].view(np.int8).reshape(n, k), stored[1].view(np.float32).reshape(n, 1)
-        return codes[rows] * steps[rows]
-
-    def error_sums(self, matrix: Matrix, stored: Sequence[Bytes]) -> Any:
-        return error_sums(matrix, lambda rows: self.unpack(stored, *matrix.shape, rows))
-
-    def error_bytes(self, columns: int) -> int:
-        return 4096 * columns
-
-    def source_values(self, matrix: Matrix) -> Any:
-        return source_values(matrix)
-
-    def scale_values(self, stored: Bytes, n: int, k: int) -> Any:
-        return stored.view(np.float32).reshape(n, 1)
-
-    def is_zero(self, stored: Sequence[Bytes]) -> bool:
-        return not stored[0].any()
-
-    def check_numbers(self, output: Any, place: Place, notes: list[str]) -> Iterator[str]:
-        stored = output.tensors[place, "steps"]
-        if not (output.read(stored).view(np.float32) >= 0).all():
-            yield f"{stored.name} in {stored.file}: a step is negative"
-
-    def facts(self) -> dict[str, Any]:
-        return {"bits": 8}
-
-    def config_entries(self, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
-        return {"quantization_config": {"quant_method": "toy", "parts": facts["numa"]}}
-
-    def check_config(self, output: Any, numa: int) -> Iterator[str]:
-        if output.config["quantization_config"] != {"quant_method": "toy", "parts": numa}:
-            yield "config.json says nothing of toys"
-
-    def card(self, facts: Mapping[str, Any], base_model: str | None, *, loose: bool, non_experts: str) -> Card:
-        return Card((), ("toys",), "Toys", ("Experts to play with.",), (("parts", str(facts["numa"])),), ("Do not.",))
-
+TOY = Format(
+    "TOY8", TOY8, TOYS, Description("toys", card, config_entries, check_config), ("toys are for tests",), backward=True
+)
 
 # --- the tests ------------------------------------------------------------------------------------
 
@@ -189,7 +153,7 @@ def test_it_is_converted(source: Path, toys: Path) -> None:
     assert "# Toys" in (toys / "README.md").read_text()
     about = json.loads(ktconvert("inspect", toys, "--json").stdout)
     assert (about["method"], about["numa"], about["hidden"], about["intermediate"]) == ("TOY8", 2, 74, 58)
-    assert about["complete"] and about["backward"] and about["form"] == "merged"
+    assert about["complete"] and about["backward"] and about["arrangement"] == "merged"
     weight_map = json.loads((toys / "model.safetensors.index.json").read_bytes())["weight_map"]
     assert "toy/1/1/down/back/1/steps" in weight_map
     makeable = json.loads(ktconvert("inspect", source, "--json").stdout)["methods"]
@@ -237,7 +201,7 @@ def test_it_is_resumed(source: Path, toys: Path, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    FORMS[Toy.name] = Toy()
+    FORMATS[TOY.name] = TOY
     from ktconvert.pipeline.cli import main
 
     main()
