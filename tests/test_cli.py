@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,15 @@ def test_an_architecture_of_the_users_own(
     weight, scale = reference.quantize_pack(4, experts["down"][1])
     assert shard["blk.0.ffn_down_exps.1.numa.0.weight"].tobytes() == weight.tobytes()
     assert shard["blk.0.ffn_down_exps.1.numa.0.scale"].tobytes() == scale.tobytes()
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_what_needs_no_numpy_does_not_import_it(option: str) -> None:
+    program = (
+        "import sys; from ktconvert.pipeline.cli import main\n"
+        f"sys.argv = ['ktconvert', {option!r}]\n"
+        "try: main()\n"
+        "finally: print('numpy' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "False\n") and "ktconvert" in done.stdout

@@ -8,18 +8,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 def version_lines() -> list[str]:
     """Ours, Python, platform, instruction set, torch, kt-kernel."""
-    from ktconvert.native_quant import kernels
-    from ktconvert.pipeline.engine.plan import tool_version
+    from ktconvert.native_quant import instruction_sets
+    from ktconvert.pipeline import __version__
 
     try:
-        isa = kernels.isa()
+        isa = instruction_sets.isa()
     except ValueError as error:
         isa = str(error)
     return [
-        f"ktconvert {tool_version()}",
+        f"ktconvert {__version__}",
         f"Python {platform.python_version()}",
         f"platform {platform.platform()}",
-        f"instruction set {isa} (of {', '.join(kernels.available_isas())})",
+        f"instruction set {isa} (of {', '.join(instruction_sets.available_isas())})",
         f"torch {_installed('torch')}",
         f"kt-kernel {_installed('kt-kernel')}",
     ]
