@@ -143,7 +143,7 @@ def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, st
     assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
     said = [e["text"] for e in events.told if e["event"] == "warning"]
     assert sorted(text.partition(":")[0] for text in said) == [
-        f"cpu_experts.layer-00{layer} is made again" for layer in range(3)
+        f"experts.layer-00{layer} is made again" for layer in range(3)
     ]
 
 

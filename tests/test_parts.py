@@ -80,7 +80,7 @@ def test_a_bit_that_flipped_in_what_a_part_made(bench: Bench) -> None:
     victim = min((bench.work / "partial").iterdir())
     conversion.edit(victim, keep_time=True)
     done = bench.run("resume", bench.output)
-    assert f"warning: cpu_experts.layer-000 is made again: {victim} is not what was written" in done.stderr
+    assert f"warning: experts.layer-000 is made again: {victim} is not what was written" in done.stderr
     bench.finished_as(wanted)
 
 

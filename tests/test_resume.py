@@ -137,7 +137,7 @@ def test_a_bit_that_flipped_in_the_store_is_made_again(bench: Bench, words: tupl
     trusting = bench.base / "trusting" / "out"
     shutil.copytree(bench.work, trusting.with_name("out.work"))
     done = bench.run("resume", bench.output)
-    assert f"warning: cpu_experts.layer-000 is made again: {victim} is not what was written" in done.stderr
+    assert f"warning: experts.layer-000 is made again: {victim} is not what was written" in done.stderr
     assert bench.units_written() == 2
     bench.finished_as(wanted)
     assert bench.run("resume", trusting, "--trust-store").returncode == 0
