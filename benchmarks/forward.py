@@ -222,7 +222,7 @@ def make_weights(
     folder: Path, source: Path, shape: Shape, method: str, layers: int, sides: Sequence[Side], threads: int
 ) -> dict[str, Path]:
     """The directory that each side loads. AMXINT4, AMXINT8 and what is stored in a checkpoint are one for all; of other
-    methods ours is in strips, and kt-kernel's in its own layout, which for BF16 is the checkpoint.
+    methods ours is in panels, and kt-kernel's in its own layout, which for BF16 is the checkpoint.
     """
     ours = folder / method
     if mixtures.METHODS[method].made == "stored":

@@ -18,7 +18,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
 # The types to which values are rounded.
 _RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}
-STRIP = 32  # rows that the kernel works on at a time: a thread gets whole strips
+PANEL = 32  # rows that the kernel works on at a time: a thread gets whole panels
 
 Floats = npt.NDArray[np.float32]
 CodeRange = tuple[int, int]  # the least and the greatest code, both included
@@ -62,8 +62,8 @@ def gptq_block(
         if np.may_share_memory(a, b):
             raise ValueError("no two of the arrays may share memory")
     read_environment()
-    strips = -(-n // STRIP)
-    step = -(-strips // threads) * STRIP
+    panels = -(-n // PANEL)
+    step = -(-panels // threads) * PANEL
     part = partial(_rows, code_range, _RESULTS[kind], inverse, scale, weight, value, error, step)
     if step >= n:
         raise_error(part(0))

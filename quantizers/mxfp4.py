@@ -1,4 +1,4 @@
-"""MXFP4: the definition in NumPy of how exponents and codes are chosen and where they lie in strips, and the way back.
+"""MXFP4: the definition in NumPy of how exponents and codes are chosen and where they lie in panels, and the way back.
 
 The C kernels must equal it bit for bit. Equations: NUMERICS.md, section 9. Codes are 0..15 as in reference.E2M1;
 exponents are E8M0 bytes, one for 32 columns of a row.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers import strips
+from ktconvert.quantizers import panels
 from ktconvert.quantizers.reference import E2M1, F32, U8, U16, bf16_to_f32
 from ktconvert.quantizers.scales import e8m0
 
@@ -62,41 +62,41 @@ def dequantize(codes: U8, exponents: U8) -> F32:
 
 
 def lay_codes(codes: U8) -> U8:
-    """Codes [n, k], multiples of 32, to strips uint8 [n/32, 16*k].
+    """Codes [n, k], multiples of 32, to panels uint8 [n/32, 16*k].
 
     A word of 16 bits has columns 0, 2, 4 and 6, or 1, 3, 5 and 7, of 8 columns of a row, from the low bits up; in half
     a block the two words of 8 columns stay together, row after row.
     """
     n, k = codes.shape
-    split = codes.astype("<u2").reshape(n // strips.ROWS, 2, strips.HALF, k // GROUP, 4, 4, 2)
+    split = codes.astype("<u2").reshape(n // panels.ROWS, 2, panels.HALF, k // GROUP, 4, 4, 2)
     words = split[..., 0, :] | split[..., 1, :] << 4 | split[..., 2, :] << 8 | split[..., 3, :] << 12
     ordered = np.ascontiguousarray(words.transpose(0, 3, 1, 4, 2, 5))
-    return ordered.view(np.uint8).reshape(n // strips.ROWS, strips.ROWS * k // 2)
+    return ordered.view(np.uint8).reshape(n // panels.ROWS, panels.ROWS * k // 2)
 
 
 def unlay_codes(laid: U8) -> U8:
     """The inverse of lay_codes: codes [n, k]."""
     count, items = laid.shape
-    k = items // (strips.ROWS // 2)
-    pairs = np.ascontiguousarray(laid).view("<u4").reshape(count, k // GROUP, 2, 4, strips.HALF)
+    k = items // (panels.ROWS // 2)
+    pairs = np.ascontiguousarray(laid).view("<u4").reshape(count, k // GROUP, 2, 4, panels.HALF)
     words = np.ascontiguousarray(pairs.transpose(0, 2, 4, 1, 3)).view(np.uint8).reshape(-1, 2, 2)  # parity, byte
     codes = np.empty((len(words), 2, 2, 2), np.uint8)  # of 8 columns: byte, nibble, parity
     for parity in range(2):
         for byte in range(2):
             np.bitwise_and(words[:, parity, byte], 15, out=codes[:, byte, 0, parity])
             np.right_shift(words[:, parity, byte], 4, out=codes[:, byte, 1, parity])
-    return codes.reshape(count * strips.ROWS, k)
+    return codes.reshape(count * panels.ROWS, k)
 
 
 def lay_exponents(exponents: U8) -> U8:
-    """Exponents [n, k/32] to strips [n/32, k]: block after block, each with those of its 32 rows."""
+    """Exponents [n, k/32] to panels [n/32, k]: block after block, each with those of its 32 rows."""
     n, groups = exponents.shape
-    split = exponents.reshape(n // strips.ROWS, strips.ROWS, groups)
-    return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(n // strips.ROWS, groups * strips.ROWS)
+    split = exponents.reshape(n // panels.ROWS, panels.ROWS, groups)
+    return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(n // panels.ROWS, groups * panels.ROWS)
 
 
 def unlay_exponents(laid: U8) -> U8:
     """The inverse of lay_exponents: exponents [n, k/32]."""
     count, k = laid.shape
-    split = laid.reshape(count, k // strips.ROWS, strips.ROWS)
-    return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(count * strips.ROWS, k // strips.ROWS)
+    split = laid.reshape(count, k // panels.ROWS, panels.ROWS)
+    return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(count * panels.ROWS, k // panels.ROWS)

@@ -17,7 +17,7 @@ I8 = npt.NDArray[np.int8]
 F32 = npt.NDArray[np.float32]
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
-STRIP_ROWS, HALF_ROWS, K_BLOCK = 32, 16, 3584
+PANEL_ROWS, HALF_ROWS, K_BLOCK = 32, 16, 3584
 ROW_BLOCK = {8: 64, 4: 128}
 TILE_COLUMNS = {8: 64, 4: 128}
 # What the codes of FP4 E2M1 stand for: sign, 2 exponent bits with bias 1, 1 fraction bit.
@@ -108,7 +108,7 @@ def quantize(bits: int, bf16: U16) -> tuple[I8, F32]:
 
 
 def pack(bits: int, codes: I8) -> U8:
-    """Codes [n, k] in kt-kernel's order: row blocks, column blocks, strips of 32 rows, tiles, halves, quads."""
+    """Codes [n, k] in kt-kernel's order: row blocks, column blocks, panels of 32 rows, tiles, halves, quads."""
     n, k = codes.shape
     pieces = []
     for row in range(0, n, ROW_BLOCK[bits]):
@@ -117,7 +117,7 @@ def pack(bits: int, codes: I8) -> U8:
             if bits == 4:  # a byte: the code of column j of a tile below, that of column j + 64 above
                 low, high = block.reshape(block.shape[0], -1, 2, 64).swapaxes(0, 2).swapaxes(1, 2)
                 block = (low & 15 | high << 4).reshape(block.shape[0], -1)
-            tiles = block.reshape(-1, 2, HALF_ROWS, block.shape[1] // 64, 16, 4)  # strip, half, row, tile, quad, byte
+            tiles = block.reshape(-1, 2, HALF_ROWS, block.shape[1] // 64, 16, 4)  # panel, half, row, tile, quad, byte
             pieces.append(tiles.transpose(0, 3, 1, 4, 2, 5).reshape(-1))
     return np.concatenate(pieces).view(np.uint8)
 
@@ -130,7 +130,7 @@ def unpack(bits: int, weight: U8, n: int, k: int) -> I8:
         for column in range(0, k, K_BLOCK):
             rows, columns = ROW_BLOCK[bits], min(K_BLOCK, k - column)
             size = rows * columns * bits // 8
-            tiles = weight[at : at + size].view(np.int8).reshape(rows // STRIP_ROWS, -1, 2, 16, HALF_ROWS, 4)
+            tiles = weight[at : at + size].view(np.int8).reshape(rows // PANEL_ROWS, -1, 2, 16, HALF_ROWS, 4)
             block = tiles.transpose(0, 2, 4, 1, 3, 5).reshape(rows, -1)
             if bits == 4:
                 bytes_ = block.reshape(rows, -1, 64)

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.parts import PROJECTIONS
-from ktconvert.native_quant import kernels, kernels_strips
+from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
 from ktconvert.pipeline.tell.inspect import look
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.opened import Wish
 from ktconvert.pipeline.verify.output import Report, verify
-from ktconvert.quantizers import reference, strips
+from ktconvert.quantizers import panels, reference
 from rig import conversion, killpoint
 from rig.safetensors import bits_of, read_file
 
@@ -54,11 +54,11 @@ def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: b
     codes = np.empty(n * k, np.uint16)
     kernels.set_isa(isa)
     try:
-        kernels_strips.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
+        kernels_panels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
     finally:
         kernels.set_isa(None)
-    assert (codes == strips.lay_blocks(values)).all()
-    assert (strips.unlay_blocks(codes, n, k) == values).all()
+    assert (codes == panels.lay_blocks(values)).all()
+    assert (panels.unlay_blocks(codes, n, k) == values).all()
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 96), (544, 1856), (288, 3616)])
@@ -71,7 +71,7 @@ def test_element_is_where_the_format_says(n: int, k: int) -> None:
     at = nb * k + kb * rows + (r - nb) // 32 * 32 * columns + (c - kb) // 32 * 32 * 32
     at = at + i // 16 * 512 + j // 2 * 32 + i % 16 * 2 + j % 2
     places = np.arange(n * k, dtype=np.uint32).reshape(n, k)
-    assert (strips.lay_blocks(places)[at] == places).all()
+    assert (panels.lay_blocks(places)[at] == places).all()
 
 
 @pytest.mark.parametrize("row", [0, 255, 256, 287])
@@ -79,7 +79,7 @@ def test_numbers_that_are_not_finite_are_named(row: int) -> None:
     values = np.ones((288, 96), np.float32)
     values[row, 95] = np.inf
     with pytest.raises(kernels.NonFinite) as raised:
-        kernels_strips.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
+        kernels_panels.pack_bf16(Matrix(values, F32), np.empty(288 * 96, np.uint16))
     assert (raised.value.row, raised.value.column) == (row, 95)
 
 
@@ -87,7 +87,7 @@ def test_sizes_are_checked_before_c_sees_them() -> None:
     matrix = Matrix(np.zeros((64, 64), np.uint16), BF16)
     for codes in (np.empty(64 * 64 - 1, np.uint16), np.empty(64 * 64, np.uint8), np.empty(2 * 64 * 64, np.uint16)[::2]):
         with pytest.raises(ValueError, match="codes must be"):
-            kernels_strips.pack_bf16(matrix, codes)  # type: ignore[arg-type]
+            kernels_panels.pack_bf16(matrix, codes)  # type: ignore[arg-type]
 
 
 # --- the files ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, byte
             for part in range(parts):
                 cut = slice(part * width, (part + 1) * width)
                 turned = (linear[:, cut] if projection == "down" else linear[cut]).T
-                data = strips.lay_blocks(turned).tobytes()
+                data = panels.lay_blocks(turned).tobytes()
                 start = f"_layer_{layer}/_numa_{part}/BF16_{projection}_bwd_{expert}_"
                 files |= {f"{start}{len(data)}Byte_quant_.kt": data, f"{start}0Byte_scale_.kt": b""}
     return files

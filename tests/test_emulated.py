@@ -51,11 +51,11 @@ def test_amx_fetches_each_line_of_the_weights_once(tmp_path: Path, bits: int) ->
     program, include = tmp_path / "fetches", ROOT / "native_quant" / "csrc"
     command = [os.environ.get("CC", "cc"), "-std=c11", "-O1", f"-I{include}", f"-I{include / 'arch' / 'x86'}"]
     subprocess.run([*command, "-o", program, ROOT / "tests" / "rig" / "fetches.c"], check=True)
-    # One panel, several of equal and of unequal size, two column blocks; one strip, a row block, several. Strip by
-    # strip (up to two tiles of tokens) and panel by panel.
-    for k, strips, (m, rows) in product((128, 512, 768, 1280, 2048, 3712), (1, 2, 3, 8), ((9, 9), (32, 16), (33, 11))):
-        case = [str(number) for number in (bits, m, rows, k, strips)]
+    # One panel, several of equal and of unequal size, two column blocks; one panel, a row block, several. Panel by
+    # panel (up to two tiles of tokens) and panel by panel.
+    for k, panels, (m, rows) in product((128, 512, 768, 1280, 2048, 3712), (1, 2, 3, 8), ((9, 9), (32, 16), (33, 11))):
+        case = [str(number) for number in (bits, m, rows, k, panels)]
         done = subprocess.run([program, *case], capture_output=True, text=True, check=True)
         counts, elsewhere, early = done.stdout.split()
-        assert len(counts) == strips * 32 * k * bits // 8 // 64
+        assert len(counts) == panels * 32 * k * bits // 8 // 64
         assert (set(counts), elsewhere, early) == ({"1"}, "0", "0"), case

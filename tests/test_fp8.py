@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.native_quant import kernels, kernels_strips
+from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import BF16, F32, FP8_E4M3, KINDS, Matrix
 from ktconvert.pipeline.stages.experts import ROWS
-from ktconvert.quantizers import FLOAT_GRIDS, fp8, reference, strips
+from ktconvert.quantizers import FLOAT_GRIDS, fp8, panels, reference
 from ktconvert.quantizers.scales import E4M3
 from rig.safetensors import bits_of, read_file
 
@@ -56,10 +56,10 @@ def packed(matrix: Matrix, isa: str | None = None) -> tuple[Codes, npt.NDArray[n
     codes, scales = np.full((n // 32, 32 * k), 0xAA, np.uint8), np.full((n // 128, k // 128), np.nan, np.float32)
     kernels.set_isa(isa)
     try:
-        kernels_strips.pack_fp8(matrix, codes, scales)
+        kernels_panels.pack_fp8(matrix, codes, scales)
     finally:
         kernels.set_isa(None)
-    return strips.unlay(codes), scales
+    return panels.unlay(codes), scales
 
 
 # --- the definition ---
@@ -254,17 +254,17 @@ def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name: s
     isa=ISAS,
     rest=st.booleans(),
 )
-def test_codes_alone_are_put_into_strips(n: int, k: int, start: int, isa: str, rest: bool) -> None:
+def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, rest: bool) -> None:
     """Also columns of a wider matrix, from any address on."""
     rng = np.random.default_rng(n + k + start)
     wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
     values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
     kernels.set_isa(isa)
     try:
-        kernels_strips.lay_fp8(values, codes)
+        kernels_panels.lay_fp8(values, codes)
     finally:
         kernels.set_isa(None)
-    np.testing.assert_array_equal(codes, strips.lay(values))
+    np.testing.assert_array_equal(codes, panels.lay(values))
 
 
 @pytest.mark.parametrize("nan", [0x7F, 0xFF])
@@ -272,7 +272,7 @@ def test_a_nan_among_codes_alone_is_refused(nan: int) -> None:
     values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)
     values[33, 95] = nan
     with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
-        kernels_strips.lay_fp8(values, codes)
+        kernels_panels.lay_fp8(values, codes)
 
 
 def test_codes_alone_that_do_not_fit_are_refused() -> None:
@@ -283,6 +283,6 @@ def test_codes_alone_that_do_not_fit_are_refused() -> None:
         (values[:31], "multiples of 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            kernels_strips.lay_fp8(wrong, codes)  # type: ignore[arg-type]
+            kernels_panels.lay_fp8(wrong, codes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="codes"):
-        kernels_strips.lay_fp8(values, codes[:, :-1])
+        kernels_panels.lay_fp8(values, codes[:, :-1])

@@ -17,7 +17,7 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.outputs.parts import take_part
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers import fp8, reference, strips
+from ktconvert.quantizers import fp8, panels, reference
 from ktconvert.quantizers.scales import e8m0
 from rig import conversion, killpoint
 from rig.safetensors import bits_of, read_file, write_file
@@ -62,7 +62,7 @@ def parts_of(out: Path, model: MoeModel, count: int) -> Iterator[tuple[Matrix, A
                 for part in range(count):
                     key = f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{part}"
                     codes, scales = tensors.pop(f"{key}.codes"), tensors.pop(f"{key}.scales")
-                    yield take_part(linear, projection, part, count), strips.unlay(codes), scales
+                    yield take_part(linear, projection, part, count), panels.unlay(codes), scales
     assert not tensors
 
 

@@ -132,9 +132,9 @@ class Places:
         return self.root / "model.gguf"
 
     @property
-    def strips(self) -> Path:
+    def panels(self) -> Path:
         """An output in MXFP4, in NUMA parts."""
-        return self.root / "strips"
+        return self.root / "panels"
 
     @property
     def native(self) -> Path:
@@ -155,7 +155,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
         ["cpu", "-o", root / "output", *PARTS],
         ["cpu", "-o", root / "loose", *PARTS, "--no-merge-safetensor"],
         ["gpu", "-o", root / "packed", *RTN],
-        ["cpu", "-o", root / "strips", *PARTS, "--quant-method", "mxfp4"],
+        ["cpu", "-o", root / "panels", *PARTS, "--quant-method", "mxfp4"],
         ["cpu", "-o", root / "native", *PARTS, "--quant-method", "fp8", "--layout", "kt"],
     ):
         assert command(*words, "-i", source, "-q") == 0
@@ -314,12 +314,12 @@ OUTPUTS: Mapping[str, Subject] = {
     "header of a packed output": Subject(
         lambda p: p.packed / "model-00001-of-00003.safetensors", of_safetensors, lambda p, _: read_output(p.packed), of_packed
     ),
-    "manifest of strips": Subject(
-        lambda p: p.strips / "manifest.json", of_json, lambda p, _: load_output(p.strips), lambda p: of_output(p.strips)
+    "manifest of panels": Subject(
+        lambda p: p.panels / "manifest.json", of_json, lambda p, _: load_output(p.panels), lambda p: of_output(p.panels)
     ),
-    "header of strips": Subject(
-        lambda p: p.strips / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.strips),
-        lambda p: of_output(p.strips),
+    "header of panels": Subject(
+        lambda p: p.panels / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.panels),
+        lambda p: of_output(p.panels),
     ),
     "header of a native output": Subject(
         lambda p: p.native / "model-00001-of-00002.safetensors", of_safetensors, lambda p, _: load_output(p.native),

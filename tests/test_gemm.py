@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("isa")
 
 # Numbers of tokens around every block size of a kernel.
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 31, 32, 33, 47, 49, 64, 70, 200)
-# (rows, columns): one strip, two row blocks, panels of unequal size, and more than one column block of 3584.
+# (rows, columns): one panel, two row blocks, panels of unequal size, and more than one column block of 3584.
 SHAPES = {
     8: ((64, 64), (128, 320), (64, 768), (192, 1024), (64, 1088), (64, 3648), (64, 3712), (64, 7168)),
     4: ((128, 128), (256, 384), (128, 768), (128, 1024), (128, 1408), (128, 3712), (128, 7168)),
@@ -38,7 +38,7 @@ def codes_of(bits: int, weight: Any, n: int, k: int) -> Any:
                 16,
                 16,
                 4,
-            )  # strips, tiles, halves, quads, rows, columns
+            )  # panels, tiles, halves, quads, rows, columns
             halves = weight[start : start + size].reshape(shape).transpose(0, 2, 4, 1, 3, 5)
             parts = [halves] if bits == 8 else [halves << 4, halves & 0xF0]
             tile = np.concatenate([np.ascontiguousarray(part).view(np.int8).reshape(-1, 64) for part in parts], axis=1)

@@ -22,7 +22,7 @@ BY_DEFINITION = ("scalar", "avx2", "avxvnni", "avx512", "avx512vnni", *(["amx"] 
 NEAR = 2.0**-8  # between instruction sets, relative L2
 # Numbers of tokens around every block size of a kernel.
 TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 40, 96, 97, 200)
-# Rows and columns: one block, several strips, a rest of a panel of 256 columns, and none.
+# Rows and columns: one block, several panels, a rest of a panel of 256 columns, and none.
 SHAPES = {
     "MXFP4": ((64, 64), (128, 320), (64, 512), (64, 1088)),
     "FP8": ((128, 128), (256, 384), (128, 1024)),

@@ -182,7 +182,7 @@ def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(
 
 
 def test_memory_of_mxfp4_is_that_of_some_rows() -> None:
-    """What is in strips meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
+    """What is in panels meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
     n, k = 4096, 256
     values = np.full((n, k), 0x3F80, np.uint16)
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in encodings_of_mxfp4.ROWS.tensors(n, k)]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.native_quant import kernels, kernels_strips
+from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, GGML_MXFP4, KINDS, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, reference
 from ktconvert.quantizers.scales import e8m0
@@ -32,7 +32,7 @@ def pack(matrix: Matrix, isa: str | None = None) -> tuple[Bits, Bits]:
     codes, exponents = np.full((n // 32, 16 * k), 0xAA, np.uint8), np.full((n // 32, k), 0xAA, np.uint8)
     kernels.set_isa(isa)
     try:
-        kernels_strips.pack_mxfp4(matrix, codes, exponents)
+        kernels_panels.pack_mxfp4(matrix, codes, exponents)
     finally:
         kernels.set_isa(None)
     return mxfp4.unlay_codes(codes), mxfp4.unlay_exponents(exponents)
@@ -153,7 +153,7 @@ def test_golden_files() -> None:
             options = {"scales": stored["in.scales"], "block": tuple(map(int, stored["in.block"]))}
         values = values.view(np.float32) if kind == "f32" else values
         codes, scales = np.empty_like(stored["out.codes"]), np.empty_like(stored["out.scales"])
-        kernels_strips.pack_mxfp4(Matrix(values, KINDS[kind], **options), codes, scales)
+        kernels_panels.pack_mxfp4(Matrix(values, KINDS[kind], **options), codes, scales)
         assert (codes == stored["out.codes"]).all() and (scales == stored["out.scales"]).all()
 
 

@@ -65,7 +65,7 @@ def test_kernels_are_the_definition(kind: str, group: int) -> None:
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_zero_points_and_orders_of_columns(kind: str, zeros: bool, order: bool) -> None:
-    """Stages hold 1024 columns of 4 bits, 512 of 8; strips have 32 rows, AWQ's words 8."""
+    """Stages hold 1024 columns of 4 bits, 512 of 8; panels have 32 rows, AWQ's words 8."""
     for n, k, group in ((8, 8, 8), (32, 64, 32), (40, 1104, 16), (72, 2056, 128), (16, 24, 7)):
         ours, expected = both(linear(kind, n, k, group, zeros=zeros, order=order))
         assert (ours == expected).all(), (n, k)

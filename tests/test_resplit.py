@@ -178,11 +178,11 @@ def test_an_output_of_kt_kernel(tmp_path: Path, cli: Any, converted: Any) -> Non
     cli("verify", tmp_path / "new")
 
 
-STRIPS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
+PANELS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
 
 
-@pytest.mark.parametrize(("method", "old", "new"), STRIPS)
-def test_strips_are_as_converted_again(
+@pytest.mark.parametrize(("method", "old", "new"), PANELS)
+def test_panels_are_as_converted_again(
     method: str, old: int, new: int, tmp_path: Path, cli: Any, converted: Any, source: Path
 ) -> None:
     """Blocks of columns stay whole, so that nothing is rounded: every shard is that of a fresh conversion."""
@@ -202,7 +202,7 @@ def test_strips_are_as_converted_again(
     assert "rewrite it with `ktconvert resplit`" in cli("verify", before, "--numa", new, code=6)
 
 
-def test_strips_that_cannot_be_cut(tmp_path: Path, cli: Any, converted: Any) -> None:
+def test_panels_that_cannot_be_cut(tmp_path: Path, cli: Any, converted: Any) -> None:
     whole = converted("fp8", 1, "--layout", "kt")
     assert "KT_FP8 weights have no NUMA parts" in cli("resplit", whole, tmp_path / "x", "--threadpool-count", 2, code=3)
     assert "is not a multiple of 128" in cli(

@@ -190,7 +190,7 @@ def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str
     assert 0.001 < smoke.distance(computed, wanted.astype(np.float32), (0, 1, 2)) < 0.02
 
 
-@pytest.mark.parametrize("wrong", ["expert", "strip", "token", "nan"])
+@pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])
 def test_a_runtime_that_computes_wrong_is_found(
     wrong: str, converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_runtime_that_computes_wrong_is_found(
         if wrong == "expert":
             ids = np.where(ids == 4, 1, ids)
         out = forward(self, hidden, np.ascontiguousarray(ids), weights, **rest)
-        if wrong == "strip":
+        if wrong == "panel":
             out[:, 64:96] = 0
         elif wrong == "token" and ids.shape[1] > 1:
             out[2] = out[0]
@@ -210,6 +210,6 @@ def test_a_runtime_that_computes_wrong_is_found(
 
     monkeypatch.setattr(Experts, "forward", broken)
     problems = smoke.smoke(converted["int8-merged"], 0, 3, shared_pool(1)).problems
-    words = {"expert": "expert 4", "strip": "strip 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
+    words = {"expert": "expert 4", "panel": "panel 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
     assert any(words in problem for problem in problems), problems
     assert any("exact" in problem for problem in problems) and any("default" in problem for problem in problems)

@@ -10,8 +10,8 @@ import numpy as np
 
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, Tensor
 from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
-from ktconvert.native_quant import kernels_strips
-from ktconvert.quantizers import FLOAT_GRIDS, Matrix, strips
+from ktconvert.native_quant import kernels_panels
+from ktconvert.quantizers import FLOAT_GRIDS, Matrix, panels
 from ktconvert.quantizers.reference import bf16_to_f32
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ def _encoding(order: int, suffix: str) -> Encoding:
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         """FP16 and float32 are rounded once."""
         n, k = matrix.shape
-        kernels_strips.pack_bf16(matrix, out[0].view(np.uint16).reshape(n // order, order * k))
+        kernels_panels.pack_bf16(matrix, out[0].view(np.uint16).reshape(n // order, order * k))
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         held = stored[0].view(np.uint16).reshape(n // order, order * k)
-        return bf16_to_f32(rows_of(held, n, rows, strips.unlay))
+        return bf16_to_f32(rows_of(held, n, rows, panels.unlay))
 
     return Encoding(
         "BF16",
         version=1,
         grid=FLOAT_GRIDS["bf16"],
-        multiple=kernels_strips.BF16_MULTIPLE,
+        multiple=kernels_panels.BF16_MULTIPLE,
         tensors=tensors,
         quantize=quantize,
         decode=decode,
@@ -61,11 +61,11 @@ def _block_tensors(n: int, k: int) -> tuple[Tensor, ...]:
 
 
 def _quantize_blocks(matrix: Matrix, out: Sequence[Bytes]) -> None:
-    kernels_strips.pack_bf16(matrix, out[0].view(np.uint16))
+    kernels_panels.pack_bf16(matrix, out[0].view(np.uint16))
 
 
 def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-    return bf16_to_f32(strips.unlay_blocks(stored[0].view(np.uint16), n, k)[rows])
+    return bf16_to_f32(panels.unlay_blocks(stored[0].view(np.uint16), n, k)[rows])
 
 
 PANELS = _encoding(IN_PANELS, "codes")

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, Tensor
 from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
-from ktconvert.native_quant import kernels, kernels_strips
-from ktconvert.quantizers import FLOAT_GRIDS, Matrix, errors, fp8, strips
+from ktconvert.native_quant import kernels, kernels_panels
+from ktconvert.quantizers import FLOAT_GRIDS, Matrix, errors, fp8, panels
 from ktconvert.quantizers.reference import f32_to_bf16
 from ktconvert.quantizers.scales import E4M3
 
@@ -36,7 +36,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         """The product of code and scale, rounded once."""
-        codes = rows_of(stored[0].reshape(n // order, order * k), n, rows, strips.unlay)
+        codes = rows_of(stored[0].reshape(n // order, order * k), n, rows, panels.unlay)
         return fp8.values(codes, block_scales(stored[1], n, k)[np.arange(n)[rows] // fp8.BLOCK])
 
     def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
@@ -47,7 +47,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
         "FP8",
         version=1,
         grid=FLOAT_GRIDS["fp8"],
-        multiple=kernels_strips.FP8_MULTIPLE,
+        multiple=kernels_panels.FP8_MULTIPLE,
         tensors=tensors,
         quantize=quantize,
         decode=decode,
@@ -75,11 +75,11 @@ def is_exact(model: MoeModel) -> bool:
 
 
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
-    """kernels_strips.pack_fp8 also where scales of a source in such blocks are negative, 0, or so large that a number
+    """kernels_panels.pack_fp8 also where scales of a source in such blocks are negative, 0, or so large that a number
     overflows: 128 rows at a time. Raises kernels.NonFinite.
     """
     if not fp8.is_kept(matrix) or matrix.scales is None or _usual(matrix.scales):
-        kernels_strips.pack_fp8(matrix, codes, scales)
+        kernels_panels.pack_fp8(matrix, codes, scales)
         return
     n, _ = matrix.shape
     held = codes.reshape(n // fp8.BLOCK, -1, codes.shape[1])
@@ -87,7 +87,7 @@ def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.f
         rows = matrix.rows(block * fp8.BLOCK, (block + 1) * fp8.BLOCK)
         try:
             require_finite(rows)
-            kernels_strips.pack_fp8(fp8.with_positive_scales(rows), held[block], scales[block : block + 1])
+            kernels_panels.pack_fp8(fp8.with_positive_scales(rows), held[block], scales[block : block + 1])
         except kernels.NonFinite as bad:
             raise kernels.NonFinite(block * fp8.BLOCK + bad.row, bad.column) from None
 

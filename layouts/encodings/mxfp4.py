@@ -9,8 +9,8 @@ import numpy as np
 
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, Tensor
 from ktconvert.layouts.encodings.order import rows_of
-from ktconvert.native_quant import kernels, kernels_strips
-from ktconvert.quantizers import FLOAT_GRIDS, Matrix, mxfp4, strips
+from ktconvert.native_quant import kernels, kernels_panels
+from ktconvert.quantizers import FLOAT_GRIDS, Matrix, mxfp4, panels
 from ktconvert.quantizers.packed import fields
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def _bad_scale(codes_of: Callable[[Read, int], Bytes]) -> Defect:
 
 # --- in panels ------------------------------------------------------------------------------------
 
-CODE_BYTES = strips.ROWS // 2  # of a panel, for each column
+CODE_BYTES = panels.ROWS // 2  # of a panel, for each column
 BLOCK = CODE_BYTES * mxfp4.GROUP
 
 
 def panel_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
     """Panels of codes, two to a byte, and panels of scales."""
-    count = n // strips.ROWS
+    count = n // panels.ROWS
     return (
         Tensor("codes", "U8", (count, CODE_BYTES * k), n * k // 2),
         Tensor("scales", "U8", (count, k), n * k // mxfp4.GROUP),
@@ -59,17 +59,17 @@ def panel_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 def _quantize_panels(matrix: Matrix, out: Sequence[Bytes]) -> None:
     """What is MXFP4 keeps codes and scales; all else is rounded to it."""
-    count = matrix.shape[0] // strips.ROWS
-    kernels_strips.pack_mxfp4(matrix, out[0].reshape(count, -1), out[1].reshape(count, -1))
+    count = matrix.shape[0] // panels.ROWS
+    kernels_panels.pack_mxfp4(matrix, out[0].reshape(count, -1), out[1].reshape(count, -1))
 
 
 def _decode_panels(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-    codes, scales = (each.reshape(n // strips.ROWS, -1) for each in stored)
+    codes, scales = (each.reshape(n // panels.ROWS, -1) for each in stored)
     return mxfp4.dequantize(rows_of(codes, n, rows, mxfp4.unlay_codes), rows_of(scales, n, rows, mxfp4.unlay_exponents))
 
 
 def _panel_codes(read: Read, scale: int) -> Bytes:
-    block, row = divmod(scale, strips.ROWS)
+    block, row = divmod(scale, panels.ROWS)
     return mxfp4.unlay_codes(read(0, block * BLOCK, (block + 1) * BLOCK).reshape(1, BLOCK))[row : row + 1]
 
 
@@ -90,10 +90,10 @@ def _quantize_rows(matrix: Matrix, out: Sequence[Bytes]) -> None:
         rows = slice(first, min(n, first + ROWS_AT_A_TIME))
         panels = [np.empty(tensor.shape, np.uint8) for tensor in panel_tensors(rows.stop - first, k)]
         try:
-            kernels_strips.pack_mxfp4(matrix.rows(first, rows.stop), panels[0], panels[1])
+            kernels_panels.pack_mxfp4(matrix.rows(first, rows.stop), panels[0], panels[1])
         except kernels.NonFinite as bad:
             raise kernels.NonFinite(first + bad.row, bad.column) from None
-        kernels_strips.mxfp4_rows(panels[0], panels[1], codes[rows], scales[rows])
+        kernels_panels.mxfp4_rows(panels[0], panels[1], codes[rows], scales[rows])
 
 
 def _decode_rows(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
@@ -109,13 +109,13 @@ PANELS = Encoding(
     "MXFP4",
     version=1,
     grid=FLOAT_GRIDS["mxfp4"],
-    multiple=kernels_strips.MXFP4_MULTIPLE,
+    multiple=kernels_panels.MXFP4_MULTIPLE,
     tensors=panel_tensors,
     quantize=_quantize_panels,
     decode=_decode_panels,
     is_exact=is_exact,
     defects=(None, _bad_scale(_panel_codes)),
-    scales=lambda last, n, k: mxfp4.unlay_exponents(last.reshape(n // strips.ROWS, k)),
+    scales=lambda last, n, k: mxfp4.unlay_exponents(last.reshape(n // panels.ROWS, k)),
 )
 ROWS = Encoding(
     "MXFP4",

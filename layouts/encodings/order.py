@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.encodings.encoding import Rows
-from ktconvert.quantizers import strips
+from ktconvert.quantizers import panels
 
 IN_ROWS = 1  # rows of a matrix that lie in one row of its tensor
-IN_PANELS = strips.ROWS
+IN_PANELS = panels.ROWS
 
 Item = TypeVar("Item", bound=np.generic)
 

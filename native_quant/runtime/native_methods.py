@@ -16,13 +16,13 @@ from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import bf16, fp8, mxfp4
 from ktconvert.layouts.encodings.encoding import Bytes, Tensor
-from ktconvert.native_quant import kernels_strips
+from ktconvert.native_quant import kernels_panels
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers import mxfp4 as mxfp4_codes
-from ktconvert.quantizers import strips
+from ktconvert.quantizers import panels
 
-NVFP4_HEADER: int = lib.KTQ_NVFP4_HEADER  # bytes before the scales of a strip
+NVFP4_HEADER: int = lib.KTQ_NVFP4_HEADER  # bytes before the scales of a panel
 FP8 = ("F8_E4M3", "MXFP8")  # encodings whose codes are E4M3
 
 
@@ -83,7 +83,7 @@ def _fp8_codes(n: int, k: int) -> Tensor:
 
 def _lay_fp8(stored: Stored, codes: Bytes) -> None:
     n, k = stored.part.shape
-    kernels_strips.lay_fp8(stored.part.values, codes.reshape(n // strips.ROWS, strips.ROWS * k))
+    kernels_panels.lay_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
 
 
 def _part_of(grid: npt.NDArray[np.generic], part: Matrix, columns: int) -> npt.NDArray[np.generic]:
@@ -110,29 +110,29 @@ def _write_mxfp8(stored: Stored, out: Sequence[Bytes]) -> None:
 
 
 def _nvfp4_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Codes as MXFP4's. Scales by strips: the one of the whole weight, which multiplies, then groups of 16 columns with
+    """Codes as MXFP4's. Scales by panels: the one of the whole weight, which multiplies, then groups of 16 columns with
     their 32 rows.
     """
-    count, of_strip = n // strips.ROWS, NVFP4_HEADER + 2 * k
-    return mxfp4.PANELS.tensors(n, k)[0], Tensor("scales", "U8", (count, of_strip), count * of_strip)
+    count, of_panel = n // panels.ROWS, NVFP4_HEADER + 2 * k
+    return mxfp4.PANELS.tensors(n, k)[0], Tensor("scales", "U8", (count, of_panel), count * of_panel)
 
 
 def _write_nvfp4(stored: Stored, out: Sequence[Bytes]) -> None:
     part, tensors = stored.part, stored.tensors
     n, k = part.shape
-    count, blocks = n // strips.ROWS, k // mxfp4_codes.GROUP
+    count, blocks = n // panels.ROWS, k // mxfp4_codes.GROUP
     fp8.require_finite(part)
     # As MXFP4 with scales of 1, whose codes stay.
     codes = Matrix(part.values, FP4_E2M1, np.ones((n, blocks), np.float32), (1, mxfp4_codes.GROUP), skip=part.skip)
-    kernels_strips.pack_mxfp4(codes, out[0].reshape(count, -1), np.empty((count, k), np.uint8))
+    kernels_panels.pack_mxfp4(codes, out[0].reshape(count, -1), np.empty((count, k), np.uint8))
     scales = stored.source.view(tensors["scale"])
     scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, nvfp4_encoding.GROUP)
     role = nvfp4_encoding.FACTOR if nvfp4_encoding.FACTOR in tensors else nvfp4_encoding.DIVISOR
     whole = read_scales(stored.source, tensors[role], (1, 1))
     held = out[1].reshape(count, NVFP4_HEADER + 2 * k)
     held[:, :4] = (whole if role == nvfp4_encoding.FACTOR else 1 / whole).view(np.uint8)
-    of_strips = scales.reshape(count, strips.ROWS, 2 * blocks).transpose(0, 2, 1)
-    held[:, NVFP4_HEADER:].reshape(of_strips.shape)[:] = of_strips
+    of_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
+    held[:, NVFP4_HEADER:].reshape(of_panels.shape)[:] = of_panels
 
 
 METHODS = {
@@ -140,39 +140,39 @@ METHODS = {
     for method in (
         Native(
             "BF16",
-            kernels_strips.BF16_MULTIPLE,
+            kernels_panels.BF16_MULTIPLE,
             lambda weight, layer: weight.encoding.name == "BF16",
             bf16.PANELS.tensors,
             lambda stored, out: bf16.PANELS.quantize(stored.part, out),
         ),
         Native(
             "FP8",
-            kernels_strips.FP8_MULTIPLE,
-            _scaled(FP8, lambda weight: (kernels_strips.FP8_MULTIPLE,) * 2),
+            kernels_panels.FP8_MULTIPLE,
+            _scaled(FP8, lambda weight: (kernels_panels.FP8_MULTIPLE,) * 2),
             fp8.PANELS.tensors,
             lambda stored, out: fp8.PANELS.quantize(stored.part, out),
         ),
         Native(
             "FP8_PERCHANNEL",
-            strips.ROWS,
+            panels.ROWS,
             _scaled(("F8_E4M3",), lambda weight: (1, weight.shape[-1])),
             lambda n, k: (_fp8_codes(n, k), Tensor("scales", "F32", (n,), 4 * n)),
             _write_per_channel,
         ),
         Native(
             "MXFP4",
-            kernels_strips.MXFP4_MULTIPLE,
+            kernels_panels.MXFP4_MULTIPLE,
             _named("MXFP4"),
             mxfp4.PANELS.tensors,
             lambda stored, out: mxfp4.PANELS.quantize(stored.part, out),
         ),
         Native(
             "MXFP8",
-            strips.ROWS,
+            panels.ROWS,
             _scaled(("MXFP8",), lambda weight: (1, mxfp4_codes.GROUP)),
             lambda n, k: (_fp8_codes(n, k), mxfp4.PANELS.tensors(n, k)[1]),
             _write_mxfp8,
         ),
-        Native("NVFP4", kernels_strips.MXFP4_MULTIPLE, _named("NVFP4"), _nvfp4_tensors, _write_nvfp4),
+        Native("NVFP4", kernels_panels.MXFP4_MULTIPLE, _named("NVFP4"), _nvfp4_tensors, _write_nvfp4),
     )
 }

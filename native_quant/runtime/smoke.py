@@ -30,9 +30,9 @@ from ktconvert.native_quant.runtime.wanted import Wanted
 F32 = npt.NDArray[np.float32]
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
 
-# Relative L2 distance from the reference: of an expert's outputs, of a strip of rows over all experts, of a token.
+# Relative L2 distance from the reference: of an expert's outputs, of a panel of rows over all experts, of a token.
 BOUND, BOUND_BF16 = 0.25, 0.05
-STRIP = 32  # rows of a tile of the layouts, which kernels compute together
+PANEL = 32  # rows of a tile of the layouts, which kernels compute together
 IMPLAUSIBLE = 1 << 16  # an expert whose largest output is this many times the other experts' has a damaged scale
 INPUTS = 2  # random hidden states; each goes through every expert
 
@@ -84,7 +84,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
         mixed = wanted[:, together].mean(axis=2)  # equal weights
         distances = {
             "expert {}": distance(one, wanted, (0, 2)),
-            f"strip {{}} of {STRIP} output rows, over all experts,": distance(_strips(one), _strips(wanted), (0, 1, 3)),
+            f"panel {{}} of {PANEL} output rows, over all experts,": distance(_panels(one), _panels(wanted), (0, 1, 3)),
             f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
         }
         for what, far in distances.items():
@@ -139,8 +139,8 @@ def distance(outputs: F32, wanted: F32, axes: tuple[int, ...]) -> npt.NDArray[np
         return np.where(off == 0, 0.0, np.sqrt(off / size))
 
 
-def _strips(outputs: F32) -> F32:
-    return outputs.reshape(*outputs.shape[:2], -1, STRIP)
+def _panels(outputs: F32) -> F32:
+    return outputs.reshape(*outputs.shape[:2], -1, PANEL)
 
 
 def widen(bits: npt.NDArray[np.uint16]) -> F32:

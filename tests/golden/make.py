@@ -14,7 +14,7 @@ from safetensors import deserialize
 from safetensors.numpy import save
 
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, fp8, mxfp4, reference, scale_search, strips
+from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, fp8, mxfp4, panels, reference, scale_search
 from ktconvert.quantizers.choice import MSE
 
 FOLDER = Path(__file__).parent
@@ -104,10 +104,10 @@ def laid_mxfp4(bf16: Any) -> dict[str, Any]:
 def laid_fp8(bf16: Any) -> dict[str, Any]:
     """The same in FP8."""
     codes, scales = fp8.quantize(bf16)
-    return {"out.codes": strips.lay(codes), "out.scales": scales}
+    return {"out.codes": panels.lay(codes), "out.scales": scales}
 
 
-LAID = {"mxfp4": laid_mxfp4, "fp8": laid_fp8, "bf16": lambda bf16: {"out.codes": strips.lay(bf16)}}
+LAID = {"mxfp4": laid_mxfp4, "fp8": laid_fp8, "bf16": lambda bf16: {"out.codes": panels.lay(bf16)}}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 /* What the AMX kernel for int8 activations fetches: its own code (gemm_amx.h), but tile instructions do nothing here,
  * and prefetches are counted. Needs AVX-512, and no AMX.
- * Usage: fetches BITS M TILE_ROWS K STRIPS
- * Multiplies M tokens by the first strips of a weight; the next call is to multiply by a weight of the same size.
- * Prints a digit for each line of 64 bytes of these strips: how often it was fetched, as part of this weight or of the
+ * Usage: fetches BITS M TILE_ROWS K PANELS
+ * Multiplies M tokens by the first panels of a weight; the next call is to multiply by a weight of the same size.
+ * Prints a digit for each line of 64 bytes of these panels: how often it was fetched, as part of this weight or of the
  * next one; then the number of fetches of anything else; then those of the next weight before the first product. */
 #include <immintrin.h>
 #include <stdio.h>
@@ -50,10 +50,10 @@ KT_TARGET_AMX static void multiply(int bits, const kt_gemm *job) {
     else kt_gemm_tiles(4, job);
 }
 
-/* Prints the counts of a strip, and takes them back. */
-static void show(int bits, const kt_strip *strip, int64_t k) {
+/* Prints the counts of a panel, and takes them back. */
+static void show(int bits, const kt_panel *panel, int64_t k) {
     for (int64_t first = 0; first < k; first += KT_K_BLOCK) {
-        int64_t line = (kt_strip_tiles(bits, strip, k, first) - weights) / 64;
+        int64_t line = (kt_panel_tiles(bits, panel, k, first) - weights) / 64;
         for (int64_t lines = kt_first_block_bytes(bits, k - first) / 64; lines; lines--, count[line++] = 0)
             putchar(count[line] < 9 ? '0' + (int)count[line] : '9');
     }
@@ -62,25 +62,25 @@ static void show(int bits, const kt_strip *strip, int64_t k) {
 int main(int arguments, char **argument) {
     if (arguments != 6) return 2;
     int bits = atoi(argument[1]);
-    int64_t m = atol(argument[2]), rows = atol(argument[3]), k = atol(argument[4]), strips = atol(argument[5]);
+    int64_t m = atol(argument[2]), rows = atol(argument[3]), k = atol(argument[4]), panels = atol(argument[5]);
     int64_t block = kt_geometry_of(bits)->block_rows, room = m + rows;
-    size = (strips * KT_STRIP_ROWS + block - 1) / block * block * k * bits / 8;
+    size = (panels * KT_PANEL_ROWS + block - 1) / block * block * k * bits / 8;
     weights = aligned_alloc(64, (size_t)(2 * size));
     count = calloc((size_t)(size / 64), sizeof *count);
-    kt_strip *strip = calloc((size_t)strips, sizeof *strip);
-    for (int64_t s = 0; s < strips; s++) strip[s] = kt_strip_of(bits, weights, k, s);
+    kt_panel *panel = calloc((size_t)panels, sizeof *panel);
+    for (int64_t s = 0; s < panels; s++) panel[s] = kt_panel_of(bits, weights, k, s);
     multiply(bits, &(kt_gemm){.m = m,
                               .k = k,
                               .a = aligned_alloc(64, (size_t)(room * k)),
                               .tile_rows = rows,
-                              .strips = strips,
-                              .strip = strip,
-                              .c = aligned_alloc(64, (size_t)(strips * room * KT_STRIP_ROWS * 4)),
-                              .c_pitch = room * KT_STRIP_ROWS,
+                              .panels = panels,
+                              .panel = panel,
+                              .c = aligned_alloc(64, (size_t)(panels * room * KT_PANEL_ROWS * 4)),
+                              .c_pitch = room * KT_PANEL_ROWS,
                               .next = weights + size,
                               .next_bytes = kt_first_block_bytes(bits, k),
                               .scratch = aligned_alloc(64, KT_GEMM_SCRATCH)});
-    for (int64_t s = 0; s < strips; s++) show(bits, &strip[s], k);
+    for (int64_t s = 0; s < panels; s++) show(bits, &panel[s], k);
     for (int64_t line = 0; line < size / 64; line++) elsewhere += count[line];
     printf("\n%lld\n%lld\n", (long long)elsewhere, (long long)early);
     return 0;

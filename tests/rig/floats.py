@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers import strips
+from ktconvert.quantizers import panels
 
 Bytes = npt.NDArray[np.uint8]
 MULTIPLES = {"MXFP4": 64, "FP8": 128, "BF16": 32, "FP8_PERCHANNEL": 32, "MXFP8": 32, "NVFP4": 64}  # of rows and columns
@@ -47,7 +47,7 @@ def to_bits(x: Any) -> npt.NDArray[np.uint16]:
 def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E2M1 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     n, k = codes.shape
-    nibbles = codes.astype(np.uint16).reshape(n // 32, 2, 16, k // 32, 4, 4, 2)  # strip, half, row, block, v, g, pair
+    nibbles = codes.astype(np.uint16).reshape(n // 32, 2, 16, k // 32, 4, 4, 2)  # panel, half, row, block, v, g, pair
     words = sum(nibbles[..., g, :] << (4 * g) for g in range(4))
     numbers = E2M1_VALUES[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
     ordered = scales.reshape(n // 32, 32, k // 32).transpose(0, 2, 1)
@@ -57,19 +57,19 @@ def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each 128 x 128."""
     numbers = e4m3_values()[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
-    return Weight(as_bytes(strips.lay(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(panels.lay(codes)), as_bytes(scales), numbers)
 
 
 def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each row."""
     numbers = e4m3_values()[codes] * scales.astype(np.float64)[:, None]
-    return Weight(as_bytes(strips.lay(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(panels.lay(codes)), as_bytes(scales), numbers)
 
 
 def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     numbers = e4m3_values()[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(as_bytes(strips.lay(codes)), mxfp4(codes % 16, scales).scales, numbers)
+    return Weight(as_bytes(panels.lay(codes)), mxfp4(codes % 16, scales).scales, numbers)
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
@@ -84,7 +84,7 @@ def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: fl
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
     """BF16 bits [n, k]."""
-    return Weight(as_bytes(strips.lay(bits)), np.empty(0, np.uint8), from_bits(bits))
+    return Weight(as_bytes(panels.lay(bits)), np.empty(0, np.uint8), from_bits(bits))
 
 
 def as_bytes(data: npt.NDArray[Any]) -> Bytes:

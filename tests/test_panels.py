@@ -1,4 +1,4 @@
-"""Experts in strips: the bytes are those of the NumPy definition, in any number of parts, and can be read back."""
+"""Experts in panels: the bytes are those of the NumPy definition, in any number of parts, and can be read back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.parts import PROJECTIONS, take_part
-from ktconvert.native_quant import kernels, kernels_strips
+from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
-from ktconvert.quantizers import strips
+from ktconvert.quantizers import panels
 from ktconvert.quantizers.reference import decode
 from rig import conversion, killpoint
 
@@ -34,24 +34,24 @@ def bits(shape: tuple[int, int], seed: int) -> npt.NDArray[np.uint16]:
 
 
 @given(n=SIZES, k=SIZES, seed=st.integers(0, 9), turned=st.booleans(), isa=st.sampled_from(kernels.available_isas()))
-def test_bf16_strips_are_those_of_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
+def test_bf16_panels_are_those_of_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
     values = bits((n, k), seed)
     matrix = Matrix(values.T.copy().T if turned else values, BF16)
     codes = np.empty((n // 32, 32 * k), np.uint16)
     kernels.set_isa(isa)
     try:
-        kernels_strips.pack_bf16(matrix, codes)
+        kernels_panels.pack_bf16(matrix, codes)
     finally:
         kernels.set_isa(None)
-    assert (codes == strips.lay(values)).all()
-    assert (strips.unlay(codes) == values).all()
+    assert (codes == panels.lay(values)).all()
+    assert (panels.unlay(codes) == values).all()
 
 
 def test_element_is_where_the_format_says() -> None:
     """FORMAT.md's formula, element by element."""
     n, k = 64, 96
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
-    flat = strips.lay(values).reshape(-1).view(np.uint8)
+    flat = panels.lay(values).reshape(-1).view(np.uint8)
     for r in range(n):
         for c in range(k):
             s, h, i, b, j = r // 32, r % 32 // 16, r % 16, c // 32, c % 32
@@ -64,14 +64,14 @@ def test_numbers_that_are_not_finite_are_named(row: int) -> None:
     values = np.ones((64, 96), np.float32)
     values[row, 95] = np.inf
     with pytest.raises(kernels.NonFinite) as raised:
-        kernels_strips.pack_bf16(Matrix(values, F32), np.empty((2, 32 * 96), np.uint16))
+        kernels_panels.pack_bf16(Matrix(values, F32), np.empty((2, 32 * 96), np.uint16))
     assert (raised.value.row, raised.value.column) == (row, 95)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     """(source, output, parts) of a small checkpoint converted by the command."""
-    root = tmp_path_factory.mktemp("strips")
+    root = tmp_path_factory.mktemp("panels")
     source = conversion.checkpoint(root / "source", layers=2, hidden=96, width=64)
     done = ktconvert(
         "cpu", "-i", source, "-o", root / "out", "--quant-method", "bf16", "--threadpool-count", request.param
@@ -99,7 +99,7 @@ def test_output_holds_the_source(output: tuple[Path, Path, int]) -> None:
     assert stored[f"blk.1.ffn_down_exps.1.numa.{parts - 1}.codes"] == (n // 32, 32 * k)
     packed = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
     form.quantize(part, packed)
-    assert (packed[0].view(np.uint16) == strips.lay(decode(part)).reshape(-1)).all()
+    assert (packed[0].view(np.uint16) == panels.lay(decode(part)).reshape(-1)).all()
     assert (form.decode(packed, n, k, slice(5, 40))[:, 0] == form.decode(packed, n, k)[5:40, 0]).all()
 
 

@@ -1,4 +1,4 @@
-"""The order of strips (FORMAT.md, Panels), in NumPy: what the kernels are compared with, and the way back."""
+"""The order of panels (FORMAT.md, Panels), in NumPy: what the kernels are compared with, and the way back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-ROWS = 32  # of a strip
+ROWS = 32  # of a panel
 COLUMNS = 32  # of a block
 HALF = ROWS // 2
 BLOCK_ROWS = 256  # of kt-kernel's order
@@ -18,7 +18,7 @@ Item = TypeVar("Item", bound=np.generic)
 
 
 def lay(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
-    """[n, k], multiples of 32, to strips [n/32, 32*k]: by blocks of 32 columns, halves of 16 rows, pairs of columns,
+    """[n, k], multiples of 32, to panels [n/32, 32*k]: by blocks of 32 columns, halves of 16 rows, pairs of columns,
     rows, and the two columns of the pair.
     """
     n, k = values.shape
@@ -26,17 +26,17 @@ def lay(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
     return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 2, 5)).reshape(n // ROWS, ROWS * k)
 
 
-def unlay(strips: npt.NDArray[Item]) -> npt.NDArray[Item]:
-    """Strips [n/32, 32*k] back to [n, k]."""
-    count, items = strips.shape
+def unlay(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
+    """Panels [n/32, 32*k] back to [n, k]."""
+    count, items = panels.shape
     k = items // ROWS
-    split = strips.reshape(count, k // COLUMNS, 2, COLUMNS // 2, HALF, 2)
+    split = panels.reshape(count, k // COLUMNS, 2, COLUMNS // 2, HALF, 2)
     return np.ascontiguousarray(split.transpose(0, 2, 4, 1, 3, 5)).reshape(count * ROWS, k)
 
 
 def lay_blocks(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
     """[n, k], multiples of 32, to kt-kernel's order of BF16 [n*k]: by blocks of 256 rows and in these of 1792 columns,
-    each block in strips. The last ones may be smaller.
+    each block in panels. The last ones may be smaller.
     """
     return np.concatenate([lay(values[rows, columns]).reshape(-1) for rows, columns in _blocks(*values.shape)])
 

@@ -1,4 +1,4 @@
-"""Packers of floating-point weights in strips of 32 rows (FORMAT.md, Panels), for NumPy arrays: kernels like those of
+"""Packers of floating-point weights in panels of 32 rows (FORMAT.md, Panels), for NumPy arrays: kernels like those of
 kernels.py.
 """
 
@@ -14,7 +14,7 @@ from ktconvert.native_quant.instruction_sets import raise_error, read_environmen
 from ktconvert.native_quant.kernels import NonFinite, _check_array, _non_finite, _scratch
 from ktconvert.native_quant.matrix import Matrix, readable, source_of
 
-STRIP_ROWS = 32
+PANEL_ROWS = 32
 # What n and k of a part are multiples of.
 BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE
 MXFP4_MULTIPLE: int = lib.KTQ_MXFP4_MULTIPLE
@@ -28,16 +28,16 @@ def check_size(multiple: int, n: int, k: int) -> None:
 
 
 def _order(name: str, codes: npt.NDArray[Any], dtype: np.dtype[Any], n: int, k: int) -> int:
-    """The order of codes by their shape: strips, or rows. Raises ValueError for codes that are neither."""
+    """The order of codes by their shape: panels, or rows. Raises ValueError for codes that are neither."""
     rows = codes.shape == (n, k)
-    _check_array(name, codes, dtype, (n, k) if rows else (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    _check_array(name, codes, dtype, (n, k) if rows else (n // PANEL_ROWS, PANEL_ROWS * k), writable=True)
     return lib.KTQ_ROWS if rows else lib.KTQ_PANELS
 
 
 def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
-    """A linear as BF16, in the order of strips, row after row, or in kt-kernel's blocks (strips.lay_blocks).
+    """A linear as BF16, in the order of panels, row after row, or in kt-kernel's blocks (panels.lay_blocks).
 
-    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (strips), [n, k] (rows) or [n*k] (blocks) is
+    n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (panels), [n, k] (rows) or [n*k] (blocks) is
     written. NonFinite: a value is infinite or NaN; codes are then partly written.
     """
     matrix = readable(matrix)
@@ -57,7 +57,7 @@ def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
 
 
 def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> None:
-    """Puts a linear, as MXFP4, into the order of strips. Equations: NUMERICS.md, section 9.
+    """Puts a linear, as MXFP4, into the order of panels. Equations: NUMERICS.md, section 9.
 
     A linear that has E2M1 codes and an E8M0 scale for each 32 columns keeps them. n and k: multiples of 32 (those that
     are multiplied: of MXFP4_MULTIPLE).
@@ -67,9 +67,9 @@ def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDAr
     matrix = readable(matrix)
     source, keep = source_of(matrix)
     n, k = matrix.shape
-    check_size(STRIP_ROWS, n, k)
-    _check_array("codes", codes, np.dtype(np.uint8), (n // STRIP_ROWS, STRIP_ROWS * k // 2), writable=True)
-    _check_array("exponents", exponents, np.dtype(np.uint8), (n // STRIP_ROWS, k), writable=True)
+    check_size(PANEL_ROWS, n, k)
+    _check_array("codes", codes, np.dtype(np.uint8), (n // PANEL_ROWS, PANEL_ROWS * k // 2), writable=True)
+    _check_array("exponents", exponents, np.dtype(np.uint8), (n // PANEL_ROWS, k), writable=True)
     read_environment()
     bad_row = ffi.new("int64_t *")
     out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("uint8_t[]", exponents)
@@ -86,17 +86,17 @@ def mxfp4_rows(
     rows: npt.NDArray[np.uint8],
     row_exponents: npt.NDArray[np.uint8],
 ) -> None:
-    """Puts MXFP4 in strips, as pack_mxfp4 writes it, into the order of rows.
+    """Puts MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows.
 
     rows: uint8 [n, k/2], the even column in the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
     """
     n, k = rows.shape[0], 2 * rows.shape[1]
-    check_size(STRIP_ROWS, n, k)
+    check_size(PANEL_ROWS, n, k)
     arrays = (
-        (codes, (n // STRIP_ROWS, STRIP_ROWS * k // 2)),
-        (exponents, (n // STRIP_ROWS, k)),
+        (codes, (n // PANEL_ROWS, PANEL_ROWS * k // 2)),
+        (exponents, (n // PANEL_ROWS, k)),
         (rows, (n, k // 2)),
-        (row_exponents, (n, k // STRIP_ROWS)),
+        (row_exponents, (n, k // PANEL_ROWS)),
     )
     for array, shape in arrays:
         _check_array("each array", array, np.dtype(np.uint8), shape, writable=array is rows or array is row_exponents)
@@ -104,10 +104,10 @@ def mxfp4_rows(
 
 
 def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
-    """A linear as FP8 E4M3 with a scale for each block of 128 x 128, in the order of strips or row after row.
+    """A linear as FP8 E4M3 with a scale for each block of 128 x 128, in the order of panels or row after row.
 
     A linear that is FP8 in such blocks keeps its codes and scales. n and k: multiples of FP8_MULTIPLE. codes: uint8
-    [n/32, 32*k] (strips) or [n, k], and scales: float32 [n/128, k/128], are written. NonFinite: a value is infinite or
+    [n/32, 32*k] (panels) or [n, k], and scales: float32 [n/128, k/128], are written. NonFinite: a value is infinite or
     NaN; codes and scales are then partly written.
     """
     matrix = readable(matrix)
@@ -119,7 +119,7 @@ def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[n
     _check_array("scales", scales, np.dtype(np.float32), blocks, writable=True)
     read_environment()
     bad_row = ffi.new("int64_t *")
-    scratch = _scratch.get(FP8_MULTIPLE // STRIP_ROWS * k)
+    scratch = _scratch.get(FP8_MULTIPLE // PANEL_ROWS * k)
     out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("float[]", scales)
     error = lib.ktq_pack_fp8(order, n, k, source, scratch, *out, bad_row)
     if error == lib.KTQ_ENONFINITE:
@@ -129,15 +129,15 @@ def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[n
 
 
 def lay_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None:
-    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of strips.
+    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels.
 
     n and k: multiples of 32. codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
     """
     n, k = values.shape
-    check_size(STRIP_ROWS, n, k)
+    check_size(PANEL_ROWS, n, k)
     if values.dtype != np.uint8 or values.strides[1] != 1 or values.strides[0] < k:
         raise ValueError(f"codes must be uint8 with contiguous rows, not {values.dtype} with strides {values.strides}")
-    _check_array("codes", codes, np.dtype(np.uint8), (n // STRIP_ROWS, STRIP_ROWS * k), writable=True)
+    _check_array("codes", codes, np.dtype(np.uint8), (n // PANEL_ROWS, PANEL_ROWS * k), writable=True)
     read_environment()
     bad_row = ffi.new("int64_t *")
     rows = ffi.cast("uint8_t *", values.__array_interface__["data"][0])
