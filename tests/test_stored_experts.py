@@ -147,7 +147,7 @@ def test_verify_computes_a_layer(method: str, models: dict[str, Path]) -> None:
     check = next(check for check in report["checks"] if check["name"] == "run")
     assert "layer 0, 8 experts, 24 tokens: finite" in check["result"]
     lines = call(verify, models[method], "--run").stdout.splitlines()
-    assert "form          a checkpoint, in 1 safetensors shards" in lines and lines[-1] == "verified"
+    assert "arrangement   a checkpoint, in 1 safetensors shards" in lines and lines[-1] == "verified"
     refused = call(verify, models[method], "--run", "--numa", 2).exception
     assert isinstance(refused, UsageError) and "leave out --numa" in str(refused)
 
