@@ -14,7 +14,7 @@ import pytest
 from ktconvert.layouts.checkpoints.archs import ARCHS, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.encodings import packed as pack_quantized
+from ktconvert.layouts.encodings import pack_quantized
 from ktconvert.layouts.encodings.encoding import Encoding, error_sums
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.config import quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource, open_checkpoint
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import kernels
 from rig import integers, microscaling

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.checkpoints.beside import beside
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels

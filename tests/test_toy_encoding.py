@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints import encodings
-from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, aligned
+from ktconvert.layouts import encodings
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, aligned
 from ktconvert.native_quant import matrix as of
 from ktconvert.quantizers import reference
 from rig import killpoint
@@ -40,7 +40,7 @@ def linear_of(source: Any, tensors: Any, quantization: Any, input_major: bool) -
 
 
 TOY = of.Kind("toy", np.dtype(np.int8), decode=decoded)
-ROW = Encoding(
+ROW = CheckpointEncoding(
     name="TOY8",
     title="TOY8",
     tensors={"toy": ("{t}_q",), "toy_scale": ("{t}_qs",)},
@@ -51,7 +51,7 @@ ROW = Encoding(
 )
 
 if __name__ == "__main__":
-    encodings.ENCODINGS = (*encodings.ENCODINGS, ROW)
+    encodings.CHECKPOINT_ENCODINGS = (*encodings.CHECKPOINT_ENCODINGS, ROW)
     from ktconvert.pipeline.cli import main
 
     sys.exit(main())

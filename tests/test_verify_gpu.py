@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ktconvert.layouts.encodings.packed import PIECE
+from ktconvert.layouts.encodings.pack_quantized import PIECE
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.manifest import digest
 from ktconvert.layouts.outputs.measuring import measure

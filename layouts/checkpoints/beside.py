@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ktconvert.layouts.checkpoints import encodings, foreign
+from ktconvert.layouts import encodings
+from ktconvert.layouts.checkpoints import foreign
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 
 
@@ -33,7 +34,7 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
     names = [name for name in source.tensors if name not in taken]
     decoded: dict[str, tuple[str, Weight]] = {}  # by the name of the tensor that holds the values
     dropped: set[str] = set()
-    dtypes = {dtype for row in encodings.ENCODINGS if row.quantized for dtype in row.dtypes}
+    dtypes = {dtype for row in encodings.CHECKPOINT_ENCODINGS if row.quantized for dtype in row.dtypes}
     roles = encodings.roles()
     failed: dict[str, Exception] = {}  # a scale may look like values without scales until its weight is seen
     for name in names:

@@ -25,11 +25,11 @@ from ktconvert.layouts.checkpoints.archs import (
     Style,
 )
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.match import Scan, name_of, scan
 from ktconvert.layouts.checkpoints.refusals import not_recognised, refuse_formats, refuse_gaps, refuse_strays
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant.matrix import Matrix
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ktconvert.layouts.checkpoints import encodings, foreign
+from ktconvert.layouts import encodings
+from ktconvert.layouts.checkpoints import foreign
 from ktconvert.layouts.checkpoints.archs import PREFIXES, Separate, Style
 from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError

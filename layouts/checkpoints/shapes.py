@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints import encodings
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings import Encoding, Weight
 from ktconvert.layouts.checkpoints.foreign import of_values
 from ktconvert.layouts.checkpoints.match import Layer, name_of
 from ktconvert.layouts.checkpoints.refusals import no_input
+from ktconvert.layouts.encodings import CheckpointEncoding, Weight
 from ktconvert.layouts.errors import InputError
 
 Recorded = tuple[str, int] | None  # a config key and its value, if the config has it
@@ -84,7 +84,9 @@ def measure(
 def _weights(stored: Layer, prefix: str, n: int, quantization: Quantization) -> dict[tuple[str, int], Weight]:
     """Each weight of a layer by its row."""
     weights: dict[tuple[str, int], Weight] = {}
-    rows: dict[tuple[object, ...], Encoding | None] = {}  # tensors of the same roles, dtypes and shapes are of one row
+    rows: dict[
+        tuple[object, ...], CheckpointEncoding | None
+    ] = {}  # tensors of the same roles, dtypes and shapes are of one row
     for (part, expert), tensors in stored.tensors.items():
         alike = tuple((role, info.dtype, info.shape) for role, info in tensors.items())
         if alike not in rows:
@@ -117,7 +119,7 @@ def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
 
 def _unread(name: str, tensors: encodings.Tensors) -> Exception:
     """No row reads these tensors: they are of a foreign format, or scales or the tensor with the values are missing."""
-    held = [(row, info) for row in encodings.ENCODINGS if (info := tensors.get(row.values)) is not None]
+    held = [(row, info) for row in encodings.CHECKPOINT_ENCODINGS if (info := tensors.get(row.values)) is not None]
     unscaled = [row for row, info in held if info.dtype in row.dtypes and "scale" in row.tensors]
     if unscaled and "scale" not in tensors:
         info, scale = held[0][1], encodings.spelled(unscaled[0].tensors["scale"][0], name)
@@ -127,7 +129,7 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
     if held:
         return no_input(held[0][1].name, of_values(held[0][1], tensors.get("scale")))
     role, info = next(iter(tensors.items()))
-    rows = [row for row in reversed(encodings.ENCODINGS) if role in row.tensors]
+    rows = [row for row in reversed(encodings.CHECKPOINT_ENCODINGS) if role in row.tensors]
     row = next((row for row in rows if tensors.keys() <= row.tensors.keys()), rows[0])
     values = encodings.spelled(row.tensors[row.values][0], name)
     return InputError(f"tensor {info.name!r} is a scale whose weight {values!r} is missing; download it again")

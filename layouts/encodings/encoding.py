@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,6 @@ import numpy.typing as npt
 from ktconvert.quantizers import Grid, Matrix, errors
 from ktconvert.quantizers.reference import bf16_to_f32
 from ktconvert.quantizers.scales import e8m0
-
-if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.experts import MoeModel
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -41,6 +38,18 @@ class Read(Protocol):
 
     def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
         """Bytes start..stop-1."""
+
+
+class SourceExperts(Protocol):
+    """The experts of a checkpoint, as far as an encoding asks whether it holds every number of them."""
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The names of the encodings that they are stored in."""
+
+    @property
+    def moe_layers(self) -> Mapping[int, Any]:
+        """layer -> its weights, and how they lie: MoeLayer of layouts/checkpoints/shapes.py."""
 
 
 # (read, n, k) -> what is wrong with the numbers of one tensor, "" if nothing.
@@ -75,14 +84,14 @@ class Encoding:
     tensors: Callable[[int, int], tuple[Tensor, ...]]
     quantize: Callable[[Matrix, Sequence[Bytes]], None]
     decode: Callable[[Sequence[Bytes], int, int, Rows], F32]
-    is_exact: Callable[[MoeModel], bool]
+    is_exact: Callable[[SourceExperts], bool]
     defects: tuple[Defect | None, ...]
     pack: Callable[[npt.NDArray[np.int8], npt.NDArray[Any], Sequence[Bytes]], None] | None = None
     scales: Callable[[Bytes, int, int], npt.NDArray[Any]] | None = None
     error_sums: Callable[[Matrix, Sequence[Bytes]], npt.NDArray[np.float64]] | None = None
 
 
-def never_exact(model: MoeModel) -> bool:
+def never_exact(model: SourceExperts) -> bool:
     """Of encodings whose codes are always chosen anew."""
     return False
 

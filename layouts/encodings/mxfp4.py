@@ -1,26 +1,99 @@
-"""MXFP4: E2M1 codes and an E8M0 scale for each 32 columns of a row; row after row or in panels of 32 (FORMAT.md)."""
+"""MXFP4: FP4 E2M1 codes, two to a byte, with one E8M0 scale for 32 columns of a row (OCP Microscaling Formats 1.0); as
+checkpoints have it, and as we write it: row after row or in panels of 32 (FORMAT.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, Tensor
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.encodings.checkpoint import E8M0, CheckpointEncoding, Tensors, nibble_columns, read_scales
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, Tensor
 from ktconvert.layouts.encodings.order import rows_of
+from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant import kernels, kernels_panels
-from ktconvert.quantizers import FLOAT_GRIDS, Matrix, mxfp4, panels
+from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
+from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
 from ktconvert.quantizers.packed import fields
 
-if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.experts import MoeModel
+# --- in checkpoints -------------------------------------------------------------------------------
+
+GROUP = 32  # columns that share a scale
+
+
+def _row(
+    role: str, pattern: str, scales: tuple[str, ...], dtypes: tuple[str, ...] = ("U8",), transposed: bool = False
+) -> CheckpointEncoding:
+    def claims(tensors: Tensors, quantization: Quantization) -> bool:
+        """The type of the scales tells it from other formats of 4 bits under the same names."""
+        return (scale := tensors.get("scale")) is not None and scale.dtype in E8M0
+
+    def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
+        codes = tensors[role]
+        if role != "blocks":
+            return nibble_columns(codes)
+        if len(codes.shape) not in (3, 4) or 0 in codes.shape or codes.shape[-1] != GROUP // 2:
+            raise InputError(
+                f"tensor {codes.name!r} has shape {list(codes.shape)}, but must be blocks of {GROUP // 2} bytes, "
+                f"[rows, columns / {GROUP}, {GROUP // 2}], of one weight or of a stack; download it again"
+            )
+        return *codes.shape[:-2], codes.shape[-2] * GROUP
+
+    def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[()]:
+        require_groups(tensors[role], tensors["scale"], shape(tensors, quantization), GROUP)
+        return ()
+
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+        n, k = shape(tensors, quantization)
+        codes = source.view(replace(tensors[role], dtype="U8", shape=(n, k // 2)))
+        return Matrix(codes, FP4_E2M1, read_scales(source, tensors["scale"], (n, k // GROUP)), (1, GROUP))
+
+    return CheckpointEncoding(
+        "MXFP4",
+        "MXFP4",
+        {role: (pattern,), "scale": scales},
+        dtypes,
+        FP4_E2M1,
+        matrix,
+        shape=shape,
+        fit=fit,
+        claims=claims,
+        transposed=transposed,
+        input_types=("mxfp4", "fp4"),
+    )
+
+
+def require_groups(codes: TensorInfo, scale: TensorInfo, shape: tuple[int, ...], group: int) -> None:
+    """Raises InputError unless there is one scale for each `group` columns of each row."""
+    *rows, k = shape
+    if k % group or scale.shape != (*rows, k // group):
+        raise InputError(
+            f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {codes.name!r}, which is {list(shape)} "
+            f"with a scale for each {group} columns of a row; download both again"
+        )
+
+
+IN_CHECKPOINTS = (
+    # DeepSeek-V4; I8 or U8 is only a container.
+    _row("weight", "{t}", ("{s}.scale", "{t}_scale", "{t}_scale_inv"), ("I8", "U8")),
+    # compressed-tensors' mxfp4-pack-quantized.
+    _row("packed", "{t}_packed", ("{t}_scale",)),
+    # gpt-oss; in BF16 transformers holds its experts as gate_up_proj [E, H, 2I] and down_proj [E, I, H].
+    _row("blocks", "{t}_blocks", ("{t}_scales",), transposed=True),
+)
+
+
+# --- as we write it -------------------------------------------------------------------------------
 
 NOT_A_NUMBER = 255
 ROWS_AT_A_TIME = 128  # that lie in panels while they are written row after row
 
 
-def is_exact(model: MoeModel) -> bool:
+def is_exact(model: SourceExperts) -> bool:
     """Experts that are MXFP4 in any storage, with scales for the columns of their linears, not for the rows."""
     return model.dtypes == ("MXFP4",) and not any(layer.input_major for layer in model.moe_layers.values())
 

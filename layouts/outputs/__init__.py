@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ktconvert.layouts.encodings import amx, bf16, fp8, mxfp4, packed
+from ktconvert.layouts.encodings import amx, fp8, mxfp4, pack_quantized, plain
 from ktconvert.layouts.outputs import cpu_card, gpu_card
 from ktconvert.layouts.outputs.format import Format
 from ktconvert.layouts.outputs.native import NATIVE
@@ -28,15 +28,27 @@ FORMATS: dict[str, Format] = {
         Format("AMXINT8", amx.AMXINT8, NUMA, cpu_card.AMX, loose="INT8", backward=True),
         Format("MXFP4", mxfp4.PANELS, NUMA, cpu_card.MXFP4),
         Format("FP8", fp8.PANELS, NUMA, cpu_card.FP8),
-        Format("BF16", bf16.PANELS, NUMA, cpu_card.BF16),
+        Format("BF16", plain.PANELS, NUMA, cpu_card.BF16),
         Format("KT_MXFP4", mxfp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
         Format("KT_FP8", fp8.ROWS, NATIVE, cpu_card.KT_FP8),
-        Format("KT_BF16", bf16.ROWS, NATIVE, cpu_card.KT_BF16),
+        Format("KT_BF16", plain.ROWS, NATIVE, cpu_card.KT_BF16),
         Format(
-            "AMXBF16", bf16.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
+            "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),
-        Format("W4A16", packed.W4A16["library"], WHOLE_MODEL, gpu_card.DESCRIPTION, by_rounding=packed.W4A16),
-        Format("W8A16", packed.W8A16["library"], WHOLE_MODEL, gpu_card.DESCRIPTION, by_rounding=packed.W8A16),
+        Format(
+            "W4A16",
+            pack_quantized.W4A16["library"],
+            WHOLE_MODEL,
+            gpu_card.DESCRIPTION,
+            by_rounding=pack_quantized.W4A16,
+        ),
+        Format(
+            "W8A16",
+            pack_quantized.W8A16["library"],
+            WHOLE_MODEL,
+            gpu_card.DESCRIPTION,
+            by_rounding=pack_quantized.W8A16,
+        ),
     )
 }
 

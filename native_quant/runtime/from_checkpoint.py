@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import why_not_multiple
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.encodings import Weight
-from ktconvert.layouts.checkpoints.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
+from ktconvert.layouts.encodings import Weight
+from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import cpu_card
 

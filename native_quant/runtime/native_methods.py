@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import Fused
-from ktconvert.layouts.checkpoints.encodings import Tensors, Weight
-from ktconvert.layouts.checkpoints.encodings import nvfp4 as nvfp4_encoding
-from ktconvert.layouts.checkpoints.encodings.encoding import read_scales
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings import bf16, fp8, mxfp4
+from ktconvert.layouts.encodings import Tensors, Weight, fp8, mxfp4, plain
+from ktconvert.layouts.encodings import nvfp4 as nvfp4_encoding
+from ktconvert.layouts.encodings.checkpoint import read_scales
 from ktconvert.layouts.encodings.encoding import Bytes, Tensor
 from ktconvert.native_quant import kernels_panels
 from ktconvert.native_quant._ktq import lib
@@ -142,8 +141,8 @@ METHODS = {
             "BF16",
             kernels_panels.BF16_MULTIPLE,
             lambda weight, layer: weight.encoding.name == "BF16",
-            bf16.PANELS.tensors,
-            lambda stored, out: bf16.PANELS.quantize(stored.part, out),
+            plain.PANELS.tensors,
+            lambda stored, out: plain.PANELS.quantize(stored.part, out),
         ),
         Native(
             "FP8",

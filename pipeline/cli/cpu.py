@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ktconvert.layouts.checkpoints.encodings import input_types
+from ktconvert.layouts.encodings import input_types
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import LAYOUTS, formats_of
 from ktconvert.pipeline.cli import calibration, options

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.encodings.pack_quantized import METHOD
+from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask, transformers_version

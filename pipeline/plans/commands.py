@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.encodings import input_types
+from ktconvert.layouts.encodings import input_types
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
 from ktconvert.layouts.outputs import formats_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints import encodings
+from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
@@ -237,7 +237,7 @@ def _require_stated_dtype(stated: str | None, model: MoeModel) -> None:
     dtypes = model.dtypes
     if stated == model.source.container.input_type:
         return
-    if not any(stated in row.input_types and row.name in dtypes for row in encodings.ENCODINGS):
+    if not any(stated in row.input_types and row.name in dtypes for row in encodings.CHECKPOINT_ENCODINGS):
         raise InputError(
             f"{model.source.root}: --input-type {stated} was given, but the experts are {', '.join(dtypes)}; "
             "leave the option out or correct it."

@@ -10,8 +10,8 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.beside import beside
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version

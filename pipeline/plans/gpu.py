@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints import encodings
+from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.beside import Beside, beside
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import Format, card, formats_of
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list

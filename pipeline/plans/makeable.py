@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.beside import beside
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import Format, formats_of, legal
 from ktconvert.layouts.outputs.format import expert_bytes

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.beside import Beside
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import ALIGNMENT, Entry, group_by_limit, plan_shard

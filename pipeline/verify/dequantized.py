@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ktconvert.layouts.checkpoints.beside import beside
-from ktconvert.layouts.checkpoints.encodings import Weight
 from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.card import unquantized

@@ -1,21 +1,44 @@
-"""BF16, without scales: row after row, in panels of 32 rows, or in kt-kernel's blocks (FORMAT.md)."""
+"""Weights stored as plain numbers. In checkpoints BF16, FP16 or float32; written as BF16, row after row, in panels of
+32 rows, or in kt-kernel's blocks (FORMAT.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, Tensor
+from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, aligned
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, SourceExperts, Tensor
 from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
 from ktconvert.native_quant import kernels_panels
+from ktconvert.native_quant import matrix as kinds
 from ktconvert.quantizers import FLOAT_GRIDS, Matrix, panels
 from ktconvert.quantizers.reference import bf16_to_f32
 
-if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.experts import MoeModel
+# --- in checkpoints -------------------------------------------------------------------------------
+
+
+def _row(dtype: str, title: str, kind: kinds.Kind, *input_types: str) -> CheckpointEncoding:
+    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> kinds.Matrix:
+        return kinds.Matrix(aligned(source, tensors["weight"]), kind)
+
+    return CheckpointEncoding(
+        dtype, title, {"weight": ("{t}",)}, (dtype,), kind, matrix, quantized=False, input_types=input_types
+    )
+
+
+IN_CHECKPOINTS = (
+    _row("BF16", "BF16", kinds.BF16, "bf16"),
+    _row("F16", "FP16", kinds.FP16, "fp16"),
+    _row("F32", "F32", kinds.F32),
+)
+
+
+# --- as we write them: BF16 -----------------------------------------------------------------------
 
 
 def _encoding(order: int, suffix: str) -> Encoding:
@@ -44,7 +67,7 @@ def _encoding(order: int, suffix: str) -> Encoding:
     )
 
 
-def is_exact(model: MoeModel) -> bool:
+def is_exact(model: SourceExperts) -> bool:
     """Experts in BF16, and in MXFP4, whose numbers all are numbers of BF16."""
     return {"BF16", "MXFP4"}.issuperset(model.dtypes)
 

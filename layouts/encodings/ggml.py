@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES, GgmlType
-from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors
 from ktconvert.native_quant.matrix import GGML, Kind, Matrix
 
 # Those that gguf-py dequantizes, less those that are plain numbers.
@@ -36,7 +36,7 @@ DEQUANTIZED = (
 )
 
 
-def _row(of: GgmlType) -> Encoding:
+def _row(of: GgmlType) -> CheckpointEncoding:
     other = Kind(of.name.lower(), np.dtype(np.uint8), columns=of.columns, items=of.nbytes, decode=_decoder(of.name))
     kind = GGML.get(of.name, other)
 
@@ -49,7 +49,7 @@ def _row(of: GgmlType) -> Encoding:
         """NVFP4 may have a scale for the whole tensor beside it, which gguf-py does not multiply by."""
         return of.name != "NVFP4" or "scale" not in tensors
 
-    return Encoding(of.name, of.name, {"weight": ("{t}",)}, (of.name,), kind, matrix, claims=claims)
+    return CheckpointEncoding(of.name, of.name, {"weight": ("{t}",)}, (of.name,), kind, matrix, claims=claims)
 
 
 def _decoder(name: str) -> Any:
@@ -65,4 +65,4 @@ def _decoder(name: str) -> Any:
     return decode
 
 
-ROWS = tuple(_row(of) for of in GGML_TYPES.values() if of.name in DEQUANTIZED)
+IN_CHECKPOINTS = tuple(_row(of) for of in GGML_TYPES.values() if of.name in DEQUANTIZED)

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import BESIDE, Quantization
-from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, read_scales
-from ktconvert.layouts.checkpoints.encodings.integers import (
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_scales
+from ktconvert.layouts.encodings.integers import (
     columns_per_scale,
     missing,
     order_of_columns,
     require_matrix,
     require_shape,
 )
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant.matrix import INT4_WORDS, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
@@ -34,7 +34,7 @@ NAMES = {
 BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AWQ (GEMM)"
 
 
-def _row(bits: int, kind: Kind) -> Encoding:
+def _row(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
         """The row of 4 bits has the sentences for other widths and formats."""
         if quantization.method not in ("", METHOD):
@@ -83,7 +83,7 @@ def _row(bits: int, kind: Kind) -> Encoding:
         order = order_of_columns(source, tensors.get("g_idx"), group)
         return Matrix(words, kind, scales, (1, group), zeros=zeros, group_of=order)
 
-    return Encoding(
+    return CheckpointEncoding(
         f"GPTQ_INT{bits}",
         f"GPTQ ({bits} bits)",
         NAMES,
@@ -140,4 +140,4 @@ def group_of_scales(tensors: Tensors, n: int, k: int, quantization: Quantization
     return columns_per_scale(tensors["qweight"], scales, (n, k), groups, quantization)
 
 
-ROWS = (_row(4, INT4_WORDS), _row(8, INT8_WORDS))
+IN_CHECKPOINTS = (_row(4, INT4_WORDS), _row(8, INT8_WORDS))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings.encoding import Encoding, Tensors, read_scales
-from ktconvert.layouts.checkpoints.encodings.gptq import BETTER, NAMES, group_of_scales
-from ktconvert.layouts.checkpoints.encodings.integers import require_matrix, require_shape
 from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_scales
+from ktconvert.layouts.encodings.gptq import BETTER, NAMES, group_of_scales
+from ktconvert.layouts.encodings.integers import require_matrix, require_shape
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.matrix import INT4_AWQ, Matrix
 from ktconvert.quantizers import packed
@@ -60,8 +60,8 @@ def _matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, 
     return Matrix(words, INT4_AWQ, scales, (1, group), zeros=zeros)
 
 
-ROWS = (
-    Encoding(
+IN_CHECKPOINTS = (
+    CheckpointEncoding(
         "AWQ_INT4",
         "AWQ",
         {role: NAMES[role] for role in ("qweight", "qzeros", "scales")},

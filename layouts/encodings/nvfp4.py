@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings.encoding import (
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.checkpoint import (
     FLOATS,
-    Encoding,
+    CheckpointEncoding,
     Tensors,
     nibble_columns,
     read_scales,
     require_finite,
 )
-from ktconvert.layouts.checkpoints.encodings.mxfp4 import require_groups
-from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.mxfp4 import require_groups
 from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers.scales import nvfp4
@@ -31,7 +31,7 @@ FACTOR, DIVISOR = "factor", "divisor"  # roles of the scale for all
 NAMES = {FACTOR: "{t}_scale_2", DIVISOR: "{t}_global_scale"}
 
 
-def _row(role: str, pattern: str, whole: str) -> Encoding:
+def _row(role: str, pattern: str, whole: str) -> CheckpointEncoding:
     """whole: FACTOR or DIVISOR."""
 
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
@@ -58,7 +58,7 @@ def _row(role: str, pattern: str, whole: str) -> Encoding:
         codes = source.view(replace(tensors[role], dtype="U8", shape=(n, k // 2)))
         return Matrix(codes, FP4_E2M1, _scales(source, tensors, whole, (n, k // GROUP)), (1, GROUP))
 
-    return Encoding(
+    return CheckpointEncoding(
         "NVFP4",
         "NVFP4",
         {role: (pattern,), "scale": ("{t}_scale",), whole: (NAMES[whole],)},
@@ -85,7 +85,7 @@ def _scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int
     return scales
 
 
-ROWS = (
+IN_CHECKPOINTS = (
     _row("weight", "{t}", FACTOR),
     _row("weight", "{t}", DIVISOR),
     _row("packed", "{t}_packed", DIVISOR),

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings.encoding import FLOATS
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.encodings.checkpoint import FLOATS
 from ktconvert.layouts.errors import InputError, UnsupportedError
 
 

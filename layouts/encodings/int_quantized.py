@@ -8,10 +8,10 @@ import math
 import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings.encoding import FLOATS, Encoding, Tensors, read_scales
-from ktconvert.layouts.checkpoints.encodings.fp8 import grid
-from ktconvert.layouts.checkpoints.encodings.integers import missing
 from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, read_scales
+from ktconvert.layouts.encodings.fp8 import grid
+from ktconvert.layouts.encodings.integers import missing
 from ktconvert.layouts.errors import InputError
 from ktconvert.native_quant.matrix import INT8_SIGNED, Matrix
 
@@ -46,8 +46,8 @@ def _matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, 
     return Matrix(source.view(weight), INT8_SIGNED, read_scales(source, scale, shape), block, zeros=codes)
 
 
-ROWS = (
-    Encoding(
+IN_CHECKPOINTS = (
+    CheckpointEncoding(
         "W8A8",
         "INT8 (W8A8)",
         {

@@ -1,35 +1,42 @@
-"""compressed-tensors' pack-quantized integers: codes in words, one scale for a group of columns of a row, perhaps
-zero points, and perhaps an order of columns (actorder).
+"""compressed-tensors' pack-quantized integers: codes in words, one scale for a group of columns of a row, perhaps zero
+points, and perhaps an order of columns (actorder).
 
-What llmcompressor and `ktconvert gpu` write, and Kimi-K2's INT4. The value of a code q is (q - z) * s (NUMERICS.md,
-section 1); q and z are stored as unsigned numbers, z packed along the rows."""
+What llmcompressor and `ktconvert gpu` write, and Kimi-K2's INT4; SGLang and vLLM load it. The value of a code q is (q -
+z) * s (NUMERICS.md, section 1); q and z are stored as unsigned numbers, z packed along the rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.encodings.encoding import FLOATS, Encoding, Tensors, read_scales
-from ktconvert.layouts.checkpoints.encodings.integers import (
+from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, read_scales
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, Tensor, never_exact
+from ktconvert.layouts.encodings.integers import (
     columns_per_scale,
     missing,
     order_of_columns,
     require_matrix,
     require_shape,
 )
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.errors import InputError
+from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import INT4, INT8, Kind, Matrix
-from ktconvert.quantizers import packed
+from ktconvert.quantizers import GROUP_GRIDS, Grid, groups, packed
+
+# --- in checkpoints -------------------------------------------------------------------------------
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"  # what config.json calls them
 WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
 
 
-def _row(bits: int, kind: Kind) -> Encoding:
+def _row(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
         """No header holds the width of the codes: it is the config's, and if that has several, the one by which its
         groups fit; else 4. weight_shape must confirm it.
@@ -71,7 +78,7 @@ def _row(bits: int, kind: Kind) -> Encoding:
         order = order_of_columns(source, tensors.get("g_idx"), group)
         return Matrix(codes, kind, scales, (1, group), zeros=zeros, group_of=order)
 
-    return Encoding(
+    return CheckpointEncoding(
         kind.name.upper(),
         kind.name.upper(),
         {
@@ -131,4 +138,89 @@ def _check_shape(source: TensorSource, tensors: Tensors, n: int, k: int) -> None
         )
 
 
-ROWS = (_row(4, INT4), _row(8, INT8))
+IN_CHECKPOINTS = (_row(4, INT4), _row(8, INT8))
+
+
+# --- as we write it: W4A16 and W8A16 (FORMAT.md) --------------------------------------------------
+
+SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
+PIECE = 1 << 14  # bytes of codes that are read at a time
+
+
+def pack_quantized(grid: Grid, rounding: str) -> Encoding:
+    """The encoding with this grid. rounding: how quotients are rounded, a row of kernels.ROUNDINGS."""
+    bits, group = grid.bits, grid.group
+    assert group is not None
+
+    def tensors(n: int, k: int) -> tuple[Tensor, ...]:
+        packed, shape, scale = SUFFIXES
+        return (
+            Tensor(packed, "I32", (n, k * bits // 32), n * k * bits // 8),
+            Tensor(shape, "I64", (2,), 16),
+            Tensor(scale, "BF16", (n, k // group), 2 * n * (k // group)),
+        )
+
+    def typed(stored: Sequence[Bytes], n: int, k: int) -> list[npt.NDArray[Any]]:
+        """Words, shape, bits of BF16 scales; views."""
+        described = zip(stored, ("<i4", "<i8", "<u2"), tensors(n, k), strict=True)
+        return [data.view(dtype).reshape(tensor.shape) for data, dtype, tensor in described]
+
+    def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
+        words, shape, scale = typed(out, *matrix.shape)
+        shape[:] = matrix.shape
+        kernels.quantize_groups(bits, matrix, words, scale, group=group, rounding=rounding)
+
+    def pack(codes: npt.NDArray[np.int8], scales: npt.NDArray[Any], out: Sequence[Bytes]) -> None:
+        words, shape, scale = typed(out, *codes.shape)
+        words[:] = groups.pack_words(bits, codes)
+        shape[:] = codes.shape
+        scale[:] = scales
+
+    def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
+        words, _, scale = typed(stored, n, k)
+        return groups.dequantize_groups(bits, words[rows], scale[rows])
+
+    return Encoding(
+        grid.name,
+        version=1,
+        grid=grid,
+        multiple=group,
+        tensors=tensors,
+        quantize=quantize,
+        decode=decode,
+        is_exact=never_exact,
+        defects=(_all_zeros(bits), _bad_shape, _bad_scale),
+        pack=pack,
+        scales=lambda last, n, k: last.view("<u2").reshape(n, -1),
+    )
+
+
+def _all_zeros(bits: int) -> Defect:
+    zero = 0x88 if bits == 4 else 0x80  # a byte of codes 0
+
+    def all_zeros(read: Read, n: int, k: int) -> str:
+        """No codes are all zeros, unless the scales say that the source was; of others only the beginning is read."""
+        starts = range(0, n * k * bits // 8, PIECE)
+        if any((read(0, start, start + PIECE) != zero).any() for start in starts):
+            return ""
+        if (read(2).view("<u2") == groups.EMPTY_SCALE).all():
+            return ""
+        return "it is all zeros: its expert would compute nothing"
+
+    return all_zeros
+
+
+def _bad_shape(read: Read, n: int, k: int) -> str:
+    stored = read(1).view("<i8").tolist()
+    return "" if stored == [n, k] else f"weight_shape says {' x '.join(map(str, stored))}"
+
+
+def _bad_scale(read: Read, n: int, k: int) -> str:
+    scales = read(2).view("<u2")
+    bad = (scales >= 0x7F80) | (scales == 0)
+    return f"scale {int(np.argmax(bad))} is not a positive number" if bad.any() else ""
+
+
+# By the rounding of their quotients.
+W4A16 = {rounding: pack_quantized(GROUP_GRIDS["W4A16"], rounding) for rounding in kernels.ROUNDINGS}
+W8A16 = {rounding: pack_quantized(GROUP_GRIDS["W8A16"], rounding) for rounding in kernels.ROUNDINGS}

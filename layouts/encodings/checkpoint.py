@@ -1,4 +1,4 @@
-"""The contract of a row of the table of encodings, and a weight that is stored in one."""
+"""What a way is in which checkpoints store a weight: its tensors' names, and how they become a matrix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def nothing_to_fit(tensors: Tensors, quantization: Quantization, input_major: bo
 
 
 @dataclass(frozen=True)
-class Encoding:
+class CheckpointEncoding:
     """How a linear's weight is stored.
 
     A weight is a linear [n, k], or a stack of E of them: then each of its tensors has E as its first axis. Functions
@@ -96,7 +96,7 @@ class Encoding:
 class Weight:
     """A stored weight: its row, its tensors in the order of the row, and its logical shape, [n, k] or [E, n, k]."""
 
-    encoding: Encoding
+    encoding: CheckpointEncoding
     tensors: Tensors
     shape: tuple[int, ...]
     quantization: Quantization
@@ -124,7 +124,7 @@ class Weight:
         return {role: one_of(info, expert) for role, info in self.tensors.items()}
 
     def fit(self, input_major: bool = False) -> Any:
-        """The result of Encoding.fit. Raises InputError or UnsupportedError where the tensors do not fit each other."""
+        """As CheckpointEncoding.fit. Raises InputError or UnsupportedError where the tensors do not fit each other."""
         return self.encoding.fit(self.tensors, self.quantization, input_major)
 
     def reading_bytes(self, turned: bool) -> int:
