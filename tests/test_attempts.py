@@ -14,7 +14,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.lockfile import Holder
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 from rig import conversion
 from rig.bench import Bench
@@ -23,17 +23,17 @@ UNIT: Unit[None] = Unit("stage", "layer-000", (1,), (), (), "model.safetensors",
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
+def paths(tmp_path: Path) -> Paths:
     found = locate(tmp_path / "out")
     for folder in (found.partial, found.attempts):
         folder.mkdir(parents=True)
     return found
 
 
-def made(places: Places) -> Attempt:
-    attempt = attempts.begin(places, UNIT, "run")
-    (places.partial / attempt.name).write_bytes(b"0123")
-    return attempts.finish(places, attempt, Result((Written("", 4, "0" * 64),), 1), ())
+def made(paths: Paths) -> Attempt:
+    attempt = attempts.begin(paths, UNIT, "run")
+    (paths.partial / attempt.name).write_bytes(b"0123")
+    return attempts.finish(paths, attempt, Result((Written("", 4, "0" * 64),), 1), ())
 
 
 NO_RECORDS: dict[str, dict[str, Any]] = {
@@ -47,34 +47,34 @@ NO_RECORDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("which", NO_RECORDS)
-def test_what_cannot_be_a_record_does_not_count(places: Places, which: str) -> None:
-    path = places.attempts / f"{made(places).name}.json"
+def test_what_cannot_be_a_record_does_not_count(paths: Paths, which: str) -> None:
+    path = paths.attempts / f"{made(paths).name}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | NO_RECORDS[which]))
-    assert attempts.read(places) == []
-    attempts.sweep(places)
-    assert conversion.names(places.root) == ["attempts", "partial"]
+    assert attempts.read(paths) == []
+    attempts.sweep(paths)
+    assert conversion.names(paths.root) == ["attempts", "partial"]
 
 
 @pytest.mark.parametrize("files", [[], [[__file__, 1, ""]], [["../../other", 4, ""]]])
-def test_files_elsewhere_are_not_those_of_an_attempt(places: Places, files: list[Any]) -> None:
-    attempt = made(places)
-    (places.root.parent / "other").write_bytes(b"0123")
+def test_files_elsewhere_are_not_those_of_an_attempt(paths: Paths, files: list[Any]) -> None:
+    attempt = made(paths)
+    (paths.root.parent / "other").write_bytes(b"0123")
     files = [[name, Path(name).stat().st_size if name.startswith("/") else size, ""] for name, size, _ in files]
-    path = places.attempts / f"{attempt.name}.json"
+    path = paths.attempts / f"{attempt.name}.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"result": record["result"] | {"files": files}}))
-    (read,) = attempts.read(places)
-    assert not read.is_whole(places)
+    (read,) = attempts.read(paths)
+    assert not read.is_whole(paths)
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
-def test_no_name_leads_out_of_the_folder(places: Places, name: str) -> None:
-    attempt = made(places)
-    record = json.loads((places.attempts / f"{attempt.name}.json").read_text())
-    (places.attempts / f"{name}.json").write_text(json.dumps(record | {"name": name, "result": None, "failure": "no"}))
-    attempts.sweep(places)
-    assert attempts.read(places) == [attempt]
-    assert attempt.is_whole(places)
+def test_no_name_leads_out_of_the_folder(paths: Paths, name: str) -> None:
+    attempt = made(paths)
+    record = json.loads((paths.attempts / f"{attempt.name}.json").read_text())
+    (paths.attempts / f"{name}.json").write_text(json.dumps(record | {"name": name, "result": None, "failure": "no"}))
+    attempts.sweep(paths)
+    assert attempts.read(paths) == [attempt]
+    assert attempt.is_whole(paths)
 
 
 def test_a_resume_among_such_records(bench: Bench) -> None:
@@ -101,31 +101,31 @@ print(attempts.begin(locate(Path(sys.argv[1])), UNIT, "run").name)
 """
 
 
-def test_containers_of_one_host_have_processes_of_the_same_number(places: Places) -> None:
+def test_containers_of_one_host_have_processes_of_the_same_number(paths: Paths) -> None:
     if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespaces")
-    command = [*CONTAINER, sys.executable, "-c", CODE, str(places.output), str(Path(__file__).parent)]
+    command = [*CONTAINER, sys.executable, "-c", CODE, str(paths.output), str(Path(__file__).parent)]
     names = {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for _ in range(2)}
     assert len(names) == 2
-    assert {attempt.name for attempt in attempts.read(places)} == names
-    assert {attempt.pid for attempt in attempts.read(places)} == {1}
+    assert {attempt.name for attempt in attempts.read(paths)} == names
+    assert {attempt.pid for attempt in attempts.read(paths)} == {1}
 
 
-def test_disk_space_of_the_dead_is_freed_and_their_records_count(places: Places) -> None:
+def test_disk_space_of_the_dead_is_freed_and_their_records_count(paths: Paths) -> None:
     ended = subprocess.Popen(["true"])
     start = machine.process_start(ended.pid)
     ended.wait()
     own = Holder.this()
     of_ended = Holder(ended.pid, own.host, own.boot, start, own.namespace).line.decode()
     elsewhere = Holder(ended.pid, "elsewhere", own.boot, start, own.namespace).line.decode()
-    begun = [attempts.begin(places, UNIT, "run") for _ in range(3)]
+    begun = [attempts.begin(paths, UNIT, "run") for _ in range(3)]
     for attempt, process in zip(begun, (of_ended, elsewhere, own.line.decode()), strict=True):
-        path = places.attempts / f"{attempt.name}.json"
+        path = paths.attempts / f"{attempt.name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"process": process}))
-        (places.partial / attempt.name).write_bytes(b"0")
-    whole = made(places)
-    attempts.free(places)
+        (paths.partial / attempt.name).write_bytes(b"0")
+    whole = made(paths)
+    attempts.free(paths)
     kept = sorted(attempt.name for attempt in (*begun[1:], whole))
-    assert conversion.names(places.partial) == kept
-    assert attempts.read(places, UNIT, known=[attempt.name for attempt in begun]) == [whole]
-    assert len(attempts.read(places)) == 4
+    assert conversion.names(paths.partial) == kept
+    assert attempts.read(paths, UNIT, known=[attempt.name for attempt in begun]) == [whole]
+    assert len(attempts.read(paths)) == 4

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.config import quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -138,7 +138,7 @@ def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
     except (InputError, UnsupportedError) as error:
         yield error
     try:
-        for stored in beside(source, (), quantization(source.config)).tensors.values():
+        for stored in other_tensors(source, (), quantization(source.config)).tensors.values():
             if isinstance(stored, Weight) and 0 not in stored.shape:
                 kernels.decode(stored.matrix(source, 0))
     except (InputError, UnsupportedError) as error:

@@ -18,7 +18,7 @@ import pytest
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.pipeline.engine import attempts, journal
-from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.plans.commands import plan_request, run
@@ -165,7 +165,7 @@ def test_the_end_removes_what_a_worker_still_writes(name: str, tmp_path: Path) -
     """One that was taken for dead, and was only frozen."""
     for _ in range(3):
         work = WorkDir(locate(tmp_path / "out"))
-        folder, ended = work.places.root / name, threading.Event()
+        folder, ended = work.paths.root / name, threading.Event()
 
         def write(folder: Path = folder, ended: threading.Event = ended) -> None:
             for number in itertools.count():
@@ -235,10 +235,10 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
     with WorkDir(locate(tmp_path / "out")) as work:
         child = os.fork()
         if child == 0:
-            attempts.begin(work.places, dead, "a run")
+            attempts.begin(work.paths, dead, "a run")
             os._exit(0)
         os.waitpid(child, 0)
-        attempts.begin(work.places, lives, "a run")
+        attempts.begin(work.paths, lives, "a run")
     for _ in range(2):  # once
         with WorkDir(locate(tmp_path / "out")) as work:
             noted = [(r["event"], r["unit"], r["pid"]) for r in work.journal.records if "attempt" in r]

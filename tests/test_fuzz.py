@@ -38,7 +38,7 @@ from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.cli.bench import Counts
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import agree, saved_plan, unit_states
-from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.plans.commands import plan_request
 from ktconvert.pipeline.verify.structure import check_structure
@@ -109,7 +109,7 @@ def command(*arguments: object, words: str = "") -> int:
 
 
 @dataclass(frozen=True)
-class Places:
+class Paths:
     """A checkpoint, its output, and a conversion that was interrupted in its second layer."""
 
     root: Path
@@ -148,7 +148,7 @@ class Places:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     root = tmp_path_factory.mktemp("fuzz")
     source = conversion.checkpoint(root / "source", layers=2, experts=1)
     for words in (
@@ -173,7 +173,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     )
     header = json.dumps({hot_mask.KEY: {"dtype": "BOOL", "shape": [2, 1], "data_offsets": [0, 2]}}).encode()
     (root / "mask.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\0")
-    return Places(
+    return Paths(
         root, source, root / "output", root / "packed", root / "loose", root / "broken", plan, open_checkpoint(source)
     )
 
@@ -182,27 +182,27 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 class Subject:
     """A file that is damaged: where it lies, how, what reads it (here, and from the command line)."""
 
-    file: Callable[[Places], Path]
+    file: Callable[[Paths], Path]
     kind: Callable[[Random, bytes], bytes]
-    read: Callable[[Places, Path], object]
-    commands: Callable[[Places], list[list[object]]]
+    read: Callable[[Paths, Path], object]
+    commands: Callable[[Paths], list[list[object]]]
 
 
-def work(places: Places) -> Any:
-    return locate(places.broken)
+def work(paths: Paths) -> Any:
+    return locate(paths.broken)
 
 
-def read_plan(places: Places, _: Path) -> None:
-    old = saved_plan(work(places))
+def read_plan(paths: Paths, _: Path) -> None:
+    old = saved_plan(work(paths))
     if old is not None:
-        agree(places.plan, old, False)
+        agree(paths.plan, old, False)
 
 
-def read_journal(places: Places, path: Path) -> None:
+def read_journal(paths: Paths, path: Path) -> None:
     records = journal.read(path)
     journal.death(records)
     journal.assembled(records)
-    unit_states(places.plan, work(places))
+    unit_states(paths.plan, work(paths))
 
 
 def read_output(root: Path) -> None:
@@ -217,31 +217,31 @@ def load_output(root: Path) -> None:
     Experts.load(root, 0).close()
 
 
-def read_architecture(places: Places, _: Path) -> None:
-    recognise(TensorSource(places.source, read_config(places.source), places.opened.shards, places.opened.tensors))
+def read_architecture(paths: Paths, _: Path) -> None:
+    recognise(TensorSource(paths.source, read_config(paths.source), paths.opened.shards, paths.opened.tensors))
 
 
-def read_arch(places: Places, path: Path) -> None:
+def read_arch(paths: Paths, path: Path) -> None:
     row = parse_arch(path.read_text(encoding="utf-8", errors="replace"))
-    recognise(places.opened, (row, *ARCHS))
+    recognise(paths.opened, (row, *ARCHS))
 
 
-def new(places: Places) -> Path:
-    return places.root / "new"
+def new(paths: Paths) -> Path:
+    return paths.root / "new"
 
 
-def of_source(places: Places) -> list[list[object]]:
+def of_source(paths: Paths) -> list[list[object]]:
     return [
-        ["inspect", places.source],
-        ["cpu", "-i", places.source, "-o", new(places), *PARTS, "--dry-run"],
-        ["gpu", "-i", places.source, "-o", new(places), *RTN, "--dry-run"],
-        ["merge", "-i", places.loose, "-r", places.source, "-o", new(places), "--dry-run"],
-        ["verify", places.output, "--against", places.source, "--report", places.root / "report.html"],
+        ["inspect", paths.source],
+        ["cpu", "-i", paths.source, "-o", new(paths), *PARTS, "--dry-run"],
+        ["gpu", "-i", paths.source, "-o", new(paths), *RTN, "--dry-run"],
+        ["merge", "-i", paths.loose, "-r", paths.source, "-o", new(paths), "--dry-run"],
+        ["verify", paths.output, "--against", paths.source, "--report", paths.root / "report.html"],
     ]
 
 
-def of_broken(places: Places) -> list[list[object]]:
-    return [["inspect", places.broken], ["resume", places.broken, "--dry-run"]]
+def of_broken(paths: Paths) -> list[list[object]]:
+    return [["inspect", paths.broken], ["resume", paths.broken, "--dry-run"]]
 
 
 def of_output(root: Path) -> list[list[object]]:
@@ -250,9 +250,9 @@ def of_output(root: Path) -> list[list[object]]:
     return [["inspect", root], ["verify", root, *page], ["resume", root, "--dry-run"], resplit]
 
 
-def of_packed(places: Places) -> list[list[object]]:
-    check = ["verify", places.packed, "--no-load", "--report", places.root / "report.html"]
-    return [*of_output(places.packed)[::2], of_output(places.packed)[3], check, [*check, "--against", places.source]]
+def of_packed(paths: Paths) -> list[list[object]]:
+    check = ["verify", paths.packed, "--no-load", "--report", paths.root / "report.html"]
+    return [*of_output(paths.packed)[::2], of_output(paths.packed)[3], check, [*check, "--against", paths.source]]
 
 
 INDEX = "model.safetensors.index.json"
@@ -341,9 +341,9 @@ def restored(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", [*SUBJECTS, *OUTPUTS])
-def test_what_reads_a_file(name: str, places: Places) -> None:
+def test_what_reads_a_file(name: str, paths: Paths) -> None:
     subject = {**SUBJECTS, **OUTPUTS}[name]
-    path = subject.file(places)
+    path = subject.file(paths)
     with restored(path) as whole:
 
         @fuzzed(1000 if name in SUBJECTS else 100)
@@ -351,21 +351,21 @@ def test_what_reads_a_file(name: str, places: Places) -> None:
         def check(seed: int) -> None:
             path.write_bytes(mutations.damaged(subject.kind, whole, seed))
             with contextlib.suppress(KtconvertError):
-                subject.read(places, path)
+                subject.read(paths, path)
 
         check()
 
 
 @pytest.mark.parametrize("name", [*SUBJECTS, *OUTPUTS])
-def test_commands_that_read_a_file(name: str, places: Places) -> None:
+def test_commands_that_read_a_file(name: str, paths: Paths) -> None:
     subject = {**SUBJECTS, **OUTPUTS}[name]
-    path = subject.file(places)
-    if not subject.commands(places):
+    path = subject.file(paths)
+    if not subject.commands(paths):
         pytest.skip("it is read where a model runs")
     with restored(path) as whole:
 
         @fuzzed(20)
-        @given(SEEDS, st.sampled_from(subject.commands(places)))
+        @given(SEEDS, st.sampled_from(subject.commands(paths)))
         def check(seed: int, arguments: list[object]) -> None:
             path.write_bytes(mutations.damaged(subject.kind, whole, seed))
             command(*arguments)
@@ -382,46 +382,46 @@ def changed(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(document))
 
 
-def test_a_plan_whose_source_has_no_name(places: Places) -> None:
-    with restored(work(places).plan):
-        changed(work(places).plan, lambda plan: plan["source"][0].pop("name"))
-        assert command("resume", places.broken, "--dry-run", words="not a plan (source[0].name is missing)") == 7
-    with restored(work(places).plan):
-        changed(work(places).plan, lambda plan: plan["tuning"].pop("cpuinfer_threads"))
-        assert command("resume", places.broken, "--dry-run", words="(tuning.cpuinfer_threads is missing)") == 7
-        changed(work(places).plan, lambda plan: plan["settings"].update(layers=5))
-        assert command("resume", places.broken, "--dry-run", words="cannot be understood (settings.layers is 5)") == 7
+def test_a_plan_whose_source_has_no_name(paths: Paths) -> None:
+    with restored(work(paths).plan):
+        changed(work(paths).plan, lambda plan: plan["source"][0].pop("name"))
+        assert command("resume", paths.broken, "--dry-run", words="not a plan (source[0].name is missing)") == 7
+    with restored(work(paths).plan):
+        changed(work(paths).plan, lambda plan: plan["tuning"].pop("cpuinfer_threads"))
+        assert command("resume", paths.broken, "--dry-run", words="(tuning.cpuinfer_threads is missing)") == 7
+        changed(work(paths).plan, lambda plan: plan["settings"].update(layers=5))
+        assert command("resume", paths.broken, "--dry-run", words="cannot be understood (settings.layers is 5)") == 7
 
 
-def test_a_record_without_a_fingerprint(places: Places) -> None:
+def test_a_record_without_a_fingerprint(paths: Paths) -> None:
     """What it says was done is done again."""
-    path = work(places).journal
+    path = work(paths).journal
     with restored(path) as whole:
         path.write_bytes(whole.replace(b'"fingerprint"', b'"footprint"'))
         assert journal.finished(journal.read(path)) == {}
-        assert command("resume", places.broken, "--dry-run") == 0
+        assert command("resume", paths.broken, "--dry-run") == 0
 
 
 @pytest.mark.parametrize("name", ["\0", "\ud800", "x" * 300])
-def test_a_record_of_a_file_that_cannot_be(name: str, places: Places) -> None:
-    path = work(places).journal
+def test_a_record_of_a_file_that_cannot_be(name: str, paths: Paths) -> None:
+    path = work(paths).journal
     with restored(path) as whole:
         path.write_bytes(whole.replace(b'"files": [[""', b'"files": [[' + json.dumps(name).encode()))
         assert journal.finished(journal.read(path))
-        assert command("resume", places.broken, "--dry-run") == 0
+        assert command("resume", paths.broken, "--dry-run") == 0
 
 
-def test_an_original_whose_config_is_a_list(places: Places) -> None:
-    with restored(places.source / "config.json"):
-        (places.source / "config.json").write_text("[1]")
-        arguments = ["merge", "-i", places.loose, "-r", places.source, "-o", new(places), "--dry-run"]
+def test_an_original_whose_config_is_a_list(paths: Paths) -> None:
+    with restored(paths.source / "config.json"):
+        (paths.source / "config.json").write_text("[1]")
+        arguments = ["merge", "-i", paths.loose, "-r", paths.source, "-o", new(paths), "--dry-run"]
         assert command(*arguments, words="config.json: must hold a JSON object") == 5
 
 
-def test_a_manifest_of_more_experts_than_memory_holds(places: Places) -> None:
-    with restored(places.packed / "manifest.json"):
-        changed(places.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
-        assert command("verify", places.packed, "--no-load", words="(model.experts is 4294967296)") == 6
+def test_a_manifest_of_more_experts_than_memory_holds(paths: Paths) -> None:
+    with restored(paths.packed / "manifest.json"):
+        changed(paths.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
+        assert command("verify", paths.packed, "--no-load", words="(model.experts is 4294967296)") == 6
 
 
 DIGITS = "9" * 400
@@ -441,9 +441,9 @@ def numbers() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "option"), numbers())
-def test_numbers_of_any_length(name: str, option: str, places: Places) -> None:
-    both = ["-i", places.loose if name == "merge" else places.source, "-o", new(places)]
-    where: list[object] = both if name in ("cpu", "gpu", "merge") else [] if name == "doctor" else [places.output]
-    more = {"serve": ["--cpu-weights", places.output], "eval": ["--text", places.arch]}.get(name, [])
+def test_numbers_of_any_length(name: str, option: str, paths: Paths) -> None:
+    both = ["-i", paths.loose if name == "merge" else paths.source, "-o", new(paths)]
+    where: list[object] = both if name in ("cpu", "gpu", "merge") else [] if name == "doctor" else [paths.output]
+    more = {"serve": ["--cpu-weights", paths.output], "eval": ["--text", paths.arch]}.get(name, [])
     for value in (DIGITS, DIGITS * 13, f"{DIGITS}.5", "nan", "inf", "1e999"):
         assert command(name, *where, *more, option, value) == 2

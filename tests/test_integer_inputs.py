@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
@@ -65,7 +65,7 @@ LIBRARIES = [name for name in FILES if name.startswith(("awq", "gptq", "ct_pack"
 def weights(folder: Path) -> dict[str, Matrix]:
     """Each quantized linear of a checkpoint, by its name without ".weight"."""
     with open_checkpoint(folder) as source:
-        stored = beside(source, (), source.quantization).tensors
+        stored = other_tensors(source, (), source.quantization).tensors
         found = {name: w for name, w in stored.items() if isinstance(w, Weight)}
         return {name.removesuffix(".weight"): w.matrix(source, 0) for name, w in found.items()}
 
@@ -144,7 +144,9 @@ ASYMMETRIC = "gptq_4bit_g128_asym_v1"
 VERSIONS: dict[str, Change] = {"gptq": lambda stored, quantization: None, "gptq_v2": to_v2}
 
 
-def apart(name: str, folder: Path, beside: dict[str, Any] | None = None, version: str = "gptq", **kept: Any) -> Path:
+def apart(
+    name: str, folder: Path, other_tensors: dict[str, Any] | None = None, version: str = "gptq", **kept: Any
+) -> Path:
     """A library's file whose config lies in quantize_config.json; kept: what config.json still says."""
     said: dict[str, Any] = {}
 
@@ -157,7 +159,7 @@ def apart(name: str, folder: Path, beside: dict[str, Any] | None = None, version
     document = json.loads((folder / "config.json").read_text())
     document |= {"quantization_config": kept} if kept else {}
     (folder / "config.json").write_text(json.dumps(document))
-    (folder / "quantize_config.json").write_text(json.dumps(said if beside is None else beside))
+    (folder / "quantize_config.json").write_text(json.dumps(said if other_tensors is None else other_tensors))
     return folder
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError
 from ktconvert.layouts.outputs import formats_of
@@ -124,7 +124,7 @@ def test_for_a_gpu(name: str, cli: Callable[..., Any], tmp_path: Path) -> None:
 
     edit_file(folder / "model.safetensors", with_attention)
     model = model_of(folder)
-    rest = beside(model.source, model.expert_tensor_names(), model.quantization)
+    rest = other_tensors(model.source, model.expert_tensor_names(), model.quantization)
     assert set(rest.tensors) == {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"}
     cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
     cli("verify", tmp_path / "out", "--against", folder, "--no-load")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant import kernels
@@ -199,7 +199,7 @@ def test_gpu_decodes_those_beside_the_experts(tmp_path: Path, cli: Callable[...,
     tensors |= {f"{stem}.{s}": tensors[f"{source}.{s}"] for s in ("weight_packed", "weight_scale", "weight_shape")}
     folder = checkpoint(tmp_path / "model", tensors, scheme(4, 32))
     model = model_of(folder)
-    rest = beside(model.source, model.expert_tensor_names(), model.quantization)
+    rest = other_tensors(model.source, model.expert_tensor_names(), model.quantization)
     assert list(rest.tensors) == [f"{stem}.weight"]
     assert rest.dropped == (f"{stem}.weight_scale", f"{stem}.weight_shape")
     cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W8A16")

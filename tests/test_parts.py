@@ -13,7 +13,7 @@ import pytest
 from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.part import parse
-from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.paths import locate
 from rig import conversion, killpoint
 from rig.bench import CONVERSIONS, SHARD, Bench
 

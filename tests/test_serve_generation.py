@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ktconvert.pipeline.models import generate, writing
-from ktconvert.pipeline.models.serving.asked import Asked, asking
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, asking
 from rig.served import PATIENCE, Served, served, started, with_template
 
 httpx = pytest.importorskip("httpx")
@@ -195,7 +195,7 @@ def test_a_seed_is_a_clients_own(server: Served) -> None:
     config.update(do_sample=True, max_new_tokens=40)
 
     def draw(seed: int | None) -> list[int]:
-        with asking(f"seed-{seed}", Asked(seed=seed)):
+        with asking(f"seed-{seed}", RequestOptions(seed=seed)):
             inputs = server.turns.processor(WORDS, return_tensors="pt")
             done = server.turns.generate_non_streaming(
                 server.turns.model, server.turns.processor, inputs, config, f"seed-{seed}"

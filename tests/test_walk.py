@@ -16,8 +16,8 @@ if any(find_spec(name) is None for name in ("torch", "transformers", "accelerate
 
 import torch
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.files.rows import RowFile
@@ -84,7 +84,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
     """Take the samples through all layers of the bundled model, three experts at a time."""
     source = open_checkpoint(EXAMPLE)
     model = recognise(source)
-    rest = carry_over.carried(beside(source, model.expert_tensor_names(), model.quantization))
+    rest = carry_over.carried(other_tensors(source, model.expert_tensor_names(), model.quantization))
     lm = LayeredModel(source, {tensor.key: tensor for tensor in rest})
     folder.mkdir()
     with RowFile(folder / "embedded", sum(LENGTHS), lm.hidden, new=True) as file:

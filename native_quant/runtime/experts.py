@@ -22,9 +22,9 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import kt_methods, tables, weights
 from ktconvert.native_quant.runtime.jobs import Job, check
 from ktconvert.native_quant.runtime.pool import Pool, default_pool
+from ktconvert.native_quant.runtime.requirements import Requirements
 from ktconvert.native_quant.runtime.sources import kind_of
 from ktconvert.native_quant.runtime.tables import InUse
-from ktconvert.native_quant.runtime.wanted import Wanted
 
 U16 = npt.NDArray[np.uint16]
 I64 = npt.NDArray[np.int64]
@@ -114,7 +114,7 @@ class Experts:
         if memory not in weights.MEMORY:
             raise ValueError(f"memory is one of {', '.join(weights.MEMORY)}, not '{memory}'")
         swiglu, pool, path = kt_methods.Swiglu(swiglu_limit, swiglu_alpha), pool or default_pool(), Path(path)
-        wanted = Wanted(method, num_experts, hidden, intermediate, parts, memory, swiglu)
+        wanted = Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
         packed = kind_of(path).load(path, layer, pool, wanted)
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)

@@ -35,11 +35,11 @@ from ktconvert.native_quant.runtime import kt_methods
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.contents import Status, contents
 from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.metadata_checks import require_as_in_manifest, require_as_in_metadata
 from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
 from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.stated import require_as_in_manifest, require_as_in_metadata
-from ktconvert.native_quant.runtime.wanted import Wanted
+from ktconvert.native_quant.runtime.requirements import Requirements
 from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_limits, opened_output
 from ktconvert.quantizers.reference import bf16_to_f32
 
@@ -107,7 +107,7 @@ def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32
     yield gate, up, down
 
 
-def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
+def load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeights:
     """One layer of a checkpoint in so many NUMA parts (None: one for each of the pool's nodes if that divides the
     weights, else 1), in the memory of the pool's nodes.
 
@@ -118,7 +118,7 @@ def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
         return _load(path, layer, pool, wanted)
 
 
-def _load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
+def _load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeights:
     model = _opened(path)
     if layer not in model.moe_layers:
         raise UnsupportedError(

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
@@ -65,7 +65,7 @@ def dequantizer(root: Path) -> Any:
         return None
     with open_checkpoint(root) as source:
         experts = recognise(source, to_read=True).expert_tensor_names()
-        rest = beside(source, experts, quantization).tensors
+        rest = other_tensors(source, experts, quantization).tensors
         packed = next((name for name, stored in rest.items() if isinstance(stored, Weight)), None)
     if packed is not None:
         raise UnsupportedError(

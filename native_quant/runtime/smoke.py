@@ -24,8 +24,8 @@ from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.requirements import Requirements
 from ktconvert.native_quant.runtime.sources import kind_of
-from ktconvert.native_quant.runtime.wanted import Wanted
 
 F32 = npt.NDArray[np.float32]
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
@@ -60,7 +60,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     """
     kind = kind_of(path)
     swiglu = kind.swiglu_of(path, layer)
-    packed = kind.load(path, layer, pool, Wanted(swiglu=swiglu))
+    packed = kind.load(path, layer, pool, Requirements(swiglu=swiglu))
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
     linears = functools.partial(kind.linears, path, packed)

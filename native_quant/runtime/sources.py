@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ktconvert.native_quant.runtime import from_checkpoint, weights
 from ktconvert.native_quant.runtime.kt_methods import Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.wanted import Wanted
+from ktconvert.native_quant.runtime.requirements import Requirements
 
 F32 = npt.NDArray[np.float32]
 
@@ -45,7 +45,7 @@ class Kind(Protocol):
     def swiglu_of(self, path: Path, layer: int) -> Swiglu:
         """What a layer's experts compute by config.json, as far as their method can."""
 
-    def load(self, path: Path, layer: int, pool: Pool, wanted: Wanted) -> weights.LayerWeights:
+    def load(self, path: Path, layer: int, pool: Pool, wanted: Requirements) -> weights.LayerWeights:
         """A layer's experts, all its tensors checked, in memory where C can read them."""
 
     def linears(self, path: Path, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:

@@ -28,10 +28,10 @@ from ktconvert.native_quant.runtime import kt_methods, scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.contents import Status, contents
 from ktconvert.native_quant.runtime.kt_methods import Swiglu
+from ktconvert.native_quant.runtime.metadata_checks import require_as_in_manifest, require_as_in_metadata
 from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.stated import require_as_in_manifest, require_as_in_metadata
-from ktconvert.native_quant.runtime.wanted import Wanted
+from ktconvert.native_quant.runtime.requirements import Requirements
 
 F32 = npt.NDArray[np.float32]
 
@@ -127,7 +127,7 @@ def _unreadable(output: Output) -> list[str]:
     return [*output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(output.shards)))]
 
 
-def load(path: Path, layer: int, pool: Pool, wanted: Wanted) -> LayerWeights:
+def load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeights:
     """One layer of a converted directory, merged or loose, ours or kt-kernel's, in the memory of the pool's nodes.
 
     Raises UnsupportedError where the files are not as wanted or where the directory is of another kind, InputError

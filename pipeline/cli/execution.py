@@ -14,7 +14,7 @@ from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
 from ktconvert.pipeline.engine.existing import adopts
 from ktconvert.pipeline.engine.lock import Part, unlock
 from ktconvert.pipeline.engine.part import make_part, parse
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.plans.commands import reopened
 from ktconvert.pipeline.tell import show
@@ -26,9 +26,9 @@ def part_of(params: Mapping[str, Any]) -> Part | None:
     return None if params.get("part") is None else parse(params["part"], os.environ)
 
 
-def take_lock_away(places: Places, reporter: Reporter, part: Part | None = None) -> None:
+def take_lock_away(paths: Paths, reporter: Reporter, part: Part | None = None) -> None:
     """--force-unlock: remove the lock of a process that left it, and say whose it was."""
-    for taken in unlock(places.root, places.output, part):
+    for taken in unlock(paths.root, paths.output, part):
         reporter.note(f"--force-unlock took away {taken}")
 
 

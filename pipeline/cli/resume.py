@@ -38,20 +38,20 @@ def resume(output: Path, **params: Any) -> None:
     from ktconvert.pipeline.engine.execute import tidy
     from ktconvert.pipeline.engine.existing import saved_plan
     from ktconvert.pipeline.engine.part import require_all_parts
-    from ktconvert.pipeline.engine.places import locate
+    from ktconvert.pipeline.engine.paths import locate
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
     from ktconvert.pipeline.tell import show
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     output = output.expanduser().absolute()
-    places = locate(output)
+    paths = locate(output)
     if params["force_unlock"] and not params["dry_run"]:
-        take_lock_away(places, reporter)
-    old = saved_plan(places)
+        take_lock_away(paths, reporter)
+    old = saved_plan(paths)
     if old is None:
         if output.is_dir() and manifest.read(output) is not None:
             if not params["dry_run"]:
-                tidy(places)
+                tidy(paths)
             reporter.event("finished", output=str(output), nothing_to_do=True)
             reporter.say(f"{output} is finished: nothing to do")
             return
@@ -75,5 +75,5 @@ def resume(output: Path, **params: Any) -> None:
         check(plan, params)
         show.show_plan(plan, as_json=params["json_events"])
         return
-    require_all_parts(plan, places)
+    require_all_parts(plan, paths)
     make(plan, reporter, params)

@@ -14,7 +14,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.loop import publish_unit
-from ktconvert.pipeline.engine.places import File, has_content
+from ktconvert.pipeline.engine.paths import File, has_content
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.units import Unit
@@ -32,8 +32,8 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
     found = [] if trusted else [*_stored(plan, work), *(_attempted(work, attempt) for attempt, _ in made)]
     _discard_damaged(found, int(plan.request.tuning["cpuinfer_threads"]), reporter)
     for attempt, unit in made:
-        if attempt.is_whole(work.places) and done_reason(work.places, work.finished, unit) is None:
-            publish_unit(plan, work, reporter, unit, made_of(work.places, attempt))
+        if attempt.is_whole(work.paths) and done_reason(work.paths, work.finished, unit) is None:
+            publish_unit(plan, work, reporter, unit, made_of(work.paths, attempt))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) 
 
 def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
     """What the journal has of this plan, as far as it lies in the store."""
-    store, found = work.places.store, []
+    store, found = work.paths.store, []
     for unit in plan.units:
         record = work.finished.get(unit.fingerprint)
         if record is None:
@@ -93,17 +93,17 @@ def _present(files: Sequence[File]) -> list[File]:
 
 def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]]:
     """Finished attempts at units of this plan that are not done."""
-    units = {unit.fingerprint: unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None}
+    units = {unit.fingerprint: unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None}
     return [
         (attempt, units[attempt.fingerprint])
-        for attempt in attempts.read(work.places)
-        if attempt.fingerprint in units and attempt.is_whole(work.places)
+        for attempt in attempts.read(work.paths)
+        if attempt.fingerprint in units and attempt.is_whole(work.paths)
     ]
 
 
 def _attempted(work: WorkDir, attempt: Attempt) -> _Found:
     def discard() -> None:
-        attempts.forget(work.places, attempt)
+        attempts.forget(work.paths, attempt)
         work.journal.append(attempts.note("lost", attempt))
 
-    return _Found(attempt.unit, attempt.recorded_files(work.places), discard)
+    return _Found(attempt.unit, attempt.recorded_files(work.paths), discard)

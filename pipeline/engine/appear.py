@@ -8,7 +8,7 @@ from pathlib import Path
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest, publish
-from ktconvert.pipeline.engine.places import Places
+from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.workdir import WorkDir
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -19,21 +19,21 @@ def appear(work: WorkDir, names: list[str]) -> None:
     """Let the assembled folder, which is synced and has files of these names, become the output. May be cut off and run
     again.
     """
-    if work.places.inside:
-        _move_in(work.places, names, work.may_replace)
+    if work.paths.inside:
+        _move_in(work.paths, names, work.may_replace)
     else:
-        _rename(work.places, work.may_replace)
+        _rename(work.paths, work.may_replace)
 
 
-def _rename(places: Places, may_replace: bool) -> None:
+def _rename(paths: Paths, may_replace: bool) -> None:
     """One rename; where something lies there already, swap the two and remove the old one last.
 
     Raises OutputError where something was put there while the conversion ran.
     """
-    output = places.output
+    output = paths.output
     with publish.explained(output):
         try:
-            places.assembly.rename(output)
+            paths.assembly.rename(output)
         except OSError as error:
             if error.errno not in TAKEN:
                 raise
@@ -42,22 +42,22 @@ def _rename(places: Places, may_replace: bool) -> None:
                     f"{output}: something was put there while the conversion ran; "
                     "move it away and resume, or run the same command with --overwrite."
                 ) from error
-            publish.exchange(places.assembly, output, aside=places.old)
+            publish.exchange(paths.assembly, output, aside=paths.old)
     publish.sync_folder(output.parent)
 
 
-def _move_in(places: Places, names: list[str], may_replace: bool) -> None:
+def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
     """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a
     mixture.
 
     A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until this has
     ended."""
-    output, target = places.output, places.assembly
+    output, target = paths.output, paths.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)
     publish.sync_folder(output)
     if may_replace:
-        publish.keep_only(output, {*names, manifest.NAME}, spare={*NOT_OURS, places.root.name})
+        publish.keep_only(output, {*names, manifest.NAME}, spare={*NOT_OURS, paths.root.name})
     last = [name for name in (manifest.NAME, INDEX) if name == manifest.NAME or name in names]
     folders = {output}
     for name in names:

@@ -13,16 +13,16 @@ from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.apart import deliver
 from ktconvert.pipeline.engine.appear import appear
 from ktconvert.pipeline.engine.existing import require_replaceable
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, require_unchanged, tool_version
+from ktconvert.pipeline.engine.side_output import deliver
 from ktconvert.pipeline.engine.workdir import WorkDir, records
 
 
 def assemble(plan: Plan, work: WorkDir) -> None:
     """Put the output together and let it appear. May be cut off and run again at any point."""
-    target, assembly = work.places.assembly, plan.assembly
+    target, assembly = work.paths.assembly, plan.assembly
     kept = records(work, plan.units)
     weights: dict[str, dict[str, Any]] = {}
     for unit, record in kept.items():
@@ -35,10 +35,10 @@ def assemble(plan: Plan, work: WorkDir) -> None:
         target, weights.keys()
     )  # left by an assembly that was cut off; without hard links, weights lie only here
     for unit in kept:
-        stored = work.places.store / unit.stored_name
+        stored = work.paths.store / unit.stored_name
         if stored.exists():
             publish.place(stored, target / unit.final)
-    files = [*weights.values(), *_kept(work.places.output, assembly.kept_layers)]
+    files = [*weights.values(), *_kept(work.paths.output, assembly.kept_layers)]
     for name, source in assembly.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         size, sha256 = publish.copy_file(source, target / name)
@@ -78,7 +78,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
 
 def _find(work: WorkDir, name: str) -> Path:
     """A file of the output; without hard links it may lie at its last place already."""
-    return next(folder / name for folder in work.places.finals if (folder / name).exists())
+    return next(folder / name for folder in work.paths.finals if (folder / name).exists())
 
 
 def _written(target: Path, name: str, data: bytes) -> dict[str, Any]:

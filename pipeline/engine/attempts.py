@@ -25,7 +25,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import lockfile
 from ktconvert.pipeline.engine.journal import FILE, STATS
 from ktconvert.pipeline.engine.lockfile import Holder
-from ktconvert.pipeline.engine.places import File, Places, has_size
+from ktconvert.pipeline.engine.paths import File, Paths, has_size
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 
 ENDING = ".json"
@@ -91,18 +91,18 @@ class Attempt:
         files = tuple(Written(path, nbytes, sha256) for path, nbytes, sha256 in self.result["files"])
         return Result(files, self.result["tensors"], self.result["stats"])
 
-    def is_whole(self, places: Places) -> bool:
+    def is_whole(self, paths: Paths) -> bool:
         """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
         if self.result is None or not self.result["files"]:
             return False
         return all(
-            _is_below(inner) and has_size(places.partial / self.name / inner, nbytes)
+            _is_below(inner) and has_size(paths.partial / self.name / inner, nbytes)
             for inner, nbytes, _ in self.result["files"]
         )
 
-    def recorded_files(self, places: Places) -> list[File]:
+    def recorded_files(self, paths: Paths) -> list[File]:
         """The files of a finished attempt."""
-        return [(places.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
+        return [(paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
 
 
 def _is_below(inner: str) -> bool:
@@ -110,7 +110,7 @@ def _is_below(inner: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def begin(places: Places, unit: Unit[Any], run: str) -> Attempt:
+def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
     """Put a record of a new attempt of this process where others see it."""
     own = Holder.this()
     # The same process has the same number and host again where a container was restarted.
@@ -126,48 +126,48 @@ def begin(places: Places, unit: Unit[Any], run: str) -> Attempt:
         began=round(time.time(), 3),
         oom_kills=machine.oom_kills(),
     )
-    _save(places, attempt)
+    _save(paths, attempt)
     return attempt
 
 
-def finish(places: Places, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
+def finish(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
     """Say that its file is whole; durable on return."""
     files = [[w.path, w.nbytes, w.sha256] for w in result.files]
     told = {"files": files, "tensors": result.tensors, "stats": result.stats}
     ended = replace(attempt, ended=round(time.time(), 3), result=told, warnings=tuple(warnings))
-    _save(places, ended)
+    _save(paths, ended)
     return ended
 
 
-def fail(places: Places, attempt: Attempt, why: str) -> Attempt:
+def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
     """Remove what it wrote, and say why it ended."""
-    publish.remove_tree(places.partial / attempt.name)
+    publish.remove_tree(paths.partial / attempt.name)
     ended = replace(attempt, ended=round(time.time(), 3), failure=why)
-    _save(places, ended)
+    _save(paths, ended)
     return ended
 
 
-def _save(places: Places, attempt: Attempt) -> None:
-    path = places.attempts / (attempt.name + ENDING)
+def _save(paths: Paths, attempt: Attempt) -> None:
+    path = paths.attempts / (attempt.name + ENDING)
     aside = path.with_name(f".{path.name}")
     publish.write_file(aside, (json.dumps(asdict(attempt), sort_keys=True) + "\n").encode())
     publish.publish(aside, path)
 
 
-def read(places: Places, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
+def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
     """The attempts that are on record, of one unit or of all, the oldest first; records that cannot be understood do
     not count.
 
     known  names of those that are not to be read: a record of loose files is long
     """
     prefix = "" if unit is None else f"{unit.stored_name}."
-    return sorted(_read(places, prefix, known), key=lambda a: (a.began, a.name))
+    return sorted(_read(paths, prefix, known), key=lambda a: (a.began, a.name))
 
 
-def _read(places: Places, prefix: str, known: Collection[str]) -> Iterator[Attempt]:
-    if not places.attempts.is_dir():
+def _read(paths: Paths, prefix: str, known: Collection[str]) -> Iterator[Attempt]:
+    if not paths.attempts.is_dir():
         return
-    for path in places.attempts.iterdir():
+    for path in paths.attempts.iterdir():
         if path.name.startswith(".") or not (path.name.startswith(prefix) and path.name.endswith(ENDING)):
             continue
         if path.name.removesuffix(ENDING) in known:
@@ -192,33 +192,33 @@ def note(event: str, attempt: Attempt) -> dict[str, Any]:
     return {"event": event, "at": at, **about, **({} if attempt.failure is None else {"why": attempt.failure})}
 
 
-def forget(places: Places, attempt: Attempt) -> None:
+def forget(paths: Paths, attempt: Attempt) -> None:
     """Remove an attempt that has ended, with what is left of it."""
-    publish.remove_tree(places.partial / attempt.name)
-    publish.remove_tree(places.attempts / (attempt.name + ENDING))
+    publish.remove_tree(paths.partial / attempt.name)
+    publish.remove_tree(paths.attempts / (attempt.name + ENDING))
 
 
-def free(places: Places) -> None:
+def free(paths: Paths) -> None:
     """Remove the files of unfinished attempts of this host whose process is gone. Their records stay, since they count
     as deaths.
     """
-    for attempt in read(places):
+    for attempt in read(paths):
         if attempt.ended is None and attempt.is_dead():
             with contextlib.suppress(FileNotFoundError):  # another process does the same
-                publish.remove_tree(places.partial / attempt.name)
+                publish.remove_tree(paths.partial / attempt.name)
 
 
-def sweep(places: Places) -> list[Attempt]:
+def sweep(paths: Paths) -> list[Attempt]:
     """Remove what is of no use to anyone, in partial/ and attempts/; returns the attempts that were removed: failed,
     or their process is gone.
     """
-    files, records = list(places.partial.iterdir()), list(places.attempts.iterdir())  # before their records are read
+    files, records = list(paths.partial.iterdir()), list(paths.attempts.iterdir())  # before their records are read
     kept, gone = [], []
-    for attempt in read(places):
-        if attempt.is_whole(places) or (attempt.ended is None and not attempt.is_dead()):
+    for attempt in read(paths):
+        if attempt.is_whole(paths) or (attempt.ended is None and not attempt.is_dead()):
             kept.append(attempt)
         else:
-            forget(places, attempt)
+            forget(paths, attempt)
             gone.append(attempt)
     names = {attempt.name for attempt in kept}
     for path in files:
@@ -236,7 +236,7 @@ _speaking = threading.Lock()
 
 
 @contextlib.contextmanager
-def last_words(places: Places, attempt: Attempt) -> Iterator[None]:
+def last_words(paths: Paths, attempt: Attempt) -> Iterator[None]:
     """Where a fatal signal ends the process within, Python's trace is left beside the record; else nothing is.
 
     One attempt of a process at a time: Python has one place for it.
@@ -244,7 +244,7 @@ def last_words(places: Places, attempt: Attempt) -> Iterator[None]:
     if faulthandler.is_enabled() or not _speaking.acquire(blocking=False):
         yield
         return
-    path = _words(places, attempt)
+    path = _words(paths, attempt)
     try:
         with path.open("w") as stream:
             faulthandler.enable(stream)
@@ -257,11 +257,11 @@ def last_words(places: Places, attempt: Attempt) -> Iterator[None]:
         publish.remove_tree(path)
 
 
-def words_of(places: Places, attempt: Attempt) -> str:
+def words_of(paths: Paths, attempt: Attempt) -> str:
     """How the process of an attempt ended, as far as it can be known: a few words."""
     kills = machine.oom_kills()
     try:
-        trace = _words(places, attempt).read_text(errors="replace").strip()
+        trace = _words(paths, attempt).read_text(errors="replace").strip()
     except OSError:
         trace = ""
     if trace:
@@ -271,5 +271,5 @@ def words_of(places: Places, attempt: Attempt) -> str:
     return "it left no word, as a process that the system kills (SIGKILL, no memory left) does not"
 
 
-def _words(places: Places, attempt: Attempt) -> Path:
-    return places.attempts / f".{attempt.name}.words"
+def _words(paths: Paths, attempt: Attempt) -> Path:
+    return paths.attempts / f".{attempt.name}.words"

@@ -10,25 +10,25 @@ from functools import partial
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.adopt import adopt
-from ktconvert.pipeline.engine.apart import require_delivered, require_free
 from ktconvert.pipeline.engine.assemble import assemble
-from ktconvert.pipeline.engine.crew import Crew
+from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, nothing_made, saved_plan, to_replace
-from ktconvert.pipeline.engine.lanes import lanes
 from ktconvert.pipeline.engine.loop import StopFlag, left_to_do, publish_unit, recorded, run_units
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
-from ktconvert.pipeline.engine.room import fit_threads, require_disk
+from ktconvert.pipeline.engine.runner import Runner
+from ktconvert.pipeline.engine.side_output import require_delivered, require_free
 from ktconvert.pipeline.engine.tasks import Tasks
+from ktconvert.pipeline.engine.threads import thread_runner
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.tell.report import Reporter, duration, size
 
 
-def tidy(places: Places) -> None:
+def tidy(paths: Paths) -> None:
     """Remove what is left beside a finished output: the last run was cut off after the output had appeared."""
-    if places.root.is_dir():
-        with WorkDir(places) as work:
+    if paths.root.is_dir():
+        with WorkDir(paths) as work:
             work.remove()
 
 
@@ -50,12 +50,12 @@ def execute(
     """
     if executor is not None:
         require_shareable(plan, "--executor")
-    places = locate(plan.request.output, adopt=adopts(plan))
+    paths = locate(plan.request.output, adopt=adopts(plan))
     if _is_finished(plan, overwrite):
-        tidy(places)
+        tidy(paths)
         return _nothing_to_do(plan, reporter)
     plan.conversion.require_ready()
-    with WorkDir(places) as work:
+    with WorkDir(paths) as work:
         if _is_finished(plan, overwrite):  # by a process that had the lock until now
             work.remove()
             return _nothing_to_do(plan, reporter)
@@ -66,14 +66,14 @@ def execute(
                 reporter.note(f"--overwrite removes {replaced}")
         adopt(plan, work, reporter, trusted=trust_store)
         _report_death(work, plan, reporter)
-        left = [unit for unit in plan.units if done_reason(work.places, work.finished, unit) is None]
-        require_disk(plan, work.places, left)
+        left = [unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None]
+        require_disk(plan, work.paths, left)
         threads = fit_threads(plan, reporter) if executor is None else threads
         stop = StopFlag()
         with stop.installed(), recorded(work):
             to_do = left_to_do(plan, work)
-            with _crew(len(to_do), work, reporter, executor, reopen, threads) as crew:
-                run_units(plan, to_do, crew, partial(publish_unit, plan, work, reporter), reporter, stop)
+            with _runner(len(to_do), work, reporter, executor, reopen, threads) as runner:
+                run_units(plan, to_do, runner, partial(publish_unit, plan, work, reporter), reporter, stop)
             work.journal.append({"event": "start", "unit": "assemble"})
             assemble(plan, work)
     _summary(plan, reporter)
@@ -95,18 +95,18 @@ def _nothing_to_do(plan: Plan, reporter: Reporter) -> bool:
 
 
 @contextlib.contextmanager
-def _crew(
+def _runner(
     units: int,
     work: WorkDir,
     reporter: Reporter,
     executor: Executor | None,
     reopen: Reopen | None,
     threads: int | None,
-) -> Iterator[Crew]:
+) -> Iterator[Runner]:
     if executor is None:
         assert threads is not None
-        with lanes(work, reporter, threads, units) as crew:
-            yield crew
+        with thread_runner(work, reporter, threads, units) as runner:
+            yield runner
     else:
         assert reopen is not None
         yield Tasks(work, reporter, executor, reopen, threads)
@@ -114,9 +114,9 @@ def _crew(
 
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
     """Agree with what was begun here before, or begin."""
-    old = saved_plan(work.places)
+    old = saved_plan(work.paths)
     document = plan.document()
-    afresh = nothing_made(work.places)
+    afresh = nothing_made(work.paths)
     dropped, touched = agree(plan, old, overwrite or afresh) if old is not None else (False, [])
     if dropped:
         if not afresh:
@@ -137,7 +137,7 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
 
 def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
     last = journal.death(work.journal.records)
-    done = sum(done_reason(work.places, work.finished, unit) is not None for unit in plan.units)
+    done = sum(done_reason(work.paths, work.finished, unit) is not None for unit in plan.units)
     if last is None:
         if done:
             reporter.say(f"resuming: {done} of {len(plan.units)} units are finished")

@@ -15,7 +15,7 @@ from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.files.documents import NUMBER
 from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import attempts, journal
-from ktconvert.pipeline.engine.places import INSIDE, Places, has_size, locate
+from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import (
     CARD,
     CONFIG,
@@ -50,14 +50,14 @@ PLAN = {
 }
 
 
-def saved_plan(places: Places) -> dict[str, Any] | None:
+def saved_plan(paths: Paths) -> dict[str, Any] | None:
     """plan.json of a conversion that was begun, or None. Raises OutputError where it cannot be understood."""
     try:
-        document = documents.parse(places.plan.read_bytes())
+        document = documents.parse(paths.plan.read_bytes())
         wrong = documents.mismatch(document, {"ktconvert-plan": NUMBER, "tool_version": str})
         if wrong is None and document["ktconvert-plan"] != FORMAT:
             raise OutputError(
-                f"{places.plan}: written by another ktconvert ({document['tool_version']}); finish it with that one."
+                f"{paths.plan}: written by another ktconvert ({document['tool_version']}); finish it with that one."
             )
         wrong = wrong or documents.mismatch(document, PLAN)
         if wrong is not None:
@@ -66,31 +66,31 @@ def saved_plan(places: Places) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise OutputError(f"{places.plan}: not a plan ({error}); remove {places.root} and start again.") from error
+        raise OutputError(f"{paths.plan}: not a plan ({error}); remove {paths.root} and start again.") from error
 
 
 def begun_with(output: Path) -> dict[str, Any] | None:
     """The settings with which this output was begun or finished, or None."""
-    places = locate(output)
-    old = (None if nothing_made(places) else saved_plan(places)) or manifest.read(output)
+    paths = locate(output)
+    old = (None if nothing_made(paths) else saved_plan(paths)) or manifest.read(output)
     return dict(old["settings"]) if old else None
 
 
-def nothing_made(places: Places) -> bool:
+def nothing_made(paths: Paths) -> bool:
     """Whether no unit was finished yet, here or by a part: what was begun, and perhaps refused, then binds nobody."""
-    return not journal.finished(journal.read(places.journal)) and not any(
-        attempt.is_whole(places) for attempt in attempts.read(places)
+    return not journal.finished(journal.read(paths.journal)) and not any(
+        attempt.is_whole(paths) for attempt in attempts.read(paths)
     )
 
 
-def unit_states(plan: Plan, places: Places) -> list[Status]:
+def unit_states(plan: Plan, paths: Paths) -> list[Status]:
     """Which units are done, which will run, and why; reads the work directory, changes nothing."""
-    finished = journal.finished(journal.read(places.journal))
-    made = {attempt.fingerprint for attempt in attempts.read(places) if attempt.is_whole(places)}
-    stored = [p.name for p in places.store.iterdir()] if places.store.is_dir() else []
+    finished = journal.finished(journal.read(paths.journal))
+    made = {attempt.fingerprint for attempt in attempts.read(paths) if attempt.is_whole(paths)}
+    stored = [p.name for p in paths.store.iterdir()] if paths.store.is_dir() else []
 
     def reason(unit: Unit[Any]) -> str | None:
-        return done_reason(places, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
+        return done_reason(paths, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
 
     return statuses(plan.stages, reason, stored)
 
@@ -106,7 +106,7 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
         raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
     if not output.is_dir():
         if overwrite:
-            require_replaceable(plan)  # of the folder apart
+            require_replaceable(plan)  # of the side output
         return False
     own = locate(output)
     old = saved_plan(own)
@@ -143,10 +143,10 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
 
 def to_replace(plan: Plan) -> list[Replaced]:
     """What --overwrite removes, folder by folder; none where nothing lies."""
-    output, apart = plan.request.output, plan.assembly.apart
+    output, side_output = plan.request.output, plan.assembly.side_output
     kept = {*IGNORED, *map(loose.layer_folder, plan.assembly.kept_layers)} if locate(output).inside else set()
     found = [look(output, kept)] if output.is_dir() else []
-    found += [look(apart.folder)] if apart is not None and os.path.lexists(apart.folder) else []
+    found += [look(side_output.folder)] if side_output is not None and os.path.lexists(side_output.folder) else []
     return [replaced for replaced in found if replaced.listed[0] or replaced.others]
 
 
@@ -173,8 +173,8 @@ def adopts(plan: Plan) -> bool:
     return plan.request.settings.get("kept_layers") is not None
 
 
-def _assembled(places: Places) -> int | None:
-    return journal.assembled(journal.read(places.journal))
+def _assembled(paths: Paths) -> int | None:
+    return journal.assembled(journal.read(paths.journal))
 
 
 def guard_inputs(plan: Plan) -> None:
@@ -182,10 +182,10 @@ def guard_inputs(plan: Plan) -> None:
 
     Files count where they really lie, whatever links lead to them.
     """
-    request, apart = plan.request, plan.assembly.apart
+    request, side_output = plan.request, plan.assembly.side_output
     named = (request.input, request.settings.get("config"), request.tuning.get("original_path"))
     folders = [Path(path) for path in named if path is not None and Path(path).is_dir()]
-    written = (request.output, *(() if apart is None else (apart.folder,)))
+    written = (request.output, *(() if side_output is None else (side_output.folder,)))
     for folder in folders:
         for place in written:
             if _lies_in(_real(place), folder):
@@ -193,7 +193,7 @@ def guard_inputs(plan: Plan) -> None:
                     f"{place} is or lies inside {folder}, which is read; the input is never written to: choose another "
                     "folder."
                 )
-    removed = [*written, locate(request.output).root, *(() if apart is None else (apart.partial,))]
+    removed = [*written, locate(request.output).root, *(() if side_output is None else (side_output.partial,))]
     removed = [place for place in removed if place.exists()]
     if not removed:
         return

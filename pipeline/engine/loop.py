@@ -1,5 +1,5 @@
 """The loop: skip what is done; have made, publish and record what is not. Ctrl-C lives here; who makes a unit, and
-where, is the crew's matter.
+where, is the runner's matter.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.crew import Crew, Made
 from ktconvert.pipeline.engine.lockfile import Holder
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
+from ktconvert.pipeline.engine.runner import Made, Runner
 from ktconvert.pipeline.engine.units import LEFT, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.tell.report import Reporter
@@ -88,7 +88,7 @@ ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made
 
 
 def run_units(
-    plan: Plan, to_do: ToDo, crew: Crew, keep: Callable[[Unit[Any], Made], None], reporter: Reporter, stop: StopFlag
+    plan: Plan, to_do: ToDo, runner: Runner, keep: Callable[[Unit[Any], Made], None], reporter: Reporter, stop: StopFlag
 ) -> None:
     """Have units made, and keep each.
 
@@ -109,22 +109,22 @@ def run_units(
     waiting = deque(to_do)
     try:
         while flying or (waiting and not stopped()):
-            while waiting and len(flying) < crew.most and not stopped():
+            while waiting and len(flying) < runner.most and not stopped():
                 stage, units = waiting.popleft()
-                future = crew.submit(stage, units[0])
+                future = runner.submit(stage, units[0])
                 flying[future] = (stage, units)
                 future.add_done_callback(ended.put)
             for future in list(flying) if stopped() else []:
-                if crew.give_up(flying[future][1][0], future):
+                if runner.give_up(flying[future][1][0], future):
                     del flying[future]
-            crew.watch()
+            runner.watch()
             with contextlib.suppress(queue.Empty):
                 future = ended.get(timeout=SIGNAL_DELAY)
                 if future not in flying:  # given up
                     continue
                 stage, units = flying.pop(future)
                 try:
-                    made = crew.take(units[0], future)
+                    made = runner.take(units[0], future)
                     if made is None:
                         waiting.appendleft((stage, units))
                         continue
@@ -160,18 +160,18 @@ def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     A chain starts again at the last unit whose forerunner's file is still there: units after it that are finished
     may have to be made once more, to the same bytes.
     """
-    undone = [n for n, u in enumerate(stage.units) if done_reason(work.places, work.finished, u) is None]
+    undone = [n for n, u in enumerate(stage.units) if done_reason(work.paths, work.finished, u) is None]
     if not stage.chain:
         return tuple(stage.units[n] for n in undone)
     if not undone:
         return ()
     first = undone[0]
     before = stage.units[first - 1]
-    while first and before.leaves and not (work.places.store / before.left_name).exists():
+    while first and before.leaves and not (work.paths.store / before.left_name).exists():
         first -= 1
         before = stage.units[first - 1]
     needed = before.left_name if first else None
-    for path in work.places.store.iterdir():
+    for path in work.paths.store.iterdir():
         if path.name.endswith(LEFT) and path.name != needed:
             path.unlink()
     return stage.units[first : undone[-1] + 1]
@@ -180,16 +180,16 @@ def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
 def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
     """Publish what was made, and record it: in this order, each step durable before the next."""
     require_unchanged(plan)
-    stored = work.places.store / unit.stored_name
+    stored = work.paths.store / unit.stored_name
     if unit.folder:
         publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder
     link = made.link
     if link is not None:
         publish.remove_tree(link.scratch)
         if link.side is not None:
-            publish.publish(link.side, work.places.store / unit.side_name)
+            publish.publish(link.side, work.paths.store / unit.side_name)
         if link.leaves is not None:
-            publish.publish(link.leaves, work.places.store / unit.left_name)
+            publish.publish(link.leaves, work.paths.store / unit.left_name)
     if made.who:
         publish.make_readable(made.path)
     publish.publish(made.path, stored)

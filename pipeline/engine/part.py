@@ -16,15 +16,15 @@ from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.crew import Made
+from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
-from ktconvert.pipeline.engine.lanes import pools
 from ktconvert.pipeline.engine.lock import Part
 from ktconvert.pipeline.engine.loop import StopFlag, run_units, tell_done
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
-from ktconvert.pipeline.engine.room import fit_threads, require_disk
+from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.tasks import made_of
+from ktconvert.pipeline.engine.threads import pools
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.engine.workdir import encode
 from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
@@ -69,33 +69,33 @@ def make_part(plan: Plan, part: Part, reporter: Reporter, *, overwrite: bool = F
         reporter.say(f"{plan.request.output} is finished: nothing to do")
         return
     plan.conversion.require_ready()
-    places = locate(plan.request.output, adopt=adopts(plan))
-    held = lock.acquire(places.root, places.output, part)
+    paths = locate(plan.request.output, adopt=adopts(plan))
+    held = lock.acquire(paths.root, paths.output, part)
     try:
-        for folder in (places.partial, places.attempts, places.store):
+        for folder in (paths.partial, paths.attempts, paths.store):
             folder.mkdir(exist_ok=True)
-        _agree_on_plan(plan, places, overwrite)
+        _agree_on_plan(plan, paths, overwrite)
         units = [(stage, unit) for stage in plan.stages for unit in stage.units]
-        missing = set(missing_units(plan, places))
+        missing = set(missing_units(plan, paths))
         mine = [(stage, (unit,)) for stage, unit in units[part.number :: part.count] if unit in missing]
-        attempts.free(places)
-        require_disk(plan, places, [unit for _, (unit,) in mine])
+        attempts.free(paths)
+        require_disk(plan, paths, [unit for _, (unit,) in mine])
         stop = StopFlag()
-        with stop.installed(), _crew(plan, places, reporter, len(mine)) as crew:
-            run_units(plan, mine, crew, partial(tell_done, reporter), reporter, stop)
-        _summary(plan, places, part, len(mine), reporter)
+        with stop.installed(), _runner(plan, paths, reporter, len(mine)) as runner:
+            run_units(plan, mine, runner, partial(tell_done, reporter), reporter, stop)
+        _summary(plan, paths, part, len(mine), reporter)
     finally:
         held.release()
 
 
-def missing_units(plan: Plan, places: Places) -> list[Unit[Any]]:
+def missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
     """The units that are neither recorded nor finished attempts."""
-    return [state.unit for state in unit_states(plan, places) if not state.done]
+    return [state.unit for state in unit_states(plan, paths) if not state.done]
 
 
-def require_all_parts(plan: Plan, places: Places) -> None:
+def require_all_parts(plan: Plan, paths: Paths) -> None:
     """Raise OutputError, naming what is missing, where a conversion in parts lacks units."""
-    missing = missing_units(plan, places)
+    missing = missing_units(plan, paths)
     text = plan.request.tuning.get("part")
     if not missing or text is None:
         return
@@ -104,41 +104,41 @@ def require_all_parts(plan: Plan, places: Places) -> None:
     names = ", ".join(unit.key for unit in missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
     parts = ", ".join(f"{number}/{count}" for number in numbers)
     raise OutputError(
-        f"{places.output}: {len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}; "
-        f"let these be finished, or make them here with `ktconvert resume {places.output} --executor threads`."
+        f"{paths.output}: {len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}; "
+        f"let these be finished, or make them here with `ktconvert resume {paths.output} --executor threads`."
     )
 
 
-def _agree_on_plan(plan: Plan, places: Places, overwrite: bool) -> None:
+def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
     """Save the plan, once for all parts; raise where they differ."""
     document = plan.document() | ({"overwrite": True} if overwrite else {})
-    if not places.plan.exists():
-        aside = places.attempts / f".plan.{secrets.token_hex(8)}"
+    if not paths.plan.exists():
+        aside = paths.attempts / f".plan.{secrets.token_hex(8)}"
         publish.write_file(aside, encode(document))
         try:
-            os.link(aside, places.plan)
+            os.link(aside, paths.plan)
         except FileExistsError:
             pass
         except OSError:  # no hard links: all parts write the same settings
-            aside.replace(places.plan)
-        publish.sync_folder(places.root)
+            aside.replace(paths.plan)
+        publish.sync_folder(paths.root)
         aside.unlink(missing_ok=True)
-    old = saved_plan(places)
+    old = saved_plan(paths)
     assert old is not None
     dropped, touched = agree(plan, old, overwrite)
     if dropped:
         raise OutputError(
-            f"{places.output}: was begun with other options or input, and other parts may rely on them; remove "
-            f"{places.root} to start over."
+            f"{paths.output}: was begun with other options or input, and other parts may rely on them; remove "
+            f"{paths.root} to start over."
         )
     if touched:
         raise InputError(
             f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began; remove "
-            f"{places.root} to start over."
+            f"{paths.root} to start over."
         )
 
 
-class _Crew:
+class _Runner:
     """Threads of this process that leave finished attempts."""
 
     def __init__(self, opened: Opened, pool: ThreadPoolExecutor, most: int, reporter: Reporter) -> None:
@@ -154,7 +154,7 @@ class _Crew:
         made = future.result()
         if isinstance(made, Failure):
             raise made.error()
-        return made_of(self._opened.places, made)
+        return made_of(self._opened.paths, made)
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
         """Take a unit back that nobody makes yet."""
@@ -170,14 +170,14 @@ class _Crew:
 
 
 @contextlib.contextmanager
-def _crew(plan: Plan, places: Places, reporter: Reporter, units: int) -> Iterator[_Crew]:
-    with pools(fit_threads(plan, reporter), units) as (pool, window, crew, most):
-        yield _Crew(Opened(plan, places, pool, window), crew, most, reporter)
+def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterator[_Runner]:
+    with pools(fit_threads(plan, reporter), units) as (pool, window, runner, most):
+        yield _Runner(Opened(plan, paths, pool, window), runner, most, reporter)
 
 
-def _summary(plan: Plan, places: Places, part: Part, made: int, reporter: Reporter) -> None:
-    missing: Sequence[Unit[Any]] = missing_units(plan, places)
+def _summary(plan: Plan, paths: Paths, part: Part, made: int, reporter: Reporter) -> None:
+    missing: Sequence[Unit[Any]] = missing_units(plan, paths)
     there = len(plan.units) - len(missing)
     reporter.event("part", part=str(part), made=made, there=there, units=len(plan.units))
-    then = "" if missing else f": `ktconvert resume {places.output}` puts the output together"
+    then = "" if missing else f": `ktconvert resume {paths.output}` puts the output together"
     reporter.say(f"part {part}: {made} units made; {there} of {len(plan.units)} units of all parts are there{then}")

@@ -65,7 +65,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Apart:
+class SideOutput:
     """A second folder that a plan fills, with units that are no part of the output, each a file under its final name.
 
     keys  of the units
@@ -88,14 +88,14 @@ class Assembly:
     config       config.json, to be written; None where there is none
     loose        whether there is no index: weights are loose folders, or there are none
     kept_layers  loose layer folders that lay in the output before and stay as they are
-    apart        what goes to another folder; None where nothing does
+    side_output  what goes to another folder; None where nothing does
     """
 
     companions: tuple[tuple[str, Path], ...]
     config: bytes | None
     loose: bool
     kept_layers: tuple[int, ...] = ()
-    apart: Apart | None = None
+    side_output: SideOutput | None = None
 
 
 class Sources(Protocol):
@@ -159,10 +159,10 @@ class Plan:
     found: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] = lambda stats: {}
 
     @property
-    def units_apart(self) -> tuple[Unit[Any], ...]:
+    def side_units(self) -> tuple[Unit[Any], ...]:
         """The units whose files go to another folder."""
-        apart = self.assembly.apart
-        return () if apart is None else tuple(unit for unit in self.units if unit.key in apart.keys)
+        side_output = self.assembly.side_output
+        return () if side_output is None else tuple(unit for unit in self.units if unit.key in side_output.keys)
 
     @functools.cached_property
     def extra_bytes(self) -> int:

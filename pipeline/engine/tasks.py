@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.crew import Made
-from ktconvert.pipeline.engine.places import Places
+from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
+from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
@@ -25,7 +25,7 @@ LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts
 
 
 class Tasks:
-    """A crew of whatever an executor's workers are: they see the source and the work directory under the same paths.
+    """A runner of whatever an executor's workers are: they see the source and the work directory under the same paths.
 
     reopen   makes the plan again on a worker
     threads  for packing, of each worker; None: the CPUs that it may use
@@ -46,7 +46,7 @@ class Tasks:
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | Failure]:
         """Have a unit made."""
-        output, version = str(self._work.places.output), tool_version()
+        output, version = str(self._work.paths.output), tool_version()
         task = Task(output, self._run, version, stage.name, unit.key, unit.fingerprint, self._reopen, self._threads)
         try:
             return self._executor.submit(make_unit, task)
@@ -61,7 +61,7 @@ class Tasks:
         Raises the worker's failure, and KtconvertError where the executor lost the task.
         """
         try:
-            made = result_of(future, unit.name, f"`ktconvert resume {self._work.places.output}`")
+            made = result_of(future, unit.name, f"`ktconvert resume {self._work.paths.output}`")
         except WorkerLostError as error:
             if future.exception() is not None and self._again[unit.fingerprint] < DEATHS:  # no worker says so
                 self._again[unit.fingerprint] += 1
@@ -73,7 +73,7 @@ class Tasks:
             self._reporter.warn(text)
         self._lose(unit, made)
         self._reporter.worker(made.worker, None)
-        return made_of(self._work.places, made)
+        return made_of(self._work.paths, made)
 
     def give_up(self, unit: Unit[Any], future: Future[Attempt | Failure]) -> bool:
         """Take a unit back that nobody makes yet."""
@@ -88,7 +88,7 @@ class Tasks:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        for attempt in attempts.read(self._work.places, known=self._ended):
+        for attempt in attempts.read(self._work.paths, known=self._ended):
             if attempt.ended is not None:
                 self._ended.add(attempt.name)
             if attempt.run != self._run:
@@ -106,7 +106,7 @@ class Tasks:
     def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
         """Note that the attempts at a unit that have not ended are of no use any more: it was made, or is given up."""
         self._look()
-        for attempt in attempts.read(self._work.places, unit):
+        for attempt in attempts.read(self._work.paths, unit):
             if (made is None or attempt.name != made.name) and attempt.failure is None:
                 self._reporter.event("lost", **self._note("lost", attempt))
                 self._reporter.worker(attempt.worker, None)
@@ -134,13 +134,13 @@ def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Resul
     return result
 
 
-def made_of(places: Places, attempt: Attempt) -> Made:
+def made_of(paths: Paths, attempt: Attempt) -> Made:
     """A finished attempt, to be published. Raises ResourceError where its files cannot be seen here."""
-    if not attempt.is_whole(places):
+    if not attempt.is_whole(paths):
         raise ResourceError(
-            f"{places.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
+            f"{paths.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
             "see that the file systems of both hosts are the same one, then resume."
         )
     assert attempt.ended is not None
     who = {"host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
-    return Made(places.partial / attempt.name, attempt.written(), attempt.ended - attempt.began, who)
+    return Made(paths.partial / attempt.name, attempt.written(), attempt.ended - attempt.began, who)

@@ -15,7 +15,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine import journal as journals
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.places import Places, has_content, has_size
+from ktconvert.pipeline.engine.paths import Paths, has_content, has_size
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 
 
@@ -26,14 +26,14 @@ class WorkDir:
     Raises OutputError when another process works on this output, or the folder is not ours.
     """
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
+    def __init__(self, paths: Paths) -> None:
+        self.paths = paths
         self.may_replace = False
-        self._lock = lock.acquire(places.root, places.output)
-        for folder in (places.partial, places.attempts, places.store):
+        self._lock = lock.acquire(paths.root, paths.output)
+        for folder in (paths.partial, paths.attempts, paths.store):
             folder.mkdir(exist_ok=True)
-        gone = attempts.sweep(places)
-        self.journal = journals.Journal(places.journal)
+        gone = attempts.sweep(paths)
+        self.journal = journals.Journal(paths.journal)
         self._note_attempts(gone)
         self.finished = journals.finished(self.journal.records)
 
@@ -47,7 +47,7 @@ class WorkDir:
     def _note_attempts(self, gone: Iterable[Attempt]) -> None:
         """Let the journal have what became of attempts after the last process that worked here had died."""
         noted = {(record.get("event"), record.get("attempt")) for record in self.journal.records}
-        for attempt in attempts.read(self.places):
+        for attempt in attempts.read(self.paths):
             if ("start", attempt.name) not in noted:
                 self.journal.append(attempts.note("start", attempt))
         for attempt in gone:
@@ -58,16 +58,16 @@ class WorkDir:
 
     def save_plan(self, document: dict[str, Any]) -> None:
         """Write plan.json, whole and durable."""
-        partial = self.places.partial / "plan.json"
+        partial = self.paths.partial / "plan.json"
         publish.write_file(partial, encode(document))
-        publish.publish(partial, self.places.plan)
+        publish.publish(partial, self.paths.plan)
 
     def new_token(self) -> str:
         """A name for this run, where workers find it."""
         name = secrets.token_hex(8)
-        partial = self.places.partial / "token"
+        partial = self.paths.partial / "token"
         publish.write_file(partial, name.encode())
-        publish.publish(partial, self.places.token)
+        publish.publish(partial, self.paths.token)
         return name
 
     def record(
@@ -97,35 +97,35 @@ class WorkDir:
         """Let a finished unit be made again."""
         self.journal.append({"event": "forgotten", "fingerprint": unit.fingerprint}, sync=True)
         self.finished.pop(unit.fingerprint, None)
-        for attempt in attempts.read(self.places, unit):
-            attempts.forget(self.places, attempt)
+        for attempt in attempts.read(self.paths, unit):
+            attempts.forget(self.paths, attempt)
         for name in (unit.stored_name, unit.side_name):
-            publish.remove_tree(self.places.store / name)
+            publish.remove_tree(self.paths.store / name)
 
     def drop(self) -> None:
         """Let everything be made again: it was begun with other options or another input."""
         self.journal.append({"event": "dropped"}, sync=True)
         self.finished.clear()
-        for attempt in attempts.read(self.places):
+        for attempt in attempts.read(self.paths):
             if attempt.ended is not None:
-                attempts.forget(self.places, attempt)
-        for folder in (self.places.store, self.places.assembly):
+                attempts.forget(self.paths, attempt)
+        for folder in (self.paths.store, self.paths.assembly):
             publish.remove_tree(folder)
-        self.places.store.mkdir()
+        self.paths.store.mkdir()
 
     def remove(self) -> None:
         """The output is complete: nothing here is needed any more. The plan goes first, the lock last."""
-        publish.remove_tree(self.places.plan)
-        for path in (self.places.attempts, self.places.partial):
-            publish.remove_tree(self.places.old)
+        publish.remove_tree(self.paths.plan)
+        for path in (self.paths.attempts, self.paths.partial):
+            publish.remove_tree(self.paths.old)
             if path.is_dir():  # a worker that was taken for dead may write there: under another name nobody can
-                path.rename(self.places.old)
+                path.rename(self.paths.old)
         for name in sorted(lock.OURS):
-            publish.remove_tree(self.places.root / name)
+            publish.remove_tree(self.paths.root / name)
         self._lock.remove()
         # Another process may wait for the lock; NFS keeps open files until they are closed.
         with contextlib.suppress(OSError):
-            self.places.root.rmdir()
+            self.paths.root.rmdir()
 
 
 def records(work: WorkDir, units: Iterable[Unit[Any]]) -> dict[Unit[Any], dict[str, Any]]:
@@ -133,7 +133,7 @@ def records(work: WorkDir, units: Iterable[Unit[Any]]) -> dict[Unit[Any], dict[s
     return {unit: work.finished[unit.fingerprint] for unit in units if unit.kept}
 
 
-def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[Any]) -> str | None:
+def done_reason(paths: Paths, finished: dict[str, dict[str, Any]], unit: Unit[Any]) -> str | None:
     """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in
     place; a side file, always in the store.
 
@@ -143,15 +143,15 @@ def done_reason(places: Places, finished: dict[str, dict[str, Any]], unit: Unit[
     if record is None:
         return None
     beside = {name: nbytes for name, nbytes, _ in record["beside"]}
-    if unit.side and not has_size(places.store / unit.side_name, beside.get(unit.side_name, -1)):
+    if unit.side and not has_size(paths.store / unit.side_name, beside.get(unit.side_name, -1)):
         return None
-    stored = places.store / unit.stored_name
+    stored = paths.store / unit.stored_name
     reason = "finished before"
     for path, nbytes, sha256 in record["files"]:
         if has_size(stored / path, nbytes):
             continue
         reason = "finished, in place"
-        placed = (folder / unit.final / path for folder in places.finals)
+        placed = (folder / unit.final / path for folder in paths.finals)
         if not any(has_size(file, nbytes) and _is(file, nbytes, sha256, file.stat().st_mtime_ns) for file in placed):
             return None
     return reason

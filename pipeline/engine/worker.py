@@ -19,10 +19,10 @@ from ktconvert.layouts.files import publish
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.lanes import packing_pool, window_of
-from ktconvert.pipeline.engine.places import Places, has_content, locate
+from ktconvert.pipeline.engine.disk_space import fit_threads
+from ktconvert.pipeline.engine.paths import Paths, has_content, locate
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged, tool_version
-from ktconvert.pipeline.engine.room import fit_threads
+from ktconvert.pipeline.engine.threads import packing_pool, window_of
 from ktconvert.pipeline.engine.units import Context, Stage, Unit
 from ktconvert.pipeline.tell.report import Reporter
 
@@ -97,7 +97,7 @@ class Opened:
     """A plan, opened by this process; pool: its packing threads."""
 
     plan: Plan
-    places: Places
+    paths: Paths
     pool: ThreadPoolExecutor
     window: int
 
@@ -108,7 +108,7 @@ class Opened:
                 if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
                     return stage, unit
         raise OutputError(
-            f"{self.places.plan}: {task.stage}.{task.key} is another unit here than where the conversion runs; install "
+            f"{self.paths.plan}: {task.stage}.{task.key} is another unit here than where the conversion runs; install "
             "the same ktconvert on all hosts, and see that they read the same files."
         )
 
@@ -144,25 +144,25 @@ def _open(task: Task) -> Opened:
 def _opened(output: str, run: str, version: str, reopen: Reopen, threads: int | None) -> Opened:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
     require_able(version)
-    places = locate(Path(output))
+    paths = locate(Path(output))
     try:
-        found = places.token.read_text()
+        found = paths.token.read_text()
     except OSError as error:
         raise OutputError(
-            f"{places.root}: cannot be read here ({error.strerror}); every host needs the file system of --output at "
+            f"{paths.root}: cannot be read here ({error.strerror}); every host needs the file system of --output at "
             "the same path."
         ) from error
     if found != run:
         raise OutputError(
-            f"{places.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
+            f"{paths.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
             "the file system of --output at the same path."
         )
-    attempts.free(places)
+    attempts.free(paths)
     count = threads_here(threads)
-    plan = reopen(places.output, {"cpuinfer_threads": count, "verify_inputs": False})
+    plan = reopen(paths.output, {"cpuinfer_threads": count, "verify_inputs": False})
     plan.conversion.require_ready()
     count = fit_threads(plan)
-    return Opened(plan, places, packing_pool(count), window_of(count, 1))
+    return Opened(plan, paths, packing_pool(count), window_of(count, 1))
 
 
 def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, reporter: Reporter) -> Attempt | Failure:
@@ -170,13 +170,13 @@ def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, r
 
     Raises WorkerLostError where too many have ended without a word in this run.
     """
-    places = opened.places
-    before = attempts.read(places, unit)
+    paths = opened.paths
+    before = attempts.read(paths, unit)
     for attempt in before:
-        if attempt.is_whole(places):
-            if all(has_content(*file) for file in attempt.recorded_files(places)):
+        if attempt.is_whole(paths):
+            if all(has_content(*file) for file in attempt.recorded_files(paths)):
                 return attempt
-            attempts.forget(places, attempt)
+            attempts.forget(paths, attempt)
             reporter.warn(
                 f"{unit.name} is made again: {attempt.name} is not what {attempt.worker} wrote; check the disk."
             )
@@ -184,19 +184,19 @@ def make_attempt(opened: Opened, stage: Stage[Any], unit: Unit[Any], run: str, r
     if len(dead) >= DEATHS:
         raise WorkerLostError(
             f"{unit.name}: {len(dead)} processes that made it ended or stopped answering, the last one on "
-            f"{dead[-1].worker}: {attempts.words_of(places, dead[-1])}."
+            f"{dead[-1].worker}: {attempts.words_of(paths, dead[-1])}."
         )
     require_unchanged(opened.plan)  # what became shorter would end the process that reads it
-    attempt = attempts.begin(places, unit, run)
+    attempt = attempts.begin(paths, unit, run)
     try:
-        with attempts.last_words(places, attempt):
-            result = stage.run(unit, places.partial / attempt.name, Context(opened.pool, opened.window, reporter))
+        with attempts.last_words(paths, attempt):
+            result = stage.run(unit, paths.partial / attempt.name, Context(opened.pool, opened.window, reporter))
         require_unchanged(opened.plan)
     except (KtconvertError, OSError, MemoryError) as error:
         failure = failure_of(error)
-        attempts.fail(places, attempt, failure.sentence)
+        attempts.fail(paths, attempt, failure.sentence)
         return failure
-    return attempts.finish(places, attempt, result, reporter.warnings if isinstance(reporter, Collecting) else ())
+    return attempts.finish(paths, attempt, result, reporter.warnings if isinstance(reporter, Collecting) else ())
 
 
 class Collecting(Reporter):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
@@ -58,7 +58,7 @@ def plan_calibrate(request: Request, hashed: Callable[[int], None] | None = None
     group = needs.experts_at_a_time(model, int(chosen["machine"]["group_bytes"]), needs.squares_bytes)
     walking = Walking(Calibration.of(chosen), group, chosen["trust_remote_code"], chosen["machine"])
     shape = needs.shape_of(model, chosen, "calibrate", group=group, on_gpu=chosen["machine"]["device_type"] != "cpu")
-    rest = carry_over.carried(beside(source, model.expert_tensor_names(), model.quantization))
+    rest = carry_over.carried(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = statistics.describe(model, request)
     files = source_files(source, request, hashed)
     return Plan(

@@ -14,7 +14,7 @@ from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
 from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import saved_plan
-from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request, changed_files
 from ktconvert.pipeline.plans.calibrate import plan_calibrate
 from ktconvert.pipeline.plans.cpu import plan_cpu

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Format, backward_alone, card, formats_of, is_complete, legal, loose
@@ -87,7 +87,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     about = ("method", "layout_version", "numa", "activation", "weights_on", *stated)
     metadata = shard_metadata(facts, source, about)
     if choice.calibrated:
-        rest = beside(source, model.expert_tensor_names(), model.quantization)
+        rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
         walked = replace(request, settings=settings)
         quantizing = compensated(walked, model, fmt, rest, metadata, choice=choice, numa=parts, loose_files=not merge)
     else:
@@ -124,7 +124,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
             config=config,
             loose=not merge,
             kept_layers=kept,
-            apart=statistics.apart(request),
+            side_output=statistics.side_output(request),
         ),
         conversion=CpuConversion(CheckpointFiles(source, files), fmt, quantizing, others, facts, notes, settings),
         scratch_bytes=quantizing.scratch_bytes,
@@ -141,7 +141,7 @@ class CpuConversion:
     files: CheckpointFiles
     fmt: Format
     quantizing: Quantizing
-    others: tuple[carry_over.Carried, ...]
+    others: tuple[carry_over.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -157,10 +157,10 @@ class CpuConversion:
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""
-        base, beside = base_model(self.files.source), self.settings["non_experts"]
+        base, non_experts = base_model(self.files.source), self.settings["non_experts"]
         facts = {**self.facts, **of_gptq.found(stats)}
         about = self.fmt.description
-        lines = about.card(facts, base, self.settings["no_merge_safetensor"], beside, about.numbers)
+        lines = about.card(facts, base, self.settings["no_merge_safetensor"], non_experts, about.numbers)
         return card.model_card(lines, base, facts, self.notes, stats, tool_version())
 
     def check(self, assembled: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.beside import beside
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -42,7 +42,7 @@ def plan_dequantize(request: Request, hashed: Callable[[int], None] | None = Non
     require_whole(source, "`ktconvert dequantize`")
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
-    everything = beside(source, (), source.quantization)
+    everything = other_tensors(source, (), source.quantization)
     tensors = carry_over.carried(everything)
     facts = _facts(source, tensors)
     metadata = shard_metadata(facts, source, ("method", "layout_version"))
@@ -73,7 +73,7 @@ class DequantizeConversion:
     """`ktconvert dequantize`; a Conversion."""
 
     files: CheckpointFiles
-    tensors: tuple[carry_over.Carried, ...]
+    tensors: tuple[carry_over.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -96,7 +96,7 @@ class DequantizeConversion:
         require_decoded(assembled)
 
 
-def _facts(source: TensorSource, tensors: Sequence[carry_over.Carried]) -> dict[str, Any]:
+def _facts(source: TensorSource, tensors: Sequence[carry_over.OtherTensor]) -> dict[str, Any]:
     """decoded: the title of an encoding -> the number of weights that were stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization

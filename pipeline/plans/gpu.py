@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints.beside import Beside, beside
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.other_tensors import OtherTensors, other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -70,7 +70,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     fmt = formats_of("gpu")[settings["quant_type"]].configured(settings)
     loading = loading_notes(fmt, model, request.tuning.get("tp_size") or (1,))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
-    rest = beside(source, model.expert_tensor_names(), model.quantization)
+    rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
     tensors = carry_over.carried(rest)
 
     facts = _facts(model, fmt, settings)
@@ -92,7 +92,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         stages=stages,
         facts=facts,
         notes=(*notes, *quantizing.notes),
-        assembly=Assembly(companions=copied, config=config, loose=False, apart=statistics.apart(request)),
+        assembly=Assembly(companions=copied, config=config, loose=False, side_output=statistics.side_output(request)),
         conversion=GpuConversion(CheckpointFiles(source, files), fmt, quantizing, tensors, facts, notes),
         scratch_bytes=quantizing.scratch_bytes,
         advice=quantizing.advice,
@@ -107,7 +107,7 @@ class GpuConversion:
     files: CheckpointFiles
     fmt: Format
     quantizing: Quantizing
-    carried: tuple[carry_over.Carried, ...]
+    carried: tuple[carry_over.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
 
@@ -135,20 +135,22 @@ class GpuConversion:
         require_sound(assembled, load=self.facts["quant_method"] == "GPTQ")
 
 
-def _rounded(request: Request, model: MoeModel, fmt: Format, _rest: Beside, metadata: Mapping[str, str]) -> Quantizing:
+def _rounded(
+    request: Request, model: MoeModel, fmt: Format, _rest: OtherTensors, metadata: Mapping[str, str]
+) -> Quantizing:
     limit = request.settings["max_shard_size"]
     return rounded(experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata))
 
 
 # --quant-method -> the stage that makes the experts.
-QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Format, Beside, Mapping[str, str]], Quantizing]] = {
+QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Format, OtherTensors, Mapping[str, str]], Quantizing]] = {
     "GPTQ": compensated,
     "RTN": _rounded,
 }
 
 
 def _carried(
-    tensors: Sequence[carry_over.Carried], model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]
+    tensors: Sequence[carry_over.OtherTensor], model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]
 ) -> list[Stage[Any]]:
     stage = carry_over.stage(model.source, tensors, max_shard_size, metadata)
     return [stage] if stage.units else []
@@ -170,7 +172,7 @@ def _facts(model: MoeModel, fmt: Format, settings: Mapping[str, Any]) -> dict[st
     }
 
 
-def _notes(model: MoeModel, rest: Beside, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
+def _notes(model: MoeModel, rest: OtherTensors, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
     notes = list(model.common_notes)
     weights = [stored for stored in rest.tensors.values() if isinstance(stored, Weight)]
     decoded, titles = len(weights), sorted({weight.encoding.title for weight in weights})

@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -48,7 +48,7 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
         try:
             require_whole(model.source, "`ktconvert gpu`")
             reason = legal.illegal_reason(fmt, shapes, 1)
-            rest = carried(beside(model.source, model.expert_tensor_names(), model.quantization))
+            rest = carried(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
         except (InputError, UnsupportedError) as error:
             reason, rest = str(error), ()
         nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in rest)
@@ -71,7 +71,7 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
     """
     try:
         require_whole(source, "`ktconvert dequantize`")
-        tensors = carried(beside(source, (), source.quantization))
+        tensors = carried(other_tensors(source, (), source.quantization))
     except (InputError, UnsupportedError):
         return {}
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ktconvert.layouts.checkpoints.beside import Beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Format
-from ktconvert.pipeline.engine.lanes import WAITING
 from ktconvert.pipeline.engine.plan import CONFIG, Request
+from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.plans import statistics
@@ -55,7 +55,7 @@ def compensated(
     request: Request,
     model: MoeModel,
     fmt: Format,
-    rest: Beside,
+    rest: OtherTensors,
     metadata: Mapping[str, str],
     *,
     choice: Choice = ABSMAX,

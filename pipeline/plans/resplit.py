@@ -20,7 +20,6 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.layouts.outputs.resplit import rounds_again
-from ktconvert.pipeline.engine.lanes import WAITING
 from ktconvert.pipeline.engine.plan import (
     CARD,
     CONFIG,
@@ -31,6 +30,7 @@ from ktconvert.pipeline.engine.plan import (
     changed_since,
     tool_version,
 )
+from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
@@ -88,7 +88,7 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [rearranging]
-    others = tuple(carry_over.Carried(name, info) for name, info in source.tensors.items() if name in output.others)
+    others = tuple(carry_over.OtherTensor(name, info) for name, info in source.tensors.items() if name in output.others)
     if others:
         stages.append(carry_over.stage(source, others, request.settings["max_shard_size"], metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
@@ -140,7 +140,7 @@ class ResplitConversion:
     files: OutputFiles
     fmt: Format
     units: tuple[Unit[ResplitWork], ...]
-    others: tuple[carry_over.Carried, ...]
+    others: tuple[carry_over.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.pipeline.engine.plan import Apart, Request
+from ktconvert.pipeline.engine.plan import Request, SideOutput
 from ktconvert.pipeline.plans.checkpoint import base_model, shape_facts, source_identity
 from ktconvert.pipeline.stages.statistics import KEYS
 from ktconvert.pipeline.walk.calibration import Calibration
@@ -36,10 +36,10 @@ def describe(model: MoeModel, request: Request) -> dict[str, Any]:
     }
 
 
-def apart(request: Request) -> Apart | None:
+def side_output(request: Request) -> SideOutput | None:
     """Where --save-statistics puts them; None without it."""
     folder = request.tuning.get("save_statistics") if request.settings.get("save_statistics") else None
-    return None if folder is None else Apart(Path(folder), KEYS)
+    return None if folder is None else SideOutput(Path(folder), KEYS)
 
 
 def card(about: Mapping[str, Any], stats: list[Mapping[str, Any]], version: str) -> bytes:

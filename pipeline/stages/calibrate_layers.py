@@ -12,7 +12,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit
 from ktconvert.pipeline.stages import chain, statistics
-from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.stages.carry_over import OtherTensor
 from ktconvert.pipeline.walk.consumers import spread
 from ktconvert.pipeline.walk.needs import REMEDIES_TO_CALIBRATE
 from ktconvert.pipeline.walk.samples import SamplesWork, write_samples
@@ -36,7 +36,7 @@ class LayerWork:
 Work = SamplesWork | LayerWork | statistics.Closing
 
 
-def stage(model: MoeModel, walking: Walking, rest: Mapping[str, Carried], about: Mapping[str, Any]) -> Stage[Work]:
+def stage(model: MoeModel, walking: Walking, rest: Mapping[str, OtherTensor], about: Mapping[str, Any]) -> Stage[Work]:
     """The chain.
 
     rest   the checkpoint's tensors outside the routed experts, by name

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.beside import Beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError
@@ -22,7 +22,7 @@ from ktconvert.layouts.files.shards import ALIGNMENT, Entry, group_by_limit, pla
 from ktconvert.layouts.outputs import numa
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.pipeline.engine.lanes import LANES
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import READ_AHEAD
 from ktconvert.pipeline.stages.ordered import in_order
@@ -39,7 +39,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Carried:
+class OtherTensor:
     """One tensor of the output: its name there, and the stored one, or the weight that is to be decoded to BF16."""
 
     key: str
@@ -63,7 +63,7 @@ class CarryOverWork:
     """The tensors of one shard."""
 
     source: TensorSource
-    tensors: tuple[Carried, ...]
+    tensors: tuple[OtherTensor, ...]
     metadata: Mapping[str, str]
 
 
@@ -71,7 +71,7 @@ class CarryOverWork:
 CALLED: Mapping[str, Callable[[str], str]] = {"copy": numa.rename_non_expert, "keep": lambda name: name}
 
 
-def not_experts(model: MoeModel, choice: str) -> tuple[Carried, ...]:
+def not_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
     """Everything but routed experts, by the names that a row of CALLED gives them; nothing for "skip". Raises
     InputError where two tensors would get one name.
     """
@@ -79,7 +79,7 @@ def not_experts(model: MoeModel, choice: str) -> tuple[Carried, ...]:
         return ()
     source = model.source
     taken = model.expert_tensor_names() | model.mtp_tensors
-    by_key: dict[str, Carried] = {}
+    by_key: dict[str, OtherTensor] = {}
     for name, info in source.tensors.items():
         if name in taken:
             continue
@@ -89,7 +89,7 @@ def not_experts(model: MoeModel, choice: str) -> tuple[Carried, ...]:
                 f"{source.root}: tensors {by_key[key].reads[0].name} and {name} would both be called {key}; use "
                 "--non-experts keep."
             )
-        by_key[key] = Carried(key, info)
+        by_key[key] = OtherTensor(key, info)
     return tuple(by_key.values())
 
 
@@ -100,14 +100,14 @@ def choice_of(others: Collection[str]) -> str:
     return "copy" if all(numa.rename_non_expert(name) == name for name in others) else "keep"
 
 
-def carried(rest: Beside) -> tuple[Carried, ...]:
+def carried(rest: OtherTensors) -> tuple[OtherTensor, ...]:
     """Everything but routed experts, under its own name; quantized weights are decoded."""
-    return tuple(Carried(name, stored) for name, stored in rest.tensors.items())
+    return tuple(OtherTensor(name, stored) for name, stored in rest.tensors.items())
 
 
 def stage(
     source: TensorSource,
-    tensors: Collection[Carried],
+    tensors: Collection[OtherTensor],
     max_shard_size: int | None,
     metadata: Mapping[str, str],
     *,
@@ -144,7 +144,7 @@ def stage(
     return Stage(name, title, ("source",), tuple(units), write_shard)
 
 
-def peak_memory(tensors: Iterable[Carried]) -> int:
+def peak_memory(tensors: Iterable[OtherTensor]) -> int:
     """Bytes for the windows of the units in flight, what decoding one takes, and the scales of the largest linears; the
     source is only mapped.
     """
@@ -152,7 +152,7 @@ def peak_memory(tensors: Iterable[Carried]) -> int:
     weights = {(w.encoding.name, w.shape): w for w in stored if isinstance(w, Weight)}.values()
     reading = max((weight.reading_bytes(False) for weight in weights), default=0)
     row = max((2 * weight.released_shape[-1] for weight in weights), default=0)
-    return LANES * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * LANES * reading
+    return UNITS_AT_ONCE * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * UNITS_AT_ONCE * reading
 
 
 # --- a unit ---------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def read_ahead(source: TensorSource, spans: Iterable[Span]) -> Iterator[Span]:
     yield from ahead
 
 
-def spans_of(source: TensorSource, tensor: Carried) -> Iterator[Span]:
+def spans_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Span]:
     """The bytes of an output tensor, in order."""
     stored = tensor.stored
     if isinstance(stored, Weight):
@@ -281,7 +281,7 @@ def _decoded(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:
     return bits.reshape(-1).view(np.uint8)[start - first * row : stop - first * row]
 
 
-def pieces(source: TensorSource, tensor: Carried) -> Iterator[Bytes]:
+def pieces(source: TensorSource, tensor: OtherTensor) -> Iterator[Bytes]:
     """The bytes of an output tensor, a few MiB at a time."""
     for span in spans_of(source, tensor):
         read = span.opened()

@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.pipeline.engine.units import Link, Unit
-from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.stages.carry_over import OtherTensor
 from ktconvert.pipeline.walk.calibration import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
 from ktconvert.pipeline.walk.layer import LayerWalk, walk_dense_layer, walk_layer
@@ -57,7 +57,7 @@ def require_calibratable(model: MoeModel, instead: str) -> None:
 
 
 def skeleton_of(
-    model: MoeModel, rest: Mapping[str, Carried], machine: Mapping[str, Any], *, trusted: bool, instead: str
+    model: MoeModel, rest: Mapping[str, OtherTensor], machine: Mapping[str, Any], *, trusted: bool, instead: str
 ) -> Callable[[], LayeredModel]:
     """A function that builds the layered model when it is first called.
 
@@ -99,7 +99,7 @@ def samples_unit(
     )
 
 
-def steps(model: MoeModel, rest: Mapping[str, Carried], boundary: int) -> Iterator[Step]:
+def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> Iterator[Step]:
     """The layers with experts, in order. rest: the checkpoint's tensors outside the routed experts, by name."""
     shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
     first = 0
@@ -117,7 +117,7 @@ def steps(model: MoeModel, rest: Mapping[str, Carried], boundary: int) -> Iterat
         )
 
 
-def beside_experts(model: MoeModel, rest: Mapping[str, Carried], layer: int) -> list[Carried]:
+def beside_experts(model: MoeModel, rest: Mapping[str, OtherTensor], layer: int) -> list[OtherTensor]:
     """The tensors of a decoder layer outside its routed experts."""
     expert = model.weight_name(model.layers[0], 0, "gate")
     before, _, _ = f".{expert}".partition(f".{model.layers[0]}.")

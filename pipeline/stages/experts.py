@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
-from ktconvert.pipeline.engine.lanes import LANES
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
@@ -226,4 +226,4 @@ def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
         chosen += 0 if work.importance is None else 12 * widest  # as it is read, as numbers, divided
         scratch = max(scratch, 2 * ROWS * widest + reading + chosen)
         measured = max(measured, error_bytes(widest))
-    return (packing + 2 * LANES) * each + packing * scratch + LANES * (measured + waiting)
+    return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)

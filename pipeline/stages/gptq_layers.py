@@ -19,7 +19,7 @@ from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
 from ktconvert.pipeline.gptq.shard import LayerWork, error_of_sample, nearest, report, writer
 from ktconvert.pipeline.stages import chain, statistics
-from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.stages.carry_over import OtherTensor
 from ktconvert.pipeline.stages.experts import layer_metadata
 from ktconvert.pipeline.walk.needs import REMEDIES
 from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
@@ -35,7 +35,7 @@ def stage(
     model: MoeModel,
     fmt: Format,
     settings: Settings,
-    rest: Mapping[str, Carried],
+    rest: Mapping[str, OtherTensor],
     metadata: Mapping[str, str],
     *,
     choice: Choice = ABSMAX,

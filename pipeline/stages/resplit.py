@@ -17,8 +17,8 @@ from ktconvert.layouts.outputs.arrangement import Names
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.pipeline.engine.lanes import LANES
 from ktconvert.pipeline.engine.plan import SourceFile
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, items
@@ -228,7 +228,7 @@ def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
         waiting = max(waiting, rest * (work.stop - work.start))
         batch = max(batch, batch_bytes([sum(first for first, *_ in own) for own in sizes], work.stop - work.start))
     return (
-        (packing + 2 * LANES) * max(largest, batch)
+        (packing + 2 * UNITS_AT_ONCE) * max(largest, batch)
         + packing * (2 * largest + scratch)
-        + LANES * (2 * largest + waiting)
+        + UNITS_AT_ONCE * (2 * largest + waiting)
     )

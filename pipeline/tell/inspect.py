@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.places import Places, locate, output_of
+from ktconvert.pipeline.engine.paths import Paths, locate, output_of
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
 from ktconvert.pipeline.tell.report import size
 from ktconvert.pipeline.verify.report import facts, facts_rows
@@ -144,38 +144,38 @@ def look_output(path: Path) -> dict[str, Any]:
 # ---- an unfinished conversion ---------------------------------------------------------------------------------------
 
 
-def _unfinished(path: Path) -> Places | None:
+def _unfinished(path: Path) -> Paths | None:
     """The work directory that belongs to this path, or that it is."""
     if (output := output_of(path)) is not None:
         return locate(output)
-    places = locate(path)
-    return places if places.plan.exists() and (places.inside or not path.exists()) else None
+    paths = locate(path)
+    return paths if paths.plan.exists() and (paths.inside or not path.exists()) else None
 
 
-def look_unfinished(places: Places) -> dict[str, Any]:
+def look_unfinished(paths: Paths) -> dict[str, Any]:
     """Where a conversion stands. With its source at hand, every unit; without, what the journal says."""
     from ktconvert.pipeline.engine.existing import saved_plan, unit_states
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
 
-    old = saved_plan(places)
+    old = saved_plan(paths)
     assert old is not None
-    records = journal.read(places.journal)
+    records = journal.read(paths.journal)
     last = journal.death(records)
     document: dict[str, Any] = {
         "kind": "unfinished",
-        "path": str(places.output),
-        "work_directory": str(places.root),
+        "path": str(paths.output),
+        "work_directory": str(paths.root),
         "command": old["command"],
         "input": old["input"],
         "settings": old["settings"],
         "units_done": len(journal.finished(records)),
         "died_in": last["units"] if last else [],
-        "resume": shlex.join(["ktconvert", "resume", str(places.output)]),
+        "resume": shlex.join(["ktconvert", "resume", str(paths.output)]),
     }
     try:
-        request = saved_request(places.output, old)
+        request = saved_request(paths.output, old)
         plan = plan_request(replace(request, tuning={**request.tuning, "verify_inputs": False}))
-        states = unit_states(plan, places)
+        states = unit_states(plan, paths)
     except KtconvertError as error:
         return document | {"units": None, "source_problem": str(error)}
     todo = [state.unit for state in states if not state.done]

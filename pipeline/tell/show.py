@@ -12,7 +12,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.apart import require_free
+from ktconvert.pipeline.engine.disk_space import disk_needed, fit_threads, room_sentence
 from ktconvert.pipeline.engine.existing import (
     adopts,
     agree,
@@ -22,9 +22,9 @@ from ktconvert.pipeline.engine.existing import (
     to_replace,
     unit_states,
 )
-from ktconvert.pipeline.engine.places import locate
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
-from ktconvert.pipeline.engine.room import disk_needed, fit_threads, room_sentence
+from ktconvert.pipeline.engine.side_output import require_free
 from ktconvert.pipeline.tell.report import size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
@@ -85,14 +85,14 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
 
 def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, Any]:
     """The plan as one JSON object."""
-    places = locate(plan.request.output, adopt=adopts(plan))
-    states = unit_states(plan, places)
-    old = None if finished else saved_plan(places)
+    paths = locate(plan.request.output, adopt=adopts(plan))
+    states = unit_states(plan, paths)
+    old = None if finished else saved_plan(paths)
     replaced = not finished and (overwrite or bool(old and old.get("overwrite")))
     if not finished:
-        require_free(plan, journal.finished(journal.read(places.journal)), replaced)
+        require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
     if old is not None:
-        dropped, touched = agree(plan, old, overwrite or nothing_made(places))
+        dropped, touched = agree(plan, old, overwrite or nothing_made(paths))
         again = plan.units_reading(touched)
         states = [
             replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
@@ -157,7 +157,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "replaces": [each.document() for each in to_replace(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,
-        "disk_free": machine.disk_free(places.root),
+        "disk_free": machine.disk_free(paths.root),
         "threads": threads,
         "peak_memory": plan.conversion.peak_memory(threads),
         "finished": finished,

@@ -12,7 +12,7 @@ from ktconvert.pipeline.engine import attempts, journal, lock, lockfile
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.journal import Record
-from ktconvert.pipeline.engine.places import Places, locate
+from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.tell.report import duration, size
 
 LISTED = 12  # units that are named one by one
@@ -32,28 +32,28 @@ def look(output: Path) -> dict[str, Any]:
     ended    why the last run ended, where it told
     """
     while True:
-        places = locate(output)
-        old = saved_plan(places)
+        paths = locate(output)
+        old = saved_plan(paths)
         if old is None:
             if output.is_dir() and manifest.read(output) is not None:
                 return {"output": str(output), "state": FINISHED}
             raise OutputError(f"{output}: no conversion into it was begun.")
         try:
-            found = _found(places, old)
+            found = _found(paths, old)
         except FileNotFoundError:
-            if places.plan.exists():
+            if paths.plan.exists():
                 raise
             continue
-        if places.plan.exists():  # else the conversion came to its end meanwhile, and what was read is a part of it
+        if paths.plan.exists():  # else the conversion came to its end meanwhile, and what was read is a part of it
             return found
 
 
-def _found(places: Places, old: dict[str, Any]) -> dict[str, Any]:
+def _found(paths: Paths, old: dict[str, Any]) -> dict[str, Any]:
     """What the work directory of this plan tells. Raises FileNotFoundError where it was removed meanwhile."""
-    records = journal.read(places.journal)
+    records = journal.read(paths.journal)
     finished = journal.finished(records)
-    tried = attempts.read(places)
-    made = {a.fingerprint: a for a in tried if a.is_whole(places) and a.fingerprint not in finished}
+    tried = attempts.read(paths)
+    made = {a.fingerprint: a for a in tried if a.is_whole(paths) and a.fingerprint not in finished}
     by: dict[str, dict[str, float]] = {}
     last_host = lockfile.Holder.this().host
     for record in records:
@@ -65,9 +65,9 @@ def _found(places: Places, old: dict[str, Any]) -> dict[str, Any]:
         _count(by, attempt.host, (attempt.result or {})["files"], _seconds((attempt.ended or 0.0) - attempt.began))
     making = _making(tried, records)
     running = any(lockfile.lives(_process(r)) is not False for r in _running(records))
-    alive = bool(making) or running or bool(lock.of_parts(places.root))
+    alive = bool(making) or running or bool(lock.of_parts(paths.root))
     return {
-        "output": str(places.output),
+        "output": str(paths.output),
         "state": RUNNING if alive else STOPPED,
         "command": old["command"],
         "input": old["input"],

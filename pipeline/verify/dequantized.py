@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ktconvert.layouts.checkpoints.beside import beside
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import VerificationError
@@ -48,14 +48,14 @@ def check_config(output: Output) -> Check:
     return Check("config", "nothing is quantized, says config.json", problems)
 
 
-def decoded_tensors(source: TensorSource) -> dict[str, carry_over.Carried]:
+def decoded_tensors(source: TensorSource) -> dict[str, carry_over.OtherTensor]:
     """What must be there, by name. Raises InputError and UnsupportedError for a source that cannot be dequantized."""
-    tensors = beside(source, (), source.quantization).tensors
-    return {name: carry_over.Carried(name, stored) for name, stored in tensors.items()}
+    tensors = other_tensors(source, (), source.quantization).tensors
+    return {name: carry_over.OtherTensor(name, stored) for name, stored in tensors.items()}
 
 
 def compare_decoded(
-    output: Output, source: TensorSource, carried: Mapping[str, carry_over.Carried], ask: Ask, reporter: Reporter
+    output: Output, source: TensorSource, carried: Mapping[str, carry_over.OtherTensor], ask: Ask, reporter: Reporter
 ) -> Check:
     """Every tensor: quantized weights are decoded again, all others are the source's."""
     problems = compare_carried(output, source, carried, ask, reporter)

@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.pipeline.engine.places import locate, output_of
+from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.plans.importance import open_for
 from ktconvert.pipeline.verify.dequantized import MEASURE
 
@@ -121,8 +121,8 @@ def require_finished(path: Path) -> None:
     """Raise VerificationError for a conversion that was begun and not finished, InputError where there is nothing at
     all.
     """
-    places = locate(path)
-    if places.plan.exists() and (places.inside or not path.exists()):
+    paths = locate(path)
+    if paths.plan.exists() and (paths.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
     if (finished := output_of(path)) is not None:
         raise VerificationError(

@@ -15,7 +15,7 @@ from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.layouts.outputs.opening import is_decoded
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
-from ktconvert.pipeline.stages.carry_over import Carried
+from ktconvert.pipeline.stages.carry_over import OtherTensor
 from ktconvert.pipeline.tell.report import Reporter
 from ktconvert.pipeline.verify.asking import Ask, ask_threads, ask_workers
 from ktconvert.pipeline.verify.checks import ExpertComparison
@@ -41,7 +41,7 @@ class Known:
         return comparison(opened.output, opened.measure, opened.model, imatrix=opened.imatrix, full=opened.wish.full)
 
     @cached_property
-    def carried(self) -> Mapping[str, Carried]:
+    def carried(self) -> Mapping[str, OtherTensor]:
         """The tensors that are no routed experts."""
         opened = self.opened
         assert opened.source is not None

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.beside import beside
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.encoding import Bytes, Tensor, error_sums
 from ktconvert.layouts.errors import UnsupportedError
@@ -64,12 +64,12 @@ class Comparison:
         return _compare_expert(self, work, measured=self.full or expert in sample(count))
 
     @cached_property
-    def carried(self) -> dict[str, carry_over.Carried]:
+    def carried(self) -> dict[str, carry_over.OtherTensor]:
         """What must be there beside the experts: all else of a whole model; of others, what is there must be the
         source's.
         """
         if self.output.whole:
-            rest = beside(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
+            rest = other_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
             return {tensor.key: tensor for tensor in carry_over.carried(rest)}
         carried = carry_over.not_experts(self.model, carry_over.choice_of(self.output.others))
         return {tensor.key: tensor for tensor in carried if tensor.key in self.output.others}
@@ -242,7 +242,7 @@ def _absent(output: Output, part: Part, tensor: Tensor, stored: Stored | None) -
 
 
 def compare_carried(
-    output: Output, source: TensorSource, carried: Mapping[str, carry_over.Carried], ask: Ask, reporter: Reporter
+    output: Output, source: TensorSource, carried: Mapping[str, carry_over.OtherTensor], ask: Ask, reporter: Reporter
 ) -> list[str]:
     """What is wrong with the tensors that are no routed experts, which are to be these, by name."""
     problems = [
@@ -257,7 +257,7 @@ def compare_carried(
     return problems
 
 
-def carried_difference(output: Output, source: TensorSource, tensor: carry_over.Carried) -> str | None:
+def carried_difference(output: Output, source: TensorSource, tensor: carry_over.OtherTensor) -> str | None:
     """What is wrong with a tensor that is no routed expert; None where it is the source's."""
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
     if stored is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
-from ktconvert.pipeline.stages.carry_over import Carried, pieces
+from ktconvert.pipeline.stages.carry_over import OtherTensor, pieces
 from ktconvert.pipeline.walk.skeleton import build_skeleton
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LayeredModel:
     def __init__(
         self,
         source: TensorSource,
-        tensors: Mapping[str, Carried],
+        tensors: Mapping[str, OtherTensor],
         *,
         trust_remote_code: bool = False,
         device: str = "cpu",
@@ -174,7 +174,7 @@ class LayeredModel:
                 for info in self.tensors[name].reads:
                     self.source.release(info)
 
-    def _tensor(self, carried: Carried) -> torch.Tensor:
+    def _tensor(self, carried: OtherTensor) -> torch.Tensor:
         """A stored tensor: a view of the file where its bytes can be used as they are."""
         import torch
 

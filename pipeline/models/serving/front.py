@@ -16,7 +16,6 @@ from typing import Any
 from pydantic_core import from_json
 
 from ktconvert.pipeline.models.serving import access, schemas, scoring
-from ktconvert.pipeline.models.serving.asked import Asked, asking
 from ktconvert.pipeline.models.serving.clients import Application, Message, Receive, Send
 from ktconvert.pipeline.models.serving.errors import Refused, ending
 from ktconvert.pipeline.models.serving.replies import (
@@ -29,6 +28,7 @@ from ktconvert.pipeline.models.serving.replies import (
     of_text,
     respond,
 )
+from ktconvert.pipeline.models.serving.request_options import RequestOptions, asking
 from ktconvert.pipeline.models.serving.served import Served
 
 BODY = 1 << 20  # bytes of a request, at least
@@ -168,7 +168,7 @@ class Front:
 
     async def _load_model(self, call: Call) -> None:
         request = await self._read(call, schemas.LoadModel)
-        await self._hand_on(call, request.model_dump(), call.id, Asked(), call.send)
+        await self._hand_on(call, request.model_dump(), call.id, RequestOptions(), call.send)
 
     async def _chat(self, call: Call) -> None:
         request: schemas.Chat = await self._read(call, schemas.Chat)
@@ -245,7 +245,7 @@ class Front:
             whole["choices"][0]["text"] = said + whole["choices"][0]["text"]
         return whole
 
-    async def _hand_on(self, call: Call, body: Any, name: str, asked: Asked, send: Send) -> None:
+    async def _hand_on(self, call: Call, body: Any, name: str, asked: RequestOptions, send: Send) -> None:
         """Have transformers' application answer this body, under this id."""
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json", "content-length": str(len(data)), "x-request-id": name}
@@ -259,8 +259,8 @@ class Front:
             await self.application(scope, receive, send)
 
 
-def _asked(request: Any, ids: list[int] | None = None) -> Asked:
+def _asked(request: Any, ids: list[int] | None = None) -> RequestOptions:
     """What transformers' handlers would not pass on."""
     shared = ("presence_penalty", "frequency_penalty", "logit_bias")
     given = {name: getattr(request, name) for name in shared if getattr(request, name, None) is not None}
-    return Asked(ids, request.seed, **given)
+    return RequestOptions(ids, request.seed, **given)

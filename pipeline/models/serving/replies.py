@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ktconvert.pipeline.models.serving.asked import Asked
 from ktconvert.pipeline.models.serving.clients import Message, Send
 from ktconvert.pipeline.models.serving.errors import Refused
+from ktconvert.pipeline.models.serving.request_options import RequestOptions
 
 FAILED = "the server failed to answer; its log says why"
 
@@ -108,7 +108,7 @@ def finished(answer: dict[str, Any], cut: bool) -> dict[str, Any]:
     return answer
 
 
-def of_response(asked: Asked) -> Callable[[Any], Iterator[Any]]:
+def of_response(asked: RequestOptions) -> Callable[[Any], Iterator[Any]]:
     """Of the events of /v1/responses: the last one says whether the answer was cut off."""
 
     def edit(piece: Any) -> Iterator[Any]:
@@ -120,7 +120,7 @@ def of_response(asked: Asked) -> Callable[[Any], Iterator[Any]]:
     return edit
 
 
-def of_text(asked: Asked, with_usage: bool, prompt: int) -> Callable[[Any], Iterator[Any]]:
+def of_text(asked: RequestOptions, with_usage: bool, prompt: int) -> Callable[[Any], Iterator[Any]]:
     """Of a stream of chat.completion.chunk or text_completion: numbers of tokens in a last event of their own, or
     nowhere, where theirs stand in the last event with a choice. prompt: the number of its tokens.
     """

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ktconvert.pipeline.models.serving import asked
+from ktconvert.pipeline.models.serving import request_options
 from ktconvert.pipeline.models.serving.errors import Refused, ending
 from ktconvert.pipeline.models.serving.served import Served
 
@@ -47,7 +47,7 @@ async def completion(
     import torch
     import transformers
 
-    from ktconvert.pipeline.models.serving.pieces import Pieces, spoken
+    from ktconvert.pipeline.models.serving.stream_decoder import StreamDecoder, spoken
 
     count, wanted = config["max_new_tokens"], request.logprobs is not None
     most = MOST // served.vocabulary
@@ -69,9 +69,9 @@ async def completion(
         logprobs = await served.apart(_told, served.tokenizer, scores, 0 if request.echo else len(ids))
         if one_more:
             new = scores.ids[len(ids) :]
-            pieces = Pieces(served.tokenizer, None, generator.ends(settings(**config)), ())
+            pieces = StreamDecoder(served.tokenizer, None, generator.ends(settings(**config)), ())
             text = "".join(await served.apart(spoken, pieces, new))
-            asked.of(name).cut = not pieces.ended
+            request_options.of(name).cut = not pieces.ended
     if request.echo:
         text = await served.apart(served.tokenizer.decode, ids) + text
     choice = {"index": 0, "text": text, "logprobs": logprobs}
@@ -82,7 +82,7 @@ async def completion(
 
 async def _scores(served: Served, generator: Any, ids: list[int], top: int, one_more: bool) -> Scores:
     """`score`, in the client's turn."""
-    from ktconvert.pipeline.models.serving.turns import Ended
+    from ktconvert.pipeline.models.serving.scheduler import Ended
 
     try:
         scores: Scores = await generator.done(generator.wanted(), lambda: score(served.model, ids, top, one_more))

@@ -28,14 +28,14 @@ def load(choice: Choice, name: str | None = None, key: bytes | None = None) -> t
     config = prepare(choice)
     from ktconvert.pipeline.models.serving.clients import Watched
     from ktconvert.pipeline.models.serving.front import Front
-    from ktconvert.pipeline.models.serving.keeper import OneModel
+    from ktconvert.pipeline.models.serving.model_manager import OneModel
+    from ktconvert.pipeline.models.serving.scheduler import OneByOne, Scheduler
     from ktconvert.pipeline.models.serving.served import Served
-    from ktconvert.pipeline.models.serving.turns import OneByOne, Turns
 
     with explained(choice.model):
         keeper = OneModel(choice, config, name or choice.model)
         served = Served.of(keeper)
-        turns = Turns(*keeper.load_model_and_processor(keeper.name))
+        turns = Scheduler(*keeper.load_model_and_processor(keeper.name))
     return Watched(Front(_application(keeper, OneByOne(turns)), served, turns, key)), turns
 
 

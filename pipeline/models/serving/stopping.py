@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 if TYPE_CHECKING:
-    from ktconvert.pipeline.models.serving.turns import Turns
+    from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
 PATIENCE = 1  # seconds for what is on its way; a client that does not read it does not hold the server
 INTERRUPTED = 130  # the exit code
@@ -19,7 +19,7 @@ INTERRUPTED = 130  # the exit code
 class Server(uvicorn.Server):
     """uvicorn's, which waits for the answers that it is giving; here they end at once."""
 
-    def __init__(self, config: uvicorn.Config, turns: Turns) -> None:
+    def __init__(self, config: uvicorn.Config, turns: Scheduler) -> None:
         config.timeout_graceful_shutdown = PATIENCE
         super().__init__(config)
         self._turns = turns

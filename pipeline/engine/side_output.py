@@ -14,7 +14,7 @@ from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import publish
-from ktconvert.pipeline.engine.places import has_content, locate
+from ktconvert.pipeline.engine.paths import has_content, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.workdir import WorkDir
 
@@ -25,65 +25,67 @@ def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
     """Raise where the folder cannot be filled: UsageError if it would be, hold or lie in the output, OutputError if
     something else lies there and must not be replaced.
     """
-    apart = plan.assembly.apart
-    if apart is None:
+    side_output = plan.assembly.side_output
+    if side_output is None:
         return
-    folder = Path(os.path.realpath(apart.folder))
+    folder = Path(os.path.realpath(side_output.folder))
     for path in (plan.request.output, locate(plan.request.output).root):
         other = Path(os.path.realpath(path))
         if folder.is_relative_to(other) or other.is_relative_to(folder):
-            raise UsageError(f"{apart.folder} is, contains or lies in {path}; choose another folder for it.")
-    if os.path.lexists(apart.folder) and not (may_replace or _delivered(plan, finished)):
-        raise OutputError(f"{apart.folder} exists already; choose another folder, or give --overwrite to replace it.")
+            raise UsageError(f"{side_output.folder} is, contains or lies in {path}; choose another folder for it.")
+    if os.path.lexists(side_output.folder) and not (may_replace or _delivered(plan, finished)):
+        raise OutputError(
+            f"{side_output.folder} exists already; choose another folder, or give --overwrite to replace it."
+        )
     if not folder.parent.is_dir():
-        raise UsageError(f"{apart.folder}: its parent folder does not exist; make it first.")
+        raise UsageError(f"{side_output.folder}: its parent folder does not exist; make it first.")
 
 
 def require_delivered(plan: Plan) -> None:
     """Raise OutputError where an output is finished, and the folder that was filled with it is gone."""
-    apart = plan.assembly.apart
-    if apart is not None and not all((apart.folder / unit.final).is_file() for unit in plan.units_apart):
+    side_output = plan.assembly.side_output
+    if side_output is not None and not all((side_output.folder / unit.final).is_file() for unit in plan.side_units):
         raise OutputError(
-            f"{plan.request.output} is finished, but {apart.folder} does not have what was gathered with it; give the "
-            "folder that has it, or start over with --overwrite."
+            f"{plan.request.output} is finished, but {side_output.folder} does not have what was gathered with it; "
+            "give the folder that has it, or start over with --overwrite."
         )
 
 
 def deliver(plan: Plan, work: WorkDir) -> None:
     """Let the folder appear, with copies of its files. May be cut off and run again."""
-    apart = plan.assembly.apart
-    if apart is None:
+    side_output = plan.assembly.side_output
+    if side_output is None:
         return
-    partial = apart.partial
+    partial = side_output.partial
     publish.remove_tree(partial)  # left by a kill
     if _delivered(plan, work.finished):
         return
     with publish.explained(partial):
         partial.mkdir()
-    for unit in plan.units_apart:
-        publish.copy_file(work.places.store / unit.stored_name, partial / unit.final)
+    for unit in plan.side_units:
+        publish.copy_file(work.paths.store / unit.stored_name, partial / unit.final)
     publish.sync_folder(partial)
-    if os.path.lexists(apart.folder):
+    if os.path.lexists(side_output.folder):
         if not work.may_replace:
             raise OutputError(
-                f"{apart.folder}: something was put there while the conversion ran; move it away and resume."
+                f"{side_output.folder}: something was put there while the conversion ran; move it away and resume."
             )
-        publish.exchange(partial, apart.folder, aside=partial.with_name(f"{partial.name}.old"))
+        publish.exchange(partial, side_output.folder, aside=partial.with_name(f"{partial.name}.old"))
         publish.remove_tree(partial)
     else:
-        publish.publish(partial, apart.folder)
+        publish.publish(partial, side_output.folder)
 
 
 def _delivered(plan: Plan, finished: Finished) -> bool:
     """Whether the folder holds what this very plan puts there."""
-    apart = plan.assembly.apart
-    assert apart is not None
-    for unit in plan.units_apart:
+    side_output = plan.assembly.side_output
+    assert side_output is not None
+    for unit in plan.side_units:
         record = finished.get(unit.fingerprint)
         if record is None:
             return False
         _, nbytes, sha256 = record["files"][0]
-        path = apart.folder / unit.final
+        path = side_output.folder / unit.final
         if not has_content(path, nbytes, sha256):
             return False
     return True

@@ -27,7 +27,7 @@ class Made:
     beside: tuple[Written, ...] = ()
 
 
-class Crew(Protocol):
+class Runner(Protocol):
     """Makes units, in any order and several at a time."""
 
     @property

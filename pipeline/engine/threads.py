@@ -1,4 +1,4 @@
-"""Units made by threads of this process: some lanes with a unit each, and one pool that packs for all of them."""
+"""Units made by threads of this process: some with a unit each, and one pool that packs for all of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.pipeline.engine.crew import Made
+from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.units import Context, Link, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.tell.report import Reporter
 
 WAITING = 2  # packing threads beyond those asked for: so many wait for the disk at any time
-LANES = 2  # units in flight: while one is hashed in file order, the next is already being packed
+UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the next is already being packed
 
 
-class Lanes:
-    """A crew of threads. Use `lanes`."""
+class ThreadRunner:
+    """A runner of threads. Use `thread_runner`."""
 
     def __init__(self, work: WorkDir, pool: ThreadPoolExecutor, context: Context, most: int) -> None:
         self.most = most  # the next unit begins when one is recorded: a power cut loses the work on so many
@@ -50,29 +50,30 @@ class Lanes:
         work.journal.append({"event": "start", "unit": unit.name, "at": round(time.time(), 3)})
         context.reporter.at(unit.key)
         context.reporter.event("start", unit=unit.name)
-        partial = work.places.partial / unit.stored_name
+        partial = work.paths.partial / unit.stored_name
         result = stage.run(unit, partial, context)
         beside = _beside(context.chain)
         return Made(partial, result, time.monotonic() - begun, link=context.chain, beside=beside)
 
 
 @contextlib.contextmanager
-def lanes(work: WorkDir, reporter: Reporter, threads: int, units: int) -> Iterator[Lanes]:
-    """A crew of so many packing threads, for so many units. Raises RuntimeError where the system gives no threads."""
-    with pools(threads, units) as (pool, window, crew, most):
-        yield Lanes(work, crew, Context(pool, window, reporter), most)
+def thread_runner(work: WorkDir, reporter: Reporter, threads: int, units: int) -> Iterator[ThreadRunner]:
+    """A runner of so many packing threads, for so many units. Raises RuntimeError where the system gives no threads."""
+    with pools(threads, units) as (pool, window, runner, most):
+        yield ThreadRunner(work, runner, Context(pool, window, reporter), most)
 
 
 @contextlib.contextmanager
 def pools(threads: int, units: int) -> Iterator[tuple[ThreadPoolExecutor, int, ThreadPoolExecutor, int]]:
-    """Threads for so many units: those that pack and the window of a unit (Context), and the lanes and their number.
+    """Threads for so many units: those that pack and the window of a unit (Context), the threads with a unit each, and
+    their number.
 
     Raises RuntimeError where the system gives no threads.
     """
-    count = max(1, min(LANES, threads, units))
-    with packing_pool(threads) as pool, ThreadPoolExecutor(count, "lane", use_own_cpus) as crew:
-        start_threads(crew, count)
-        yield pool, window_of(threads, count), crew, count
+    count = max(1, min(UNITS_AT_ONCE, threads, units))
+    with packing_pool(threads) as pool, ThreadPoolExecutor(count, "unit", use_own_cpus) as runner:
+        start_threads(runner, count)
+        yield pool, window_of(threads, count), runner, count
 
 
 def packing_pool(threads: int) -> ThreadPoolExecutor:
@@ -82,9 +83,9 @@ def packing_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def window_of(threads: int, lanes: int) -> int:
+def window_of(threads: int, thread_runner: int) -> int:
     """How many pieces of a unit may be in flight."""
-    return -(-(threads + WAITING) // lanes) + 1
+    return -(-(threads + WAITING) // thread_runner) + 1
 
 
 def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
@@ -109,17 +110,17 @@ def _beside(link: Link | None) -> tuple[Written, ...]:
 
 def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
     at = stage.units.index(unit)
-    store, scratch = work.places.store, work.places.partial / unit.name
+    store, scratch = work.paths.store, work.paths.partial / unit.name
     scratch.mkdir()
     return Link(
         before=store / stage.units[at - 1].left_name if at and stage.units[at - 1].leaves else None,
-        leaves=work.places.partial / unit.left_name if unit.leaves else None,
+        leaves=work.paths.partial / unit.left_name if unit.leaves else None,
         scratch=scratch,
         store={
             u.key: store / u.stored_name
             for u in stage.units[: at + 1]
             if u is not unit or u.fingerprint in work.finished
         },
-        side=work.places.partial / unit.side_name if unit.side else None,
+        side=work.paths.partial / unit.side_name if unit.side else None,
         sides={u.key: store / u.side_name for u in stage.units[:at] if u.side},
     )

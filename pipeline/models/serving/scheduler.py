@@ -24,10 +24,10 @@ import torch
 from transformers.cli.serving import utils
 
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-from ktconvert.pipeline.models.serving import asked, clients
+from ktconvert.pipeline.models.serving import clients, request_options
 from ktconvert.pipeline.models.serving.errors import ending
-from ktconvert.pipeline.models.serving.line import Line
-from ktconvert.pipeline.models.serving.pieces import Pieces, Written, read_answers_of
+from ktconvert.pipeline.models.serving.fair_lock import FairLock
+from ktconvert.pipeline.models.serving.stream_decoder import StreamDecoder, Written, read_answers_of
 from ktconvert.pipeline.models.writing import in_parts
 
 ACTIVE = 4  # generations that have begun and hold keys and values of what they read; others wait, holding ids only
@@ -38,7 +38,7 @@ class Ended(Exception):
     """Thrown through what computes: nobody wants it any more, or it is done before its time."""
 
 
-class Wanted:
+class ClientWatch:
     """Whether anybody still waits for what a request has computed."""
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class Wanted:
             raise Ended
 
 
-class Answer(Wanted):
+class Answer(ClientWatch):
     """What one request is being answered: the streamer of `model.generate`.
 
     say    gets each piece of the answer, in the generating thread
     whole  whether it has come to its end
     """
 
-    def __init__(self, pieces: Pieces, say: Callable[[Any], None]) -> None:
+    def __init__(self, pieces: StreamDecoder, say: Callable[[Any], None]) -> None:
         super().__init__()
         self.pieces, self.say = pieces, say
         self.whole = False
@@ -93,7 +93,7 @@ class Answer(Wanted):
         """For `model.generate`; what was held back is said by `Turns`, since cancelled answers have an end too."""
 
 
-class Turns(utils.BaseGenerateManager):
+class Scheduler(utils.BaseGenerateManager):
     """Generates for the handlers of transformers' server; everything else that computes with the model goes through
     `submit`, too.
 
@@ -104,8 +104,8 @@ class Turns(utils.BaseGenerateManager):
     def __init__(self, model: Any, processor: Any, active: int = ACTIVE) -> None:
         self.model = model
         self.processor = copy.deepcopy(processor)  # a fast tokenizer cannot encode while another thread decodes
-        self._line = Line()
-        self._jobs: queue.SimpleQueue[tuple[Wanted, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._line = FairLock()
+        self._jobs: queue.SimpleQueue[tuple[ClientWatch, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._mine = threading.local()  # .wanted: what this thread computes for
         self._stopping = False
         self._random: Any = torch.cuda if model.device.type == "cuda" else torch
@@ -135,7 +135,7 @@ class Turns(utils.BaseGenerateManager):
             except Exception as error:
                 say(utils._StreamError(str(error)))
 
-        wish, answer = asked.of(request_id), self._answer(gen_config, response_parser, say)
+        wish, answer = request_options.of(request_id), self._answer(gen_config, response_parser, say)
         self.submit(answer, run)
         return pieces, answer
 
@@ -144,27 +144,27 @@ class Turns(utils.BaseGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Theirs: the text, the number of tokens of the prompt, and the new ids."""
         said: list[str] = []
-        wish, answer = asked.of(request_id), self._answer(gen_config, None, said.append)
+        wish, answer = request_options.of(request_id), self._answer(gen_config, None, said.append)
         await self.done(answer, lambda: self._generate(answer, inputs, gen_config, wish))
         length = inputs["input_ids"].shape[-1] if wish.ids is None else len(wish.ids)
         return "".join(said), length, answer.ids
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> ClientWatch:
         """By the client of this request, until it goes."""
-        return Wanted()
+        return ClientWatch()
 
     def ends(self, config: Any) -> Sequence[int]:
         """The ids that end an answer by this generation config."""
         own = self.model.generation_config.eos_token_id
         return _listed(own if config.eos_token_id is None else config.eos_token_id)
 
-    def submit(self, wanted: Wanted, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, wanted: ClientWatch, work: Callable[[], Any]) -> Future[Any]:
         """Have `work` done in its turn. Its passes through the model raise Ended when nobody wants it any more."""
         future: Future[Any] = Future()
         self._jobs.put((wanted, work, future))
         return future
 
-    async def done(self, wanted: Wanted, work: Callable[[], Any]) -> Any:
+    async def done(self, wanted: ClientWatch, work: Callable[[], Any]) -> Any:
         """What `work` gives, or raises, in its turn. Nobody wants it any more when this is cancelled."""
         try:
             return await asyncio.wrap_future(self.submit(wanted, work))
@@ -201,9 +201,9 @@ class Turns(utils.BaseGenerateManager):
             del job, work, future  # with the prompt and the answer, while this thread waits for the next one
 
     def _answer(self, config: Any, parser: Any, say: Callable[[Any], None]) -> Answer:
-        return Answer(Pieces(self.processor, parser, self.ends(config), _listed(config.stop_strings)), say)
+        return Answer(StreamDecoder(self.processor, parser, self.ends(config), _listed(config.stop_strings)), say)
 
-    def _generate(self, answer: Answer, inputs: Any, config: Any, wish: asked.Asked) -> None:
+    def _generate(self, answer: Answer, inputs: Any, config: Any, wish: request_options.RequestOptions) -> None:
         """Generate until the end, or until nobody waits. Raises Refused if the server ends before it does."""
         config = copy.deepcopy(config)
         config.stop_strings = None  # Pieces knows them, without a table of the tokens that they may begin in
@@ -253,11 +253,11 @@ def _listed(value: Any) -> Sequence[Any]:
 class OneByOne(utils.GenerationState):
     """What the handlers ask for somebody who generates."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Scheduler) -> None:
         super().__init__()
         self.turns = turns
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Turns:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Scheduler:
         """The same for all requests."""
         return self.turns
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Asked:
+class RequestOptions:
     """ids: the prompt, in place of the text in the request; seed: of this request's random numbers alone; penalties as
     OpenAI defines them: subtracted from the logit of a token that was generated before, once, and for each time;
     logit_bias: added to the logits of these token ids.
@@ -48,11 +48,11 @@ class Asked:
         return [process for process, given in wanted if given]
 
 
-_asked: dict[str, Asked] = {}
+_asked: dict[str, RequestOptions] = {}
 
 
 @contextmanager
-def asking(request_id: str, asked: Asked) -> Iterator[None]:
+def asking(request_id: str, asked: RequestOptions) -> Iterator[None]:
     """Note it while the request is answered."""
     _asked[request_id] = asked
     try:
@@ -61,6 +61,6 @@ def asking(request_id: str, asked: Asked) -> Iterator[None]:
         del _asked[request_id]
 
 
-def of(request_id: str) -> Asked:
+def of(request_id: str) -> RequestOptions:
     """What was noted for this request; nothing, if nothing was."""
-    return _asked.get(request_id) or Asked()
+    return _asked.get(request_id) or RequestOptions()

@@ -15,7 +15,7 @@ File = tuple[Path, int, str]  # bytes and sha256, as recorded
 
 
 @dataclass(frozen=True)
-class Places:
+class Paths:
     """Where things lie for one output. inside: the output cannot be renamed to, so work happens below it and files move
     into place.
     """
@@ -70,13 +70,13 @@ class Places:
         return (self.assembly, self.output) if self.inside else (self.assembly,)
 
 
-def locate(output: Path, *, adopt: bool = False) -> Places:
+def locate(output: Path, *, adopt: bool = False) -> Paths:
     """Where the work for this output lies or will lie; adopt: the output already holds folders that are kept."""
     output = output.absolute()
-    inside = Places(output, output / INSIDE, inside=True)
+    inside = Paths(output, output / INSIDE, inside=True)
     if not output.name:  # nothing lies beside the root folder
         return inside
-    beside = Places(output, output.with_name(output.name + WORK), inside=False)
+    beside = Paths(output, output.with_name(output.name + WORK), inside=False)
     for begun in (inside, beside):
         if begun.plan.exists():
             return begun

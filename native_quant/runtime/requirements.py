@@ -11,7 +11,7 @@ from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirements:
     """None: whatever the files have.
 
     method, num_experts, hidden, intermediate   must agree with the files

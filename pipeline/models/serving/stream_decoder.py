@@ -21,7 +21,7 @@ _template, _decoded = utils.get_response_template, utils._decode_prefix  # befor
 CUT = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while some of its bytes are missing
 
 
-class Pieces:
+class StreamDecoder:
     """Takes ids one at a time and gives what can be said already: text, reasoning and tool calls, as the handlers of
     transformers' server take them.
 
@@ -159,13 +159,13 @@ def message(
     parser = utils.build_response_parser(processor, model, input_ids, **more)
     if parser is None:
         return cleaned_content, None, None
-    items = spoken(Pieces(processor, parser, generated_ids.ends, generated_ids.stop), generated_ids)
+    items = spoken(StreamDecoder(processor, parser, generated_ids.ends, generated_ids.stop), generated_ids)
     calls = [item for item in items if isinstance(item, utils.ToolCall)]
     reasoning = "".join(item for item in items if isinstance(item, utils.ReasoningText))
     text = "".join(item for item in items if isinstance(item, str) and not isinstance(item, utils.ReasoningText))
     return text, reasoning or None, calls or None
 
 
-def spoken(pieces: Pieces, ids: Iterable[int]) -> list[Any]:
+def spoken(pieces: StreamDecoder, ids: Iterable[int]) -> list[Any]:
     """All that these ids say."""
     return [item for token in ids for item in pieces.put(token)] + pieces.end()

@@ -7,7 +7,7 @@ from typing import Any
 
 from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.places import Places
+from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.tell.report import Reporter, size
@@ -16,24 +16,24 @@ SLACK = 16 << 20  # bytes of disk for headers, index, manifest, card, journal an
 CUTTING = ("max_shard_size", "max_tensors")  # settings that cut an output into smaller files
 
 
-def require_disk(plan: Plan, places: Places, todo: Collection[Unit[Any]]) -> None:
+def require_disk(plan: Plan, paths: Paths, todo: Collection[Unit[Any]]) -> None:
     """Raise ResourceError where the disk cannot hold these units and the end, or files may not be as large."""
     needed = disk_needed(plan, todo)
-    free = machine.disk_free(places.root)
+    free = machine.disk_free(paths.root)
     if sum(needed.values()) > free:
         raise ResourceError(
-            f"{places.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
+            f"{paths.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
         )
     limit = machine.file_size_limit()
     if limit is not None:
-        _require_below(limit, plan, todo, places)
+        _require_below(limit, plan, todo, paths)
 
 
-def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], places: Places) -> None:
+def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], paths: Paths) -> None:
     """Raise ResourceError where a shard or a companion would be larger than files may be (bytes)."""
     if limit < SLACK:
         raise ResourceError(
-            f"{places.root}: the file size limit of {size(limit)} (ulimit -f) is below {size(SLACK)}, which headers, "
+            f"{paths.root}: the file size limit of {size(limit)} (ulimit -f) is below {size(SLACK)}, which headers, "
             "index and manifest may take; raise it."
         )
     largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
@@ -41,7 +41,7 @@ def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], places: Pl
         cuts = next((name for name in CUTTING if name in plan.request.settings), None)
         smaller = "" if cuts is None else f" or set --{cuts.replace('_', '-')} lower"
         raise ResourceError(
-            f"{places.root}: a file of {size(largest)}, with {size(SLACK)} to spare for its header, is over the file "
+            f"{paths.root}: a file of {size(largest)}, with {size(SLACK)} to spare for its header, is over the file "
             f"size limit of {size(limit)} (ulimit -f); raise it{smaller}."
         )
     for _, path in plan.assembly.companions:
@@ -60,7 +60,7 @@ def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> dict[str, int]:
         "of finished files": sum(unit.bytes_out + unit.side for unit in todo),
         "of files that exist only meanwhile": plan.scratch_bytes if chained else 0,
         "of companion files": plan.extra_bytes,
-        "of files for another folder": sum(unit.bytes_out for unit in plan.units_apart),
+        "of files for another folder": sum(unit.bytes_out for unit in plan.side_units),
         "to spare for headers, index, manifest and journal": SLACK,
     }
 

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 
-class Line:
+class FairLock:
     """Like threading.Lock, which whoever runs takes again at once, though others have waited for it longer."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherTensors:
     """All tensors, or all but routed experts, by the names of a BF16 release, in the order of the checkpoint.
 
     tensors  those that are copied unchanged, and the weights that become BF16.
@@ -25,7 +25,7 @@ class Beside:
     dropped: tuple[str, ...]
 
 
-def beside(source: TensorSource, taken: Collection[str], quantization: Quantization) -> Beside:
+def other_tensors(source: TensorSource, taken: Collection[str], quantization: Quantization) -> OtherTensors:
     """Sorts all tensors but `taken`, the routed experts: quantized weights are decoded, their scales dropped, all
     others copied.
 
@@ -64,7 +64,7 @@ def beside(source: TensorSource, taken: Collection[str], quantization: Quantizat
             if key in tensors:
                 raise InputError(f"{source.root}: {key!r} is stored twice; remove the tensor that does not belong")
             tensors[key] = stored
-    return Beside(tensors, tuple(sorted(dropped - decoded.keys())))
+    return OtherTensors(tensors, tuple(sorted(dropped - decoded.keys())))
 
 
 def _weight(
