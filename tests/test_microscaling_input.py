@@ -65,16 +65,16 @@ def test_every_part_is_the_definition_of_its_values(
 ) -> None:
     """All parts of all experts, forward and backward; parts of down_proj begin at columns 64, 128 and 192."""
     _, folder, values = made
-    form = formats_of("cpu")[method].encoding
+    fmt = formats_of("cpu")[method]
     stage = experts.stage(
-        model_of(folder), form, [0], numa=parts, backward=True, max_shard_size=None, metadata={"about": "a test"}
+        model_of(folder), fmt, [0], numa=parts, backward=True, max_shard_size=None, metadata={"about": "a test"}
     )
     seen = 0
     for expert in range(E):
         for projection in PROJECTIONS:
             for part, packed in stage.units[0].work.make((expert, projection)):
                 bits = part_of(values[expert, projection], projection, part.numa, parts, part.backward)
-                weight, scale = reference.quantize_pack(form.grid.bits, bits)
+                weight, scale = reference.quantize_pack(fmt.encoding.grid.bits, bits)
                 assert (packed[0] == weight).all() and packed[1].tobytes() == scale.tobytes()
                 seen += 1
     assert seen == E * 3 * parts * 2

@@ -53,7 +53,6 @@ def bits(tensor: Any) -> npt.NDArray[np.uint16]:
 def read(path: Path) -> Golden:
     with safe_open(path, "pt") as file:
         about = file.metadata()
-        form = FORMATS[about["method"]].encoding
         grid = ExpertGrid(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
         experts = int(about["experts"])
         arrays = {}
@@ -62,7 +61,7 @@ def read(path: Path) -> Golden:
             weight = file.get_tensor(f"{key}.weight").numpy().view(np.uint8).copy()
             arrays[part] = (weight, file.get_tensor(f"{key}.scale").numpy().copy().view(np.uint8))
         return Golden(
-            LayerWeights(form, grid, experts, arrays),
+            LayerWeights(about["method"], grid, experts, arrays),
             bits(file.get_tensor("in.hidden")),
             file.get_tensor("in.topk_ids").numpy().copy(),
             file.get_tensor("in.topk_weights").numpy().copy(),

@@ -13,6 +13,7 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.verify.checks import Error
+from ktconvert.quantizers import fp8
 from ktconvert.quantizers.errors import source_values
 
 CHUNK = 64  # rows in memory as float64 at a time
@@ -28,14 +29,15 @@ class WorstRow(NamedTuple):
 
 
 def worst_rows(output: Output, measure: Measure, model: MoeModel, linears: Iterable[Error]) -> list[WorstRow]:
-    """For each of these linears, unless every number stays what it is; parts are in memory one at a time, as float32.
+    """For each of these linears; its parts are in memory one at a time, as float32.
 
     Tensors that are missing or have other sizes are left out. Raises VerificationError if the disk cannot be read.
     """
     assert measure.fmt is not None
     fmt = measure.fmt.configured(output.facts)
-    if fmt.encoding.is_exact(model):
-        return []
+    source = (
+        fp8.source_values if fmt.encoding.is_exact(model) else source_values
+    )  # BF16 would round codes that are kept
     rows = []
     for linear in linears:
         _, hidden, intermediate = measure.shapes[linear.layer]
@@ -53,7 +55,7 @@ def worst_rows(output: Output, measure: Measure, model: MoeModel, linears: Itera
             values, matrix = fmt.encoding.decode(stored, part.n, part.k, slice(None)), part.of(whole, measure.numa)
             for start in range(0, part.n, CHUNK):
                 chunk = slice(start, min(start + CHUNK, part.n))
-                errors = _relative(source_values(matrix.rows(chunk.start, chunk.stop)), values[chunk])
+                errors = _relative(source(matrix.rows(chunk.start, chunk.stop)), values[chunk])
                 row = int(np.argmax(errors))
                 if worst is None or errors[row] > worst.relative_error:
                     worst = WorstRow(linear, part.numa, start + row, float(errors[row]))
