@@ -244,7 +244,7 @@ def orphans(setting: Setting, cluster: Cluster, output: Path) -> set[str]:
         cluster.send(name, signal.SIGCONT)
 
     def finished() -> set[str]:
-        records = output.with_name("out.work").glob("attempts/cpu*.json")
+        records = output.with_name("out.work").glob("attempts/experts*.json")
         return {path.stem for path in records if b'"result": null' not in path.read_bytes()}
 
     wait(lambda: len(finished()) >= 2)

@@ -148,8 +148,9 @@ def error_bytes(columns: int) -> int:
 
 def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes: int) -> tuple[int | None, int | None]:
     """(n, k) of the matrix that a stored tensor belongs to, as far as the tensor shows them: None where it does not."""
-    unit = encoding.multiple
-    at = suffixes(encoding).index(suffix)
+    if suffix not in suffixes(encoding):
+        return None, None
+    unit, at = encoding.multiple, suffixes(encoding).index(suffix)
     one, tall, wide = (encoding.tensors(*size)[at] for size in ((unit, unit), (2 * unit, unit), (unit, 2 * unit)))
     if tall.nbytes != one.nbytes and wide.nbytes == one.nbytes:
         return nbytes * unit // one.nbytes, None  # a number for each row, whatever the shape

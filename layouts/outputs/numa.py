@@ -20,6 +20,7 @@ KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
     r"\.(?P<expert>\d+)\.numa\.(?P<numa>\d+)\.(?P<suffix>\w+)"
 )
+SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's, and others
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class NumaNames:
 
 
 def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
-    return NumaNames(suffixes(encoding))
+    """Encodings without scales share names with those that have some: only sizes tell them apart."""
+    own = suffixes(encoding)
+    return NumaNames(next((shared for shared in SUFFIXES if own[0] == shared[0]), own))
 
 
 NUMA = Arrangement("merged", "cpu", "numa", _names, has_numa_count, parted=True)
