@@ -20,7 +20,7 @@ Rows = slice | npt.NDArray[np.intp]
 ZERO_ROWS = 32  # that are decoded at a time, until a number is not zero
 # Codes of 0 and -0 give at most so many different bytes (two codes of 4 bits): more in the beginning of the codes prove
 # at once that there are other numbers.
-ZERO_BYTES, BEGINNING = 4, 1 << 12
+ZERO_BYTES, BEGINNING = 4, 256
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
 
 def is_zero(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> bool:
     """Whether all numbers of a matrix are 0 or -0."""
-    if np.count_nonzero(np.bincount(stored[0][:BEGINNING], minlength=256)) > ZERO_BYTES:
+    if len(set(stored[0][:BEGINNING].tobytes())) > ZERO_BYTES:
         return False
     blocks = (slice(first, min(first + ZERO_ROWS, n)) for first in range(0, n, ZERO_ROWS))
     return not any(encoding.decode(stored, n, k, rows).any() for rows in blocks)
