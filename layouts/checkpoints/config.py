@@ -124,7 +124,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
     )
 
 
-def with_beside(stated: Quantization, beside: dict[str, Any]) -> Quantization:
+def merge_quantization_files(stated: Quantization, beside: dict[str, Any]) -> Quantization:
     """What config.json states, with what a quantize_config.json says beyond that; one without a quant_method is of the
     stated one, else of GPTQ. Raises ValueError, saying on what, where they contradict each other.
     """

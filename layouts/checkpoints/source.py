@@ -309,7 +309,7 @@ def _quantization(root: Path, config: dict[str, Any]) -> cfg.Quantization:
     if not beside.exists():
         return stated
     try:
-        return cfg.with_beside(stated, _parsed(beside))
+        return cfg.merge_quantization_files(stated, _parsed(beside))
     except ValueError as error:
         raise InputError(f"{beside}: {error}; correct the one that is wrong") from None
 

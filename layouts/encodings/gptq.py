@@ -70,7 +70,7 @@ def _row(bits: int, kind: Kind) -> CheckpointEncoding:
         require_shape(codes, zeros, "I32", (k // group, -(-n * bits // 32)))
         require_shape(codes, order, "I32", (k,))
         if zeros is not None and not quantization.format and quantization.symmetric == (False,):
-            raise InputError(_unstated(zeros))
+            raise InputError(_which_format(zeros))
         return bits, group, quantization.format, *tensors
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
@@ -109,10 +109,10 @@ def _zeros(
         points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
         if quantization.format or (points == 1 << (bits - 1)).all():
             return np.ascontiguousarray(points.T, np.float32)
-    raise InputError(f"{source.shards[stored.shard].path}: {_unstated(stored)}")
+    raise InputError(f"{source.shards[stored.shard].path}: {_which_format(stored)}")
 
 
-def _unstated(zeros: TensorInfo) -> str:
+def _which_format(zeros: TensorInfo) -> str:
     return (
         f"tensor {zeros.name!r}: no config says whether it holds zero points less one or as they are, and the weights "
         'differ; write {"checkpoint_format": "gptq"} (less one: AutoGPTQ, and most files) or {"checkpoint_format": '

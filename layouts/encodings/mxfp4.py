@@ -22,7 +22,7 @@ from ktconvert.quantizers.packed import fields
 
 # --- in checkpoints -------------------------------------------------------------------------------
 
-GROUP = 32  # columns that share a scale
+GROUP = mxfp4.GROUP  # columns that share a scale
 
 
 def _row(
@@ -118,7 +118,7 @@ def _bad_scale(codes_of: Callable[[Read, int], Bytes]) -> Defect:
 # --- in panels ------------------------------------------------------------------------------------
 
 CODE_BYTES = panels.ROWS // 2  # of a panel, for each column
-BLOCK = CODE_BYTES * mxfp4.GROUP
+BLOCK = CODE_BYTES * GROUP
 
 
 def panel_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def panel_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
     count = n // panels.ROWS
     return (
         Tensor("codes", "U8", (count, CODE_BYTES * k), n * k // 2),
-        Tensor("scales", "U8", (count, k), n * k // mxfp4.GROUP),
+        Tensor("scales", "U8", (count, k), n * k // GROUP),
     )
 
 
@@ -151,7 +151,7 @@ def _panel_codes(read: Read, scale: int) -> Bytes:
 
 def _row_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
     """As DeepSeek-V4 has them."""
-    groups = k // mxfp4.GROUP
+    groups = k // GROUP
     return Tensor("weight", "I8", (n, k // 2), n * k // 2), Tensor("scale", "F8_E8M0", (n, groups), n * groups)
 
 
@@ -161,12 +161,12 @@ def _quantize_rows(matrix: Matrix, out: Sequence[Bytes]) -> None:
     codes, scales = out[0].reshape(n, k // 2), out[1].reshape(n, -1)
     for first in range(0, n, ROWS_AT_A_TIME):
         rows = slice(first, min(n, first + ROWS_AT_A_TIME))
-        panels = [np.empty(tensor.shape, np.uint8) for tensor in panel_tensors(rows.stop - first, k)]
+        made = [np.empty(tensor.shape, np.uint8) for tensor in panel_tensors(rows.stop - first, k)]
         try:
-            kernels_panels.pack_mxfp4(matrix.rows(first, rows.stop), panels[0], panels[1])
+            kernels_panels.pack_mxfp4(matrix.rows(first, rows.stop), made[0], made[1])
         except kernels.NonFinite as bad:
             raise kernels.NonFinite(first + bad.row, bad.column) from None
-        kernels_panels.mxfp4_rows(panels[0], panels[1], codes[rows], scales[rows])
+        kernels_panels.mxfp4_rows(made[0], made[1], codes[rows], scales[rows])
 
 
 def _decode_rows(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
@@ -174,7 +174,7 @@ def _decode_rows(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(Non
 
 
 def _row_codes(read: Read, scale: int) -> Bytes:
-    size = mxfp4.GROUP // 2
+    size = GROUP // 2
     return fields(4, read(0, scale * size, (scale + 1) * size).reshape(1, size))
 
 
@@ -194,7 +194,7 @@ ROWS = Encoding(
     "MXFP4",
     version=1,
     grid=FLOAT_GRIDS["mxfp4"],
-    multiple=mxfp4.GROUP,
+    multiple=GROUP,
     tensors=_row_tensors,
     quantize=_quantize_rows,
     decode=_decode_rows,

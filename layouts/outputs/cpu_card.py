@@ -78,10 +78,7 @@ def amx_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_
             *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
             ("NUMA parts", f"{numa}: load with `--kt-threadpool-count {numa}` and no other"),
             *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
-            ("experts per layer", f"{facts['experts']}"),
-            ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
-            ("activation", f"{facts['activation']}"),
-            ("source dtypes", ", ".join(facts["dtypes"])),
+            *_of_model(facts),
         ),
         use=launch(base_model, method, str(numa)),
     )

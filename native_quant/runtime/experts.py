@@ -114,8 +114,8 @@ class Experts:
         if memory not in weights.MEMORY:
             raise ValueError(f"memory is one of {', '.join(weights.MEMORY)}, not '{memory}'")
         swiglu, pool, path = kt_methods.Swiglu(swiglu_limit, swiglu_alpha), pool or default_pool(), Path(path)
-        wanted = Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
-        packed = kind_of(path).load(path, layer, pool, wanted)
+        required = Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
+        packed = kind_of(path).load(path, layer, pool, required)
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)
         loaded = cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha)
@@ -308,15 +308,15 @@ class Experts:
         return self.call_at(tokens, ids.shape[1], *addresses)
 
 
-def _report_parts(path: str, have: int, wanted: int, strict: bool) -> None:
+def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
     message = (
-        f"{path}: made for {have} NUMA parts, run with {wanted}: the result is right, but memory may be read across "
-        f"nodes; `ktconvert resplit --threadpool-count {wanted}` rewrites it for full speed."
+        f"{path}: made for {have} NUMA parts, run with {required}: the result is right, but memory may be read across "
+        f"nodes; `ktconvert resplit --threadpool-count {required}` rewrites it for full speed."
     )
     if strict:
         raise UnsupportedError(message)
-    if (path, have, wanted) not in _warned:
-        _warned.add((path, have, wanted))
+    if (path, have, required) not in _warned:
+        _warned.add((path, have, required))
         warnings.warn(message, stacklevel=3)
 
 

@@ -107,7 +107,7 @@ def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32
     yield gate, up, down
 
 
-def load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeights:
+def load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
     """One layer of a checkpoint in so many NUMA parts (None: one for each of the pool's nodes if that divides the
     weights, else 1), in the memory of the pool's nodes.
 
@@ -115,20 +115,20 @@ def load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeigh
     tensors are missing, damaged or not finite.
     """
     with _remedies(path):
-        return _load(path, layer, pool, wanted)
+        return _load(path, layer, pool, required)
 
 
-def _load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeights:
+def _load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
     model = _opened(path)
     if layer not in model.moe_layers:
         raise UnsupportedError(
             f"{path}: holds no experts in layer {layer}, but in {ranges(list(model.layers))}; give one of these."
         )
-    native = _method_of(path, model, layer, wanted.method)
+    native = _method_of(path, model, layer, required.method)
     count, h, i = model.shape(layer)
-    wanted.require_sizes(path, layer, (count, h, i), "tensors")
-    _check_stated(path, model, layer, native, wanted.swiglu)
-    grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, wanted.parts, len(pool.nodes)))
+    required.require_sizes(path, layer, (count, h, i), "tensors")
+    _check_stated(path, model, layer, native, required.swiglu)
+    grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, required.parts, len(pool.nodes)))
     check_limits(native.name, grid)
     sizes = {
         (part, tensor.suffix): tensor.nbytes

@@ -45,10 +45,10 @@ class Requirements:
 
 
 def require(
-    path: Path, layer: int, actual: Mapping[str, str | int], wanted: Mapping[str, str | int | None], by: str
+    path: Path, layer: int, actual: Mapping[str, str | int], required: Mapping[str, str | int | None], by: str
 ) -> None:
     """Raises UnsupportedError where a wanted value, unless None, is not the actual one."""
-    for name, value in wanted.items():
+    for name, value in required.items():
         if value is not None and value != actual[name]:
             raise UnsupportedError(
                 f"{path}: layer {layer} has {name} {actual[name]} by its {by}, not {value}; "

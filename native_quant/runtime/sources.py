@@ -45,7 +45,7 @@ class Kind(Protocol):
     def swiglu_of(self, path: Path, layer: int) -> Swiglu:
         """What a layer's experts compute by config.json, as far as their method can."""
 
-    def load(self, path: Path, layer: int, pool: Pool, wanted: Requirements) -> weights.LayerWeights:
+    def load(self, path: Path, layer: int, pool: Pool, required: Requirements) -> weights.LayerWeights:
         """A layer's experts, all its tensors checked, in memory where C can read them."""
 
     def linears(self, path: Path, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:

@@ -127,7 +127,7 @@ def _unreadable(output: Output) -> list[str]:
     return [*output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(output.shards)))]
 
 
-def load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeights:
+def load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
     """One layer of a converted directory, merged or loose, ours or kt-kernel's, in the memory of the pool's nodes.
 
     Raises UnsupportedError where the files are not as wanted or where the directory is of another kind, InputError
@@ -144,14 +144,14 @@ def load(path: Path, layer: int, pool: Pool, wanted: Requirements) -> LayerWeigh
             "Give one of these, or convert again with it."
         )
     count, h, i = measured.shapes[layer]
-    wanted.require_method(path, layer, measured.method, "byte counts")
-    wanted.require_sizes(path, layer, (count, h, i), "byte counts")
-    require_as_in_metadata(output, layer, measured, wanted.swiglu)
+    required.require_method(path, layer, measured.method, "byte counts")
+    required.require_sizes(path, layer, (count, h, i), "byte counts")
+    require_as_in_metadata(output, layer, measured, required.swiglu)
     require_as_in_manifest(output, measured)
     grid = ExpertGrid(layer, h, i, measured.numa)
     check_sizes(measured.fmt, grid)
     stored = dict(_stored(output, measured.fmt, grid, count))
-    memory = wanted.memory
+    memory = required.memory
     if memory == "auto":
         memory = "copy" if found.is_roomy or output.loose else "map"
     if memory == "map" and not output.loose:
@@ -282,8 +282,8 @@ def _stored(output: Output, fmt: Format, grid: ExpertGrid, experts: int) -> Iter
                 raise InputError(f"{output.root / stored.file}: {described}: {why}; {AGAIN}.")
             # kt-kernel's scripts give flat tensors of AMXINT4 and AMXINT8 other dtypes, and do not look at them.
             if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
-                here, wanted = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
-                raise InputError(f"{output.root / stored.file}: {described} is {here}, must be {wanted}; {AGAIN}.")
+                here, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
+                raise InputError(f"{output.root / stored.file}: {described} is {here}, must be {required}; {AGAIN}.")
             yield (part, what), stored
 
 
