@@ -18,10 +18,10 @@ from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.parts import PROJECTIONS
 from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
-from ktconvert.pipeline.tell.inspect import look
-from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.opened import Wish
-from ktconvert.pipeline.verify.output import Report, verify
+from ktconvert.pipeline.ui.inspection import look
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify.inputs import VerifyOptions
+from ktconvert.pipeline.verify.verify import Report, verify
 from ktconvert.quantizers import panels, reference
 from rig import conversion, killpoint
 from rig.safetensors import bits_of, read_file
@@ -98,7 +98,7 @@ def kt_files(folder: Path) -> dict[str, bytes]:
 
 
 def verified(output: Path, **wish: Any) -> Report:
-    return verify(Wish(output, **wish), Reporter(verbosity=-1))
+    return verify(VerifyOptions(output, **wish), Reporter(verbosity=-1))
 
 
 def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, bytes]:

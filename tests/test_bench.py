@@ -97,7 +97,7 @@ def test_the_picture(output: Path, tmp_path: Path, suffix: str) -> None:
 
 
 def test_without_matplotlib(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.tell.figures.find_spec", lambda name: None)
+    monkeypatch.setattr("ktconvert.pipeline.ui.plots.find_spec", lambda name: None)
     assert sentence(output, "--plot", tmp_path / "b.png") == (
         1,
         "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'",

@@ -15,9 +15,9 @@ import pytest
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
-from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.opened import Wish
-from ktconvert.pipeline.verify.output import verify
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify.inputs import VerifyOptions
+from ktconvert.pipeline.verify.verify import verify
 from ktconvert.quantizers import groups, reference
 from rig import families, integers, killpoint, microscaling
 from rig.conversion import KTCONVERT, edit, tree
@@ -155,7 +155,7 @@ def dequantized(source: Path, out: Path) -> Tensors:
     """What comes out, in this process; it passes verify, by itself and against its source."""
     tuning = {"cpuinfer_threads": 2}
     execute(plan_dequantize(Request("dequantize", str(source), out, {"max_shard_size": None}, tuning)), Reporter())
-    report = verify(Wish(out, against=str(source), threads=2), Reporter(verbosity=-1))
+    report = verify(VerifyOptions(out, against=str(source), threads=2), Reporter(verbosity=-1))
     assert report.sentence is None, report.sentence
     return read_folder(out)
 

@@ -20,7 +20,7 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.eval import eval as command
 from ktconvert.pipeline.cli.gpu import gpu
-from ktconvert.pipeline.tell.report import Reporter, tokens
+from ktconvert.pipeline.ui.progress import Reporter, tokens
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -331,7 +331,7 @@ def test_without_transformers(
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.pipeline.tell.report.LINE_EVERY", 0)
+    monkeypatch.setattr("ktconvert.pipeline.ui.progress.LINE_EVERY", 0)
     reporter = Reporter()
     reporter.begin(1024, 0, tokens)
     reporter.advance(512)

@@ -22,7 +22,7 @@ from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.plans.commands import plan_request, run
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from rig import conversion, forks, stored
 from rig.dask_cluster import Cluster
 

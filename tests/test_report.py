@@ -32,15 +32,15 @@ from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.dequantize import dequantize
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
-from ktconvert.pipeline.tell.heat import MOST_TITLES
-from ktconvert.pipeline.tell.markup import element
-from ktconvert.pipeline.tell.page import page, percent
-from ktconvert.pipeline.tell.report import Reporter
-from ktconvert.pipeline.verify.checks import Error, LayerError
-from ktconvert.pipeline.verify.figures import Figures
-from ktconvert.pipeline.verify.opened import Wish
-from ktconvert.pipeline.verify.output import verify as verify_output
-from ktconvert.pipeline.verify.scales import LinearScales, Scales
+from ktconvert.pipeline.ui.heat_maps import MOST_TITLES
+from ktconvert.pipeline.ui.markup import element
+from ktconvert.pipeline.ui.page import page, percent
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
+from ktconvert.pipeline.verify.inputs import VerifyOptions
+from ktconvert.pipeline.verify.page_data import Figures
+from ktconvert.pipeline.verify.scale_survey import LinearScales, Scales
+from ktconvert.pipeline.verify.verify import verify as verify_output
 from ktconvert.quantizers import reference
 from rig.safetensors import Tensor, data_start, header_of, read_folder, write_file
 
@@ -369,16 +369,17 @@ Made = Callable[[int, int], str]
 @pytest.fixture(scope="module")
 def large(output: Path) -> Made:
     """The page of so many layers and experts with errors of all, as --full measures them."""
-    whole = verify_output(Wish(output, page=True), Reporter(verbosity=-1))
+    whole = verify_output(VerifyOptions(output, page=True), Reporter(verbosity=-1))
 
     def make(layers: int, experts: int) -> str:
         rng, errors = np.random.default_rng(1), []
         for layer in range(3, 3 + layers):
             for projection in PROJECTIONS:
                 each = [
-                    Error(layer, n, projection, round(x, 6), 0.99) for n, x in enumerate(rng.uniform(0.1, 0.2, experts))
+                    LinearError(layer, n, projection, round(x, 6), 0.99)
+                    for n, x in enumerate(rng.uniform(0.1, 0.2, experts))
                 ]
-                errors.append(LayerError(layer, projection, np.array([1.0, 1.0, 0.99, 0.02]), each))
+                errors.append(ProjectionErrors(layer, projection, np.array([1.0, 1.0, 0.99, 0.02]), each))
         counts = rng.integers(0, 5000, (3 + layers, experts))
         linears = [LinearScales(3, 0, "up", 0.001, 0.002, 0, 0)]
         measure = replace(whole.measure, shapes=dict.fromkeys(range(3, 3 + layers), (experts, 7168, 2048)))

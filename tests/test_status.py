@@ -13,7 +13,7 @@ import pytest
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.pipeline.engine import attempts, journal, lock
-from ktconvert.pipeline.tell.status import look
+from ktconvert.pipeline.ui.status import look
 from rig import conversion, killpoint
 from rig.bench import Bench
 

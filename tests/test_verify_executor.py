@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import questions, report
 from ktconvert.pipeline.verify.asking import ask_workers
-from ktconvert.pipeline.verify.opened import Wish, open_wish
-from ktconvert.pipeline.verify.output import verify
+from ktconvert.pipeline.verify.inputs import VerifyOptions, open_inputs
+from ktconvert.pipeline.verify.verify import verify
 from rig import conversion
 
 OUTPUTS = {
@@ -41,8 +41,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2)
 
 
-def told(wish: Wish, workers: Executor | None) -> str:
-    return json.dumps(report.document(verify(wish, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
+def told(chosen: VerifyOptions, workers: Executor | None) -> str:
+    return json.dumps(report.document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
 
 
 @pytest.mark.parametrize("which", OUTPUTS)
@@ -50,16 +50,16 @@ def test_the_report_is_the_same(source: Path, workers: Any, tmp_path: Path, cli:
     output = tmp_path / "out"
     command, *options = OUTPUTS[which]
     cli(command, "-i", source, "-o", output, *options)
-    wish = Wish(output, against=str(source), load=False, full=True)
-    assert '"ok": true' in told(wish, None)
-    assert told(wish, workers) == told(wish, None)
+    chosen = VerifyOptions(output, against=str(source), load=False, full=True)
+    assert '"ok": true' in told(chosen, None)
+    assert told(chosen, workers) == told(chosen, None)
     file = max(output.rglob("*.safetensors" if which != "loose" else "*.kt"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[-100] ^= 0x10
     file.write_bytes(data)
-    assert '"ok": false' in told(wish, None)
-    assert told(wish, workers) == told(wish, None)
-    assert told(replace(wish, against=None), workers) == told(replace(wish, against=None), None)
+    assert '"ok": false' in told(chosen, None)
+    assert told(chosen, workers) == told(chosen, None)
+    assert told(replace(chosen, against=None), workers) == told(replace(chosen, against=None), None)
 
 
 def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
@@ -67,17 +67,17 @@ def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: 
     cli("cpu", "-i", source, "-o", merged)
     cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
     cli("dequantize", source, whole)
-    for wish in (Wish(merged, against=str(loose)), Wish(whole, against=str(source))):
-        assert '"ok": true' in told(wish, None)
-        assert told(wish, workers) == told(wish, None)
+    for chosen in (VerifyOptions(merged, against=str(loose)), VerifyOptions(whole, against=str(source))):
+        assert '"ok": true' in told(chosen, None)
+        assert told(chosen, workers) == told(chosen, None)
 
 
 def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
     output, mine = tmp_path / "out", tmp_path / "mine"
     shutil.copytree(source, mine)
     cli("cpu", "-i", mine, "-o", output)
-    opened = open_wish(Wish(output, against=str(mine)))
-    order = questions.Order(opened.wish, "run", "0.0.0", opened.files, 1)
+    opened = open_inputs(VerifyOptions(output, against=str(mine)))
+    order = questions.Order(opened.options, "run", "0.0.0", opened.files, 1)
     failure = workers.submit(questions.answers, order, "hashes", []).result()
     assert failure.kind == OutputError.__name__
     assert f"host {os.uname().nodename}: ktconvert " in failure.sentence and "0.0.0" in failure.sentence
@@ -95,17 +95,17 @@ def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path:
 def test_a_worker_sees_what_was_put_in_place_since(tmp_path: Path, cli: Any) -> None:
     output, mine = tmp_path / "out", conversion.checkpoint(tmp_path / "mine", layers=1)
     cli("cpu", "-i", mine, "-o", output)
-    wish = Wish(output, against=str(mine), load=False)
+    chosen = VerifyOptions(output, against=str(mine), load=False)
     with ThreadPoolExecutor(1) as worker:
-        assert '"ok": true' in told(wish, worker)
+        assert '"ok": true' in told(chosen, worker)
         shard = mine / "model-00001-of-00002.safetensors"
         data = bytearray(shard.read_bytes())
         data[-1] ^= 0x80
         other = shard.with_name("other")
         other.write_bytes(data)
         other.rename(shard)
-        assert '"ok": false' in told(wish, None)
-        assert told(wish, worker) == told(wish, None)
+        assert '"ok": false' in told(chosen, None)
+        assert told(chosen, worker) == told(chosen, None)
 
 
 def test_on_the_command_line(source: Path, tmp_path: Path, cli: Any) -> None:

@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
-from ktconvert.pipeline.verify.output import require_sound
+from ktconvert.pipeline.verify.verify import require_sound
 from rig import families
 from rig.safetensors import Tensor, Tensors, edit_file, read_file
 

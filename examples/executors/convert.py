@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ktconvert.pipeline.engine.plan import Request
 from ktconvert.pipeline.plans.commands import plan_request, run
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 
 def convert(executor: Executor, source: str, output: str, method: str) -> None:

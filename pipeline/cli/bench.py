@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.tell.report import Reporter, size
+from ktconvert.pipeline.ui.progress import Reporter, size
 
 # The names that config.json has for the number of experts per token.
 TOPK = (
@@ -77,7 +77,7 @@ def bench(
 
     Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
     from a cache."""
-    from ktconvert.pipeline.tell.figures import plot_bench
+    from ktconvert.pipeline.ui.plots import plot_bench
     from ktconvert.pipeline.verify.report import aligned
 
     options.check_plot(plot)
@@ -101,7 +101,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     from ktconvert.native_quant.runtime.experts import Experts
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.native_quant.runtime.sources import kind_of
-    from ktconvert.pipeline.verify.opened import require_finished
+    from ktconvert.pipeline.verify.inputs import require_finished
 
     require_finished(path)
     kind = kind_of(path)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 F = TypeVar("F", bound=Callable[..., Any])
 DATA = ("num_calibration_samples", "max_sequence_length", "dataset", "dataset_split", "random_seed")

@@ -18,7 +18,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.tell.report import size
+from ktconvert.pipeline.ui.progress import size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
 # What ktconvert and kt-kernel choose their code by, in /proc/cpuinfo's words.

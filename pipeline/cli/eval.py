@@ -53,8 +53,8 @@ def eval(model: str, **params: Any) -> None:
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate
     from ktconvert.pipeline.models.generate import Choice
-    from ktconvert.pipeline.tell.figures import plot_eval
-    from ktconvert.pipeline.tell.report import Reporter, tokens
+    from ktconvert.pipeline.ui.plots import plot_eval
+    from ktconvert.pipeline.ui.progress import Reporter, tokens
     from ktconvert.pipeline.verify.report import aligned
 
     gpu = params["gpu_weights"]

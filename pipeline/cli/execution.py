@@ -17,8 +17,8 @@ from ktconvert.pipeline.engine.part import make_part, parse
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
 from ktconvert.pipeline.plans.commands import reopened
-from ktconvert.pipeline.tell import show
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui import dry_run
+from ktconvert.pipeline.ui.progress import Reporter
 
 
 def part_of(params: Mapping[str, Any]) -> Part | None:
@@ -42,7 +42,7 @@ def carry_out(plan: Plan, reporter: Reporter, params: Mapping[str, Any]) -> None
         reporter.note(note)
     if params["dry_run"]:
         check(plan, params)
-        show.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
+        dry_run.show_plan(plan, as_json=params["json_events"], overwrite=params["overwrite"])
     else:
         if params["force_unlock"]:
             take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part_of(params))

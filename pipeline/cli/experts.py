@@ -44,7 +44,7 @@ def experts(**params: Any) -> None:
     from ktconvert.layouts.statistics.folder import counts_of
     from ktconvert.native_quant.runtime import hot_mask
     from ktconvert.pipeline.models import hot_choice
-    from ktconvert.pipeline.tell.figures import plot_experts
+    from ktconvert.pipeline.ui.plots import plot_experts
     from ktconvert.pipeline.verify.report import aligned
 
     each, total = params["num_gpu_experts"], params["total"]

@@ -29,7 +29,7 @@ def inspect(path: str, **params: Any) -> None:
     PATH is a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf). Headers only are
     read. The exit code is 3 for a checkpoint of which no command makes anything.
     """
-    from ktconvert.pipeline.tell import inspect as inspection
+    from ktconvert.pipeline.ui import inspection
     from ktconvert.pipeline.verify.report import aligned
 
     arch_file = options.text_of("--arch-file", params["arch_file"])

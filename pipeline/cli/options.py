@@ -14,7 +14,7 @@ import click
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 F = TypeVar("F", bound=Callable[..., Any])
 MOST = 1 << 62
@@ -361,7 +361,7 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
 
 def check_plot(path: Path | None) -> None:
     """Raise, before any work, where no picture could be drawn and written to this file."""
-    from ktconvert.pipeline.tell.figures import KINDS, require_matplotlib
+    from ktconvert.pipeline.ui.plots import KINDS, require_matplotlib
 
     check_file("--plot", path, KINDS)
     if path is not None:

@@ -40,7 +40,7 @@ def resume(output: Path, **params: Any) -> None:
     from ktconvert.pipeline.engine.part import require_all_parts
     from ktconvert.pipeline.engine.paths import locate
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
-    from ktconvert.pipeline.tell import show
+    from ktconvert.pipeline.ui import dry_run
 
     reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
     output = output.expanduser().absolute()
@@ -73,7 +73,7 @@ def resume(output: Path, **params: Any) -> None:
     plan = plan_request(replace(request, tuning=tuning), None if params["dry_run"] else reporter.hashed)
     if params["dry_run"]:
         check(plan, params)
-        show.show_plan(plan, as_json=params["json_events"])
+        dry_run.show_plan(plan, as_json=params["json_events"])
         return
     require_all_parts(plan, paths)
     make(plan, reporter, params)

@@ -57,7 +57,7 @@ def run(model: str, **params: Any) -> None:
     if params["chat"] == (params["prompt"] is not None):
         raise UsageError("give either --prompt TEXT or --chat")
     from ktconvert.pipeline.models import generate, writing
-    from ktconvert.pipeline.tell.report import Reporter
+    from ktconvert.pipeline.ui.progress import Reporter
 
     options.check_kernels("the command again")
     reporter = Reporter()

@@ -47,7 +47,7 @@ def serve(model: str, **params: Any) -> None:
     from ktconvert.pipeline.models import generate
     from ktconvert.pipeline.models.serving import access
     from ktconvert.pipeline.models.serving.server import listen
-    from ktconvert.pipeline.tell.report import Reporter
+    from ktconvert.pipeline.ui.progress import Reporter
 
     options.check_kernels("the command again")
     generate.require("serve", Reporter().warn)

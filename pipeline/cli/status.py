@@ -31,7 +31,7 @@ def status(output: Path, watch: bool, as_json: bool) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from ktconvert.pipeline.tell.status import RUNNING, lines, look
+    from ktconvert.pipeline.ui.status import RUNNING, lines, look
 
     output = output.expanduser().absolute()
     found = look(output)

@@ -16,7 +16,7 @@ from ktconvert.pipeline.cli import options
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.verify.checks import Check
-    from ktconvert.pipeline.verify.output import Report
+    from ktconvert.pipeline.verify.verify import Report
 
 # What --quant-method takes, options and names -> the name of what is stored.
 METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
@@ -91,18 +91,18 @@ def verify(output: Path, **params: Any) -> None:
     from ktconvert.layouts.files import publish
     from ktconvert.pipeline.engine.executors import opened
     from ktconvert.pipeline.models.evaluate import read_text
-    from ktconvert.pipeline.tell.page import page
-    from ktconvert.pipeline.tell.report import Reporter
+    from ktconvert.pipeline.ui.page import page
+    from ktconvert.pipeline.ui.progress import Reporter
     from ktconvert.pipeline.verify import report as verify_report
-    from ktconvert.pipeline.verify.opened import Wish
-    from ktconvert.pipeline.verify.output import verify as verify_output
+    from ktconvert.pipeline.verify.inputs import VerifyOptions
+    from ktconvert.pipeline.verify.verify import verify as verify_output
 
     # Only the report goes to stdout: one table, or one JSON object.
     reporter = Reporter(verbosity=-1 if params["quiet"] else int(params["verbose"]))
     options.check_kernels("the command again")
     options.check_file("--report", params["report"], PAGES)
     method = params["quant_method"]
-    wish = Wish(
+    chosen = VerifyOptions(
         output=output.expanduser().absolute(),
         against=None if params["against"] is None else options.stored_input(params["against"]),
         revision=params["revision"],
@@ -120,11 +120,11 @@ def verify(output: Path, **params: Any) -> None:
     )
     with opened(params["executor"], reporter.note, params["executor_timeout"]) as engine:
         if engine.executor is None and engine.threads is not None:
-            wish = replace(wish, threads=options.lowered("--executor threads", engine.threads, reporter))
+            chosen = replace(chosen, threads=options.lowered("--executor threads", engine.threads, reporter))
         workers = params["cpuinfer_threads"] or engine.threads
-        report = verify_output(wish, reporter, engine.executor, workers)
+        report = verify_output(chosen, reporter, engine.executor, workers)
     if params["run"]:
-        report = replace(report, checks=(*report.checks, run_check(report, wish.threads)))
+        report = replace(report, checks=(*report.checks, run_check(report, chosen.threads)))
     if params["report"] is not None:
         publish.write_whole(params["report"], page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {params['report']}")

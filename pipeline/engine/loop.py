@@ -25,7 +25,7 @@ from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.runner import Made, Runner
 from ktconvert.pipeline.engine.units import LEFT, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
 

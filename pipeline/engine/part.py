@@ -28,7 +28,7 @@ from ktconvert.pipeline.engine.threads import pools
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.engine.workdir import encode
 from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 # Environment variables that say which of how many processes this one is: number, count, first number, step.
 ENVIRONMENT = (

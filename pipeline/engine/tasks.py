@@ -18,7 +18,7 @@ from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.engine.worker import DEATHS, Failure, Reopen, Task, make_unit
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 Result = TypeVar("Result")
 LOOK_EVERY = 1.0  # seconds between two looks at the records of attempts

@@ -15,7 +15,7 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.units import Context, Link, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 WAITING = 2  # packing threads beyond those asked for: so many wait for the disk at any time
 UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the next is already being packed

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 LEFT = ".left"  # what a unit leaves to the next one of its chain ends so
 SIDE = ".side"  # and its side file so

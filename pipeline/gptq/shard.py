@@ -23,7 +23,7 @@ from ktconvert.pipeline.gptq.oneshot import Quantized
 from ktconvert.pipeline.gptq.settings import Settings
 from ktconvert.pipeline.stages import expert_files, experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens, spread
 from ktconvert.pipeline.walk.layered import LayeredModel
 from ktconvert.quantizers.choice import Choice

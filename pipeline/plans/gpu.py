@@ -130,7 +130,7 @@ class GpuConversion:
 
         Whether transformers finds a name for every expert is asked only where it is in memory already.
         """
-        from ktconvert.pipeline.verify.output import require_sound
+        from ktconvert.pipeline.verify.verify import require_sound
 
         require_sound(assembled, load=self.facts["quant_method"] == "GPTQ")
 

@@ -171,7 +171,7 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
     """The output, its sizes and its format. Raises InputError where it is not whole, UnsupportedError where it has no
     NUMA parts, or parts whose bytes mean nothing to us.
     """
-    from ktconvert.pipeline.verify.opened import require_finished
+    from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.structure import check_structure
 
     try:

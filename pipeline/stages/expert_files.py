@@ -18,7 +18,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import items
 from ktconvert.pipeline.stages.ordered import in_order
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 # First tensors of a shard that a thread makes and writes at a time, in bytes: handing small ones over one by one would
 # take longer than packing them.

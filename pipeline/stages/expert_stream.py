@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import PROJECTIONS
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 READ_AHEAD = 64 << 20  # bytes of input that are prefetched
 

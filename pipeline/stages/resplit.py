@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, items
 from ktconvert.pipeline.stages.experts import layer_metadata
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 
 NAME = "resplit"
 VERSION = 1

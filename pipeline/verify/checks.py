@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.calibrated import Calibrated
 
@@ -33,7 +33,7 @@ class Check:
     remedy: str = AGAIN
 
 
-class Error(NamedTuple):
+class LinearError(NamedTuple):
     """How far one projection of one expert lies from its source in BF16: ||x-y||/||x||, and x.y/(||x|| ||y||)."""
 
     layer: int
@@ -44,13 +44,13 @@ class Error(NamedTuple):
 
 
 @dataclass
-class LayerError:
+class ProjectionErrors:
     """The same over the measured experts of a layer: sums of x*x, y*y, x*y, (x-y)^2, and each expert's own figures."""
 
     layer: int
     projection: str
     sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
-    experts: list[Error] = field(default_factory=list)
+    experts: list[LinearError] = field(default_factory=list)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -58,7 +58,7 @@ class LayerError:
         return error_figures(self.sums)
 
     @property
-    def worst(self) -> Error:
+    def worst(self) -> LinearError:
         """The expert with the largest relative error."""
         return max(self.experts, key=lambda e: e.relative_error)
 
@@ -81,14 +81,14 @@ class Gathered:
 
     problems: list[str]
     equal: int
-    errors: list[LayerError]
+    errors: list[ProjectionErrors]
     calibrated: list[Calibrated]
 
 
 def gather(model: MoeModel, layers: Iterable[int], ask: Ask, reporter: Reporter) -> Gathered:
     """The comparisons of every expert of these layers, put together."""
     gathered = Gathered([], 0, [], [])
-    errors: dict[tuple[int, str], LayerError] = {}
+    errors: dict[tuple[int, str], ProjectionErrors] = {}
     items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
     sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]
     for nbytes, ((layer, expert), comparison) in zip(sizes, ask("experts", items, sizes), strict=True):
@@ -96,9 +96,9 @@ def gather(model: MoeModel, layers: Iterable[int], ask: Ask, reporter: Reporter)
         gathered.equal += comparison.equal
         gathered.calibrated += comparison.calibrated
         for projection, sums in comparison.sums.items():
-            total = errors.setdefault((layer, projection), LayerError(layer, projection))
+            total = errors.setdefault((layer, projection), ProjectionErrors(layer, projection))
             total.sums += sums
-            total.experts.append(Error(layer, expert, projection, **error_figures(sums)))
+            total.experts.append(LinearError(layer, expert, projection, **error_figures(sums)))
         reporter.at(f"layer {layer}")
         reporter.advance(nbytes)
     gathered.errors = list(errors.values())
@@ -118,6 +118,6 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
     return int(at[0]), int(a[at[0]]), int(b[at[0]]), at.size
 
 
-def worst(errors: Iterable[LayerError], count: int = 5) -> list[Error]:
+def worst(errors: Iterable[ProjectionErrors], count: int = 5) -> list[LinearError]:
     """The experts with the largest relative errors, of all that were measured."""
     return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]

@@ -15,10 +15,10 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.opening import open_decoded
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.pipeline.stages import carry_over
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify.against_source import compare_carried
 from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import Check
-from ktconvert.pipeline.verify.source import compare_carried
 from ktconvert.pipeline.verify.structure import check_files, check_index, check_metadata, weights_whole
 
 MEASURE = Measure(decoded.METHOD, None, 1, False, {})  # it has no experts in one of our forms

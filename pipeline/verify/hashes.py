@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.files import manifest
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import Check
 

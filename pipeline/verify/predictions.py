@@ -19,7 +19,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.models.evaluate import LONGEST, compare
-from ktconvert.pipeline.tell.report import size
+from ktconvert.pipeline.ui.progress import size
 from ktconvert.pipeline.verify.checks import Check
 from ktconvert.pipeline.verify.reload import absent, first_line, model_class, quiet
 

@@ -16,42 +16,42 @@ from ktconvert.layouts.outputs.opening import is_decoded
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
 from ktconvert.pipeline.stages.carry_over import OtherTensor
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify.against_output import pairs, tensor_difference
+from ktconvert.pipeline.verify.against_source import Comparison, carried_difference, comparison
 from ktconvert.pipeline.verify.asking import Ask, ask_threads, ask_workers
 from ktconvert.pipeline.verify.checks import ExpertComparison
 from ktconvert.pipeline.verify.dequantized import decoded_tensors
 from ktconvert.pipeline.verify.hashes import hash_problem
-from ktconvert.pipeline.verify.opened import Opened, Wish, open_wish
-from ktconvert.pipeline.verify.other import pairs, tensor_difference
-from ktconvert.pipeline.verify.source import Comparison, carried_difference, comparison
+from ktconvert.pipeline.verify.inputs import Inputs, VerifyOptions, open_inputs
 
 
 @dataclass(frozen=True)
 class Known:
     """What questions are answered from."""
 
-    opened: Opened
+    inputs: Inputs
     reporter: Reporter
 
     @cached_property
     def comparison(self) -> Comparison:
         """With the source."""
-        opened = self.opened
-        assert opened.model is not None
-        return comparison(opened.output, opened.measure, opened.model, imatrix=opened.imatrix, full=opened.wish.full)
+        inputs = self.inputs
+        assert inputs.model is not None
+        return comparison(inputs.output, inputs.measure, inputs.model, imatrix=inputs.imatrix, full=inputs.options.full)
 
     @cached_property
     def carried(self) -> Mapping[str, OtherTensor]:
         """The tensors that are no routed experts."""
-        opened = self.opened
-        assert opened.source is not None
-        return decoded_tensors(opened.source) if is_decoded(opened.output.root) else self.comparison.carried
+        inputs = self.inputs
+        assert inputs.source is not None
+        return decoded_tensors(inputs.source) if is_decoded(inputs.output.root) else self.comparison.carried
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[Any, Any]]:
         """The tensors that another output has, too."""
-        assert self.opened.other is not None
-        return pairs(self.opened.output, self.opened.other)
+        assert self.inputs.other is not None
+        return pairs(self.inputs.output, self.inputs.other)
 
     def answer(self, question: str, item: Any) -> Any:
         """The answer to one of QUESTIONS."""
@@ -59,7 +59,7 @@ class Known:
 
 
 def _hash(known: Known, file: dict[str, Any]) -> str | None:
-    return hash_problem(known.opened.output.root, file, known.reporter)
+    return hash_problem(known.inputs.output.root, file, known.reporter)
 
 
 def _expert(known: Known, item: tuple[int, int]) -> ExpertComparison:
@@ -67,15 +67,15 @@ def _expert(known: Known, item: tuple[int, int]) -> ExpertComparison:
 
 
 def _carried(known: Known, name: str) -> str | None:
-    source = known.opened.source
+    source = known.inputs.source
     assert source is not None
-    return carried_difference(known.opened.output, source, known.carried[name])
+    return carried_difference(known.inputs.output, source, known.carried[name])
 
 
 def _equal(known: Known, name: str) -> str | None:
-    other = known.opened.other
+    other = known.inputs.other
     assert other is not None
-    return tensor_difference(known.opened.output, other, name, *known.pairs[name])
+    return tensor_difference(known.inputs.output, other, name, *known.pairs[name])
 
 
 # question -> how it is answered. An item names a file, an expert or a tensor; an answer is some words and figures.
@@ -87,12 +87,12 @@ QUESTIONS: Mapping[str, Callable[[Known, Any], Any]] = {
 }
 
 
-def ask(opened: Opened, reporter: Reporter, executor: Executor | None, threads: int | None) -> Ask:
+def ask(inputs: Inputs, reporter: Reporter, executor: Executor | None, threads: int | None) -> Ask:
     """Who answers: threads of this process, or the workers of an executor, with so many threads each."""
     if executor is None:
-        return ask_threads(Known(opened, reporter).answer, opened.wish.threads)
-    order = Order(opened.wish, secrets.token_hex(8), tool_version(), opened.files, threads)
-    remedy = f"`ktconvert verify {opened.output.root}` again"
+        return ask_threads(Known(inputs, reporter).answer, inputs.options.threads)
+    order = Order(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
+    remedy = f"`ktconvert verify {inputs.output.root}` again"
     asked = ask_workers(executor, partial(answers, order), remedy)
 
     def advancing(question: str, items: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -115,7 +115,7 @@ class Order:
     threads  None: the CPUs that it may use
     """
 
-    wish: Wish
+    options: VerifyOptions
     run: str
     version: str
     files: tuple[tuple[str, int, str], ...]
@@ -144,11 +144,11 @@ def _open(order: Order) -> tuple[Known, int]:
 def _opened(order: Order) -> tuple[Known, int]:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
     require_able(order.version)
-    opened = open_wish(order.wish)
-    if opened.files != order.files:
-        differing = sorted({name for name, *_ in set(opened.files) ^ set(order.files)})
+    inputs = open_inputs(order.options)
+    if inputs.files != order.files:
+        differing = sorted({name for name, *_ in set(inputs.files) ^ set(order.files)})
         raise OutputError(
-            f"{', '.join(differing[:3])} of {order.wish.output} or what it is held against is another file here; every "
-            "host needs the same files at the same paths."
+            f"{', '.join(differing[:3])} of {order.options.output} or what it is held against is another file here; "
+            "every host needs the same files at the same paths."
         )
-    return Known(opened, Collecting()), threads_here(order.threads)
+    return Known(inputs, Collecting()), threads_here(order.threads)

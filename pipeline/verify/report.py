@@ -11,10 +11,10 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.pipeline.tell.report import size
+from ktconvert.pipeline.ui.progress import size
 from ktconvert.pipeline.verify.checks import worst
-from ktconvert.pipeline.verify.output import Report
 from ktconvert.pipeline.verify.structure import sizes_of
+from ktconvert.pipeline.verify.verify import Report
 
 CHECKPOINT = "checkpoint"  # as it was released
 SHOWN = 10  # problems printed per check; --json has them all

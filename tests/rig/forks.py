@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PACKAGES = ("cli", "engine", "plans", "tell", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
+PACKAGES = ("cli", "engine", "plans", "ui", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
 
 
 class Forks:

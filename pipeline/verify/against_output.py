@@ -8,7 +8,7 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
 from ktconvert.layouts.outputs.output import Output, Stored
 from ktconvert.layouts.outputs.parts import Place
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import PIECE, Check, first_difference
 from ktconvert.pipeline.verify.structure import sizes_of

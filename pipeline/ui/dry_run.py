@@ -25,7 +25,7 @@ from ktconvert.pipeline.engine.existing import (
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.side_output import require_free
-from ktconvert.pipeline.tell.report import size
+from ktconvert.pipeline.ui.progress import size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
 

@@ -17,19 +17,19 @@ from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decode
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime import from_checkpoint
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import questions
+from ktconvert.pipeline.verify.against_output import compare_outputs
+from ktconvert.pipeline.verify.against_source import compare_source, comparison, source_bytes
 from ktconvert.pipeline.verify.asking import Ask
-from ktconvert.pipeline.verify.checks import Check, LayerError
+from ktconvert.pipeline.verify.checks import Check, ProjectionErrors
 from ktconvert.pipeline.verify.dequantized import MEASURE, check_decoded, compare_decoded, decoded_tensors
-from ktconvert.pipeline.verify.figures import Figures, counts_for, figures
 from ktconvert.pipeline.verify.hashes import check_hashes
+from ktconvert.pipeline.verify.inputs import Inputs, VerifyOptions, open_inputs, require_finished
 from ktconvert.pipeline.verify.numbers import check_numbers
-from ktconvert.pipeline.verify.opened import Opened, Wish, open_wish, require_finished
-from ktconvert.pipeline.verify.other import compare_outputs
+from ktconvert.pipeline.verify.page_data import Figures, counts_for, figures
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
 from ktconvert.pipeline.verify.reload import check_reload
-from ktconvert.pipeline.verify.source import compare_source, comparison, source_bytes
 from ktconvert.pipeline.verify.structure import (
     check_options,
     check_structure,
@@ -47,7 +47,7 @@ class Report:
     measure: Measure
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
-    errors: tuple[LayerError, ...] = ()
+    errors: tuple[ProjectionErrors, ...] = ()
     against: str | None = None
     predictions: Predictions | None = None
     figures: Figures | None = None
@@ -68,31 +68,38 @@ class Report:
         return f"{self.output.root}: {problems[0]}{more}; {remedy}."
 
 
-def verify(wish: Wish, reporter: Reporter, executor: Executor | None = None, threads: int | None = None) -> Report:
+def verify(
+    options: VerifyOptions, reporter: Reporter, executor: Executor | None = None, threads: int | None = None
+) -> Report:
     """Look at everything that was asked for; what is wrong with the output is in the report.
 
     executor  whose workers read the files, with so many threads each (None: the CPUs that they may use); None: threads
               of this process do
     Raises what open_wish raises, and KtconvertError where a worker cannot look.
     """
-    require_finished(wish.output)
-    if wish.run and not is_decoded(wish.output) and not is_output(wish.output) and is_checkpoint(wish.output):
-        return _open_checkpoint(wish)
-    opened = open_wish(wish)
-    ask = questions.ask(opened, reporter, executor, threads)
+    require_finished(options.output)
+    if (
+        options.run
+        and not is_decoded(options.output)
+        and not is_output(options.output)
+        and is_checkpoint(options.output)
+    ):
+        return _open_checkpoint(options)
+    inputs = open_inputs(options)
+    ask = questions.ask(inputs, reporter, executor, threads)
     try:
-        return (_verify_decoded if is_decoded(wish.output) else _verify)(opened, ask, reporter)
+        return (_verify_decoded if is_decoded(options.output) else _verify)(inputs, ask, reporter)
     finally:
-        opened.close()
+        inputs.close()
 
 
-def _verify(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
+def _verify(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
     """An output with experts in one of our forms, or kt-kernel's."""
-    wish, output, measured = opened.wish, opened.output, opened.measure
-    other, model = opened.other, opened.model
-    counts = None if wish.statistics is None else counts_for(wish.statistics, measured, output)
+    options, output, measured = inputs.options, inputs.output, inputs.measure
+    other, model = inputs.other, inputs.model
+    counts = None if options.statistics is None else counts_for(options.statistics, measured, output)
     checks = check_structure(output, measured)
-    asked = check_options(measured, wish.numa, wish.method) if output.tensors else None
+    asked = check_options(measured, options.numa, options.method) if output.tensors else None
     checks += [asked] if asked else []
     whole, bad = weights_whole(output), unreadable(output)
     hashed = [file for file in files_told(output) if file["name"] not in bad]
@@ -100,7 +107,7 @@ def _verify(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
     total += sum(s.nbytes for s in output.tensors.values()) if other is not None else 0
     total += source_bytes(output, measured, model) if model is not None else 0
     notes: list[str] = []
-    errors: list[LayerError] = []
+    errors: list[ProjectionErrors] = []
     closer: Figures | None = None
     reporter.begin(total, 0)
     try:
@@ -113,28 +120,28 @@ def _verify(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
             checks.append(compare_outputs(output, measured, other, ask, reporter))
         elif model is not None and whole:
             notes += _other_source(output, model.source)
-            compared = comparison(output, measured, model, imatrix=opened.imatrix, full=wish.full)
+            compared = comparison(output, measured, model, imatrix=inputs.imatrix, full=options.full)
             check, errors = compare_source(compared, ask, reporter)
             checks.append(check)
         elif model is not None:
-            notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
-        if wish.page and whole:
-            closer = figures(output, measured, model, errors, counts, wish.threads)
+            notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
+        if options.page and whole:
+            closer = figures(output, measured, model, errors, counts, options.threads)
     finally:
         reporter.end()
     predictions: Predictions | None = None
-    if output.whole and wish.load and sound and other is None:
-        loaded, predictions = _load(wish, output, measured, model, reporter)
+    if output.whole and options.load and sound and other is None:
+        loaded, predictions = _load(options, output, measured, model, reporter)
         checks += loaded
     notes = [note for check in checks for note in check.notes] + notes
-    return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), wish.against, predictions, closer)
+    return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), options.against, predictions, closer)
 
 
-def _verify_decoded(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
+def _verify_decoded(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
     """What `ktconvert dequantize` wrote, by itself and against its source."""
-    wish, output, source = opened.wish, opened.output, opened.source
-    if wish.statistics is not None:
-        counts_for(wish.statistics, MEASURE, output)
+    options, output, source = inputs.options, inputs.output, inputs.source
+    if options.statistics is not None:
+        counts_for(options.statistics, MEASURE, output)
     checks, notes, bad = check_decoded(output), [], unreadable(output)
     hashed = [file for file in files_told(output) if file["name"] not in bad]
     total = sum(file["size"] for file in hashed)
@@ -147,18 +154,18 @@ def _verify_decoded(opened: Opened, ask: Ask, reporter: Reporter) -> Report:
             notes += _other_source(output, source)
             checks.append(compare_decoded(output, source, decoded_tensors(source), ask, reporter))
         elif source is not None:
-            notes.append(f"not compared with {wish.against}, since weight files are missing or damaged")
+            notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
     finally:
         reporter.end()
     notes = [note for check in checks for note in check.notes] + notes
-    return Report(output, MEASURE, tuple(checks), tuple(notes), against=wish.against)
+    return Report(output, MEASURE, tuple(checks), tuple(notes), against=options.against)
 
 
-def _open_checkpoint(wish: Wish) -> Report:
+def _open_checkpoint(options: VerifyOptions) -> Report:
     """A checkpoint whose experts are to be computed as they are stored: what its headers tell."""
-    if wish.numa is not None or wish.method is not None or wish.against is not None:
-        raise UsageError(f"{wish.output} is a checkpoint: leave out --numa, --quant-method and --against.")
-    root = wish.output
+    if options.numa is not None or options.method is not None or options.against is not None:
+        raise UsageError(f"{options.output} is a checkpoint: leave out --numa, --quant-method and --against.")
+    root = options.output
     from_checkpoint.require_computable(root)
     shapes = {layer: from_checkpoint.shape_of(root, layer) for layer in from_checkpoint.layers_of(root)}
     measured = Measure(from_checkpoint.method_of(root, min(shapes)), None, 1, False, shapes)
@@ -167,7 +174,7 @@ def _open_checkpoint(wish: Wish) -> Report:
 
 
 def _load(
-    wish: Wish, output: Output, measured: Measure, model: MoeModel | None, reporter: Reporter
+    options: VerifyOptions, output: Output, measured: Measure, model: MoeModel | None, reporter: Reporter
 ) -> tuple[list[Check], Predictions | None]:
     """What transformers says of an output for the GPU: do its names fit, and does it predict
     what the source predicts?
@@ -178,7 +185,9 @@ def _load(
         return [names], None
     if not complete:
         return [names, not_compared("the output cannot be loaded whole")], None
-    check, predictions = check_predictions(output, model, measured.fmt.encoding.grid.bits, wish.text, wish.threads)
+    check, predictions = check_predictions(
+        output, model, measured.fmt.encoding.grid.bits, options.text, options.threads
+    )
     return [names, check], predictions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ktconvert.pipeline.tell.heat import STEPS
+from ktconvert.pipeline.ui.heat_maps import STEPS
 
 # From small to large, away from the background; colours between them are mixed in equal parts.
 LIGHT = ("#f5efe0", "#f7c98b", "#ee8a5a", "#c2416b", "#7b1f73", "#30104f")

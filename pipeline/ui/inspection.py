@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.paths import Paths, locate, output_of
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
-from ktconvert.pipeline.tell.report import size
+from ktconvert.pipeline.ui.progress import size
 from ktconvert.pipeline.verify.report import facts, facts_rows
 from ktconvert.pipeline.verify.structure import check_structure
 

@@ -19,7 +19,7 @@ from ktconvert.pipeline.verify.dequantized import MEASURE
 
 
 @dataclass(frozen=True)
-class Wish:
+class VerifyOptions:
     """What to verify.
 
     against       a checkpoint (path or hub id) or another output
@@ -51,7 +51,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Opened:
+class Inputs:
     """An output, and what it is held against.
 
     other   another output; None where there is none
@@ -59,7 +59,7 @@ class Opened:
     source  the source itself
     """
 
-    wish: Wish
+    options: VerifyOptions
     output: Output
     measure: Measure
     other: Output | None = None
@@ -86,35 +86,35 @@ class Opened:
             self.source.close()
 
 
-def open_wish(wish: Wish) -> Opened:
+def open_inputs(options: VerifyOptions) -> Inputs:
     """Open what is to be verified.
 
     Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
     source, UsageError for what cannot be asked of this output.
     """
-    require_finished(wish.output)
-    if is_decoded(wish.output):
-        if wish.numa is not None or wish.method is not None:
-            raise UsageError(f"{wish.output} is a checkpoint: leave out --numa and --quant-method.")
-        source = None if wish.against is None else open_checkpoint(wish.against, wish.revision)
-        return Opened(wish, open_decoded(wish.output), MEASURE, source=source)
-    output = open_output(wish.output)
-    if output.whole and wish.numa is not None:
-        raise UsageError(f"--numa {wish.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
+    require_finished(options.output)
+    if is_decoded(options.output):
+        if options.numa is not None or options.method is not None:
+            raise UsageError(f"{options.output} is a checkpoint: leave out --numa and --quant-method.")
+        source = None if options.against is None else open_checkpoint(options.against, options.revision)
+        return Inputs(options, open_decoded(options.output), MEASURE, source=source)
+    output = open_output(options.output)
+    if output.whole and options.numa is not None:
+        raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
     measured = measure(output)
     other: Output | None = None
     model: MoeModel | None = None
-    if wish.against is not None:
-        path = Path(wish.against).expanduser()
+    if options.against is not None:
+        path = Path(options.against).expanduser()
         made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
         if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
             other = _open_other(path)
         else:
-            model = _open_source(wish, output)
+            model = _open_source(options, output)
             if measured.fmt is None:
                 measured = measure(output, hidden=model.shape(model.layers[0])[1])
-    imatrix = _open_imatrix(wish, output, model)
-    return Opened(wish, output, measured, other, model, None if model is None else model.source, imatrix)
+    imatrix = _open_imatrix(options, output, model)
+    return Inputs(options, output, measured, other, model, None if model is None else model.source, imatrix)
 
 
 def require_finished(path: Path) -> None:
@@ -144,35 +144,35 @@ def _open_other(path: Path) -> Output:
     return other
 
 
-def _open_source(wish: Wish, output: Output) -> MoeModel:
+def _open_source(options: VerifyOptions, output: Output) -> MoeModel:
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
 
-    assert wish.against is not None
-    row = wish.arch or (output.manifest or {"settings": {}})["settings"].get("arch_file")
-    source = open_checkpoint(wish.against, wish.revision)
+    assert options.against is not None
+    row = options.arch or (output.manifest or {"settings": {}})["settings"].get("arch_file")
+    source = open_checkpoint(options.against, options.revision)
     return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
 
 
-def _open_imatrix(wish: Wish, output: Output, model: MoeModel | None) -> Imatrix | None:
+def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None) -> Imatrix | None:
     """The importance matrix that the output was made with; None where it was made without, or there is no source."""
     made_with = output.facts.get("imatrix")
-    if made_with is None and wish.imatrix is not None:
-        if wish.statistics is not None:  # for the page
+    if made_with is None and options.imatrix is not None:
+        if options.statistics is not None:  # for the page
             return None
         raise UsageError(
             f"{output.root}: was not made with --scale imatrix; leave out --imatrix, and --statistics without --report."
         )
     if made_with is None or model is None:
         return None
-    if wish.imatrix is None:
+    if options.imatrix is None:
         raise UsageError(
             f"{output.root}: was made with --scale imatrix, and can be made again from its statistics only: give "
             f"--imatrix FILE (sha256 {made_with[:12]}) or --statistics DIR, or leave out --against."
         )
-    opened = open_for(wish.imatrix, model)
-    if opened.sha256 != made_with:
+    imatrix = open_for(options.imatrix, model)
+    if imatrix.sha256 != made_with:
         raise InputError(
-            f"{wish.imatrix}: is not the file that {output.root} was made with (its sha256 is {opened.sha256[:12]}, "
-            f"the manifest says {made_with[:12]}); give that file."
+            f"{options.imatrix}: is not the file that {output.root} was made with (its sha256 is "
+            f"{imatrix.sha256[:12]}, the manifest says {made_with[:12]}); give that file."
         )
-    return opened
+    return imatrix

@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.verify.checks import Error
+from ktconvert.pipeline.verify.checks import LinearError
 from ktconvert.quantizers import fp8
 from ktconvert.quantizers.errors import source_values
 
@@ -22,13 +22,13 @@ CHUNK = 64  # rows in memory as float64 at a time
 class WorstRow(NamedTuple):
     """A linear, and of its rows in each NUMA part the one with the largest ||x-y||/||x||."""
 
-    linear: Error
+    linear: LinearError
     numa: int
     row: int
     relative_error: float
 
 
-def worst_rows(output: Output, measure: Measure, model: MoeModel, linears: Iterable[Error]) -> list[WorstRow]:
+def worst_rows(output: Output, measure: Measure, model: MoeModel, linears: Iterable[LinearError]) -> list[WorstRow]:
     """For each of these linears; its parts are in memory one at a time, as float32.
 
     Tensors that are missing or have other sizes are left out. Raises VerificationError if the disk cannot be read.

@@ -14,13 +14,13 @@ from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.outputs import PROJECTIONS
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.tell.heat import MOST_BARS, MOST_TITLES, Heat, bars, heat_maps
-from ktconvert.pipeline.tell.markup import Markup, element, folded, table, together
-from ktconvert.pipeline.tell.page_style import style
-from ktconvert.pipeline.verify.checks import LayerError
-from ktconvert.pipeline.verify.output import Report
+from ktconvert.pipeline.ui.heat_maps import MOST_BARS, MOST_TITLES, Heat, bars, heat_maps
+from ktconvert.pipeline.ui.markup import Markup, element, folded, table, together
+from ktconvert.pipeline.ui.page_style import style
+from ktconvert.pipeline.verify.checks import ProjectionErrors
 from ktconvert.pipeline.verify.report import document, facts_rows
-from ktconvert.pipeline.verify.scales import LOWEST, STEPS, LinearScales, Scales
+from ktconvert.pipeline.verify.scale_survey import LOWEST, STEPS, LinearScales, Scales
+from ktconvert.pipeline.verify.verify import Report
 
 SHOWN = 100  # problems listed per check; --json has them all
 LARGEST = 12  # linears with the largest scales
@@ -167,7 +167,7 @@ def _layer_head() -> tuple[str, ...]:
     return ("layer", *(projection + what for projection in PROJECTIONS for what in ("", ", cosine", ", worst")))
 
 
-def _layer_rows(errors: tuple[LayerError, ...]) -> Iterator[tuple[str, ...]]:
+def _layer_rows(errors: tuple[ProjectionErrors, ...]) -> Iterator[tuple[str, ...]]:
     """A row for each layer: every projection's relative error, cosine, and worst expert with its error."""
     for layer, group in groupby(sorted(errors, key=lambda e: e.layer), key=lambda e: e.layer):
         own = {e.projection: e for e in group}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ktconvert.pipeline.tell.markup import Markup, element, markup, together
+from ktconvert.pipeline.ui.markup import Markup, element, markup, together
 
 STEPS = "abcdefghijklmnop"  # classes of the cells, from the smallest value to the largest
 STRANGE = "x"  # the class of a value that is not finite

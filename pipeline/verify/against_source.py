@@ -24,10 +24,10 @@ from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit import resplit
-from ktconvert.pipeline.tell.report import Reporter
+from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.calibrated import calibrated_notes, calibrated_summary, judge
-from ktconvert.pipeline.verify.checks import Check, ExpertComparison, LayerError, first_difference, gather, sample
+from ktconvert.pipeline.verify.checks import Check, ExpertComparison, ProjectionErrors, first_difference, gather, sample
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Choice
 
 # The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be
@@ -112,7 +112,7 @@ def comparison(output: Output, measure: Measure, model: MoeModel, *, imatrix: Im
     return Comparison(output, measure, model, fmt, held_against, imatrix, judged, not choice.calibrated, full)
 
 
-def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[Check, list[LayerError]]:
+def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[Check, list[ProjectionErrors]]:
     """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
     all.
 

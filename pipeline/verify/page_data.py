@@ -14,10 +14,10 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.counts import FILE
 from ktconvert.layouts.statistics.folder import counts_of
 from ktconvert.layouts.statistics.imatrix import I64
-from ktconvert.pipeline.verify.checks import LayerError, worst
-from ktconvert.pipeline.verify.rows import WorstRow, worst_rows
-from ktconvert.pipeline.verify.scales import Scales, survey
+from ktconvert.pipeline.verify.checks import ProjectionErrors, worst
+from ktconvert.pipeline.verify.scale_survey import Scales, survey
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
+from ktconvert.pipeline.verify.worst_rows import WorstRow, worst_rows
 
 LINEARS = 12  # whose rows are looked at
 
@@ -37,7 +37,7 @@ def figures(
     output: Output,
     measure: Measure,
     model: MoeModel | None,
-    errors: Sequence[LayerError],
+    errors: Sequence[ProjectionErrors],
     counts: I64 | None,
     threads: int,
 ) -> Figures:

@@ -13,7 +13,7 @@ from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.journal import Record
 from ktconvert.pipeline.engine.paths import Paths, locate
-from ktconvert.pipeline.tell.report import duration, size
+from ktconvert.pipeline.ui.progress import duration, size
 
 LISTED = 12  # units that are named one by one
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"

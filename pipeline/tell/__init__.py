@@ -1,1 +1,0 @@
-"""What people and programs read: progress, plans, inspections and figures."""
