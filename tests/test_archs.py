@@ -755,7 +755,7 @@ def test_errors_name_the_file_that_has_the_tensor(tmp_path: Path) -> None:
     with pytest.raises(InputError) as failure:
         model.read(tmp_path)
     source = open_checkpoint(tmp_path)
-    assert str(failure.value).startswith(f"{source.shards[source.tensors[name].shard].path}: tensor {name!r}")
+    assert str(failure.value).startswith(f"{source.path(source.tensors[name])}: tensor {name!r}")
 
 
 def test_unaligned_experts_are_copied(tmp_path: Path) -> None:

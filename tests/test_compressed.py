@@ -165,7 +165,7 @@ def test_a_shard_loads_and_holds_the_weights(form: Encoding, build: Build, tmp_p
         }
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "model.safetensors"
-    path.write_bytes(plan.header + b"".join(tensors[entry.key].tobytes() for entry in plan.entries))
+    path.write_bytes(plan.header + b"".join(tensors[entry.name].tobytes() for entry in plan.entries))
     assert path.stat().st_size == plan.size
     loaded = load_file(path)
     assert loaded.keys() == tensors.keys()

@@ -23,9 +23,10 @@ from ktconvert.layouts.checkpoints.config import quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource, open_checkpoint
+from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from rig import integers, microscaling
 

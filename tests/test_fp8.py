@@ -134,7 +134,7 @@ def test_golden_bytes(grid: Any, kind: str) -> None:
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
     form.quantize(matrix, out)
     for tensor, made in zip(form.tensors(*matrix.shape), out, strict=True):
-        assert made.tobytes() == tensors[f"out.{tensor.suffix}"].tobytes()
+        assert made.tobytes() == tensors[f"out.{tensor.name}"].tobytes()
 
 
 @pytest.mark.parametrize("row", [0, 31, 127, 128, 255])

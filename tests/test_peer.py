@@ -277,7 +277,7 @@ def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, 
     def linear(expert: int, projection: str) -> np.ndarray:
         shape = (HIDDEN, INTERMEDIATE) if projection == "down" else (INTERMEDIATE, HIDDEN)
         place = Place(1, expert, projection, False, 0)
-        stored = [opened.read(opened.tensors[place, tensor.suffix]) for tensor in form.tensors(*shape)]
+        stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in form.tensors(*shape)]
         return form.decode(stored, *shape).astype(np.float64)
 
     wanted = float64_output(linear, hidden, ids, weights)

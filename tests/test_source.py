@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ktconvert.layouts.checkpoints.containers.reading import LFS_MAGIC
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, parse_header, read_header
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
 from ktconvert.layouts.checkpoints.experts import recognise
-from ktconvert.layouts.checkpoints.source import Shard, TensorInfo, TensorSource, open_checkpoint
+from ktconvert.layouts.checkpoints.source import Shard, TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from rig.safetensors import encode
 
@@ -62,7 +63,7 @@ def test_sharded_directory(sharded: Path) -> None:
     assert [s.name for s in source.shards] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert source.config == {"hidden_size": 3}
     info = source.tensors["c"]
-    assert (info.dtype, info.shape, info.shard, info.nbytes) == ("F32", (2, 3), 1, 24)
+    assert (info.dtype, info.shape, info.file, info.nbytes) == ("F32", (2, 3), source.shards[1].name, 24)
     assert source.shards[1].path.read_bytes()[info.start : info.start + 24] == np.full(6, ord("c"), "<f4").tobytes()
     np.testing.assert_array_equal(source.array("c"), np.full((2, 3), ord("c"), np.float32))
     assert source.shards[0].blob is None and source.ignored == ()
@@ -492,7 +493,7 @@ def test_any_config_gives_a_model_or_an_error_of_ours(config: dict[str, Any]) ->
                 [4, 4], 32 * len(header), 32 * len(header) + 32, "BF16"
             )
     entries, _ = parse_header(json.dumps(header).encode(), 192, 0, "x")
-    infos = {e.name: TensorInfo(e.name, e.dtype, e.shape, 0, e.start, e.nbytes) for e in entries}
+    infos = {e.name: replace(e, file="x") for e in entries}
     try:
         model = recognise(TensorSource(Path(), config, (Shard(Path("x"), "x", 192, "", 0),), infos))
     except KtconvertError as e:

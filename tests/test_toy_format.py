@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows, Tensor, never_exact
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows, never_exact
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.arrangement import Arrangement
 from ktconvert.layouts.outputs.format import Card, Description, Format
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import Grid, reference
 from ktconvert.quantizers.errors import decode_finite
@@ -32,8 +33,8 @@ from rig import conversion, killpoint
 # --- the encoding: 8-bit codes row by row, one float32 scale for each row -------------------------
 
 
-def tensors(n: int, k: int) -> tuple[Tensor, ...]:
-    return Tensor("codes", "I8", (n, k), n * k), Tensor("steps", "F32", (n, 1), 4 * n)
+def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
+    return TensorInfo("codes", "I8", (n, k), n * k), TensorInfo("steps", "F32", (n, 1), 4 * n)
 
 
 def pack(codes: Any, scales: Any, out: Sequence[Bytes]) -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.output import Stored
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke, weights
 from ktconvert.native_quant.runtime.experts import Experts
@@ -66,7 +66,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
     return check_row
 
 
-def stored(output: Path, expert: int, projection: str, what: str) -> Stored:
+def stored(output: Path, expert: int, projection: str, what: str) -> TensorInfo:
     """Where a tensor of layer 0, NUMA part 1 lies."""
     return next(
         tensor
@@ -75,7 +75,7 @@ def stored(output: Path, expert: int, projection: str, what: str) -> Stored:
     )
 
 
-def rewrite(output: Path, tensor: Stored, data: bytes, at: int = 0) -> None:
+def rewrite(output: Path, tensor: TensorInfo, data: bytes, at: int = 0) -> None:
     with (output / tensor.file).open("r+b") as file:
         file.seek(tensor.start + at)
         file.write(data)

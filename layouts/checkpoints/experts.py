@@ -28,9 +28,10 @@ from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.match import Scan, name_of, scan
 from ktconvert.layouts.checkpoints.refusals import not_recognised, refuse_formats, refuse_gaps, refuse_strays
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
 
 PROJECTIONS = ("gate", "up", "down")
@@ -174,7 +175,7 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
     except (InputError, UnsupportedError) as e:
         named = re.search(r"tensors? '([^']+)'", str(e))
         info = source.tensors.get(named[1]) if named else None
-        raise type(e)(f"{source.shards[info.shard].path if info else source.root}: {e}") from None
+        raise type(e)(f"{source.path(info) if info else source.root}: {e}") from None
 
 
 def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktconvert.layouts.checkpoints.source import TensorInfo
+from ktconvert.layouts.tensors import TensorInfo
 
 # Scales of activations, which nothing here needs.
 ASIDE = (

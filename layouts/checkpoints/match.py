@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import foreign
 from ktconvert.layouts.checkpoints.archs import PREFIXES, Separate, Style
-from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.tensors import TensorInfo
 
 BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import foreign
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
         try:
             weight = _weight(source, info, quantization, roles) if info.dtype in dtypes else None
         except (InputError, UnsupportedError) as error:
-            failed[name] = type(error)(f"{source.shards[info.shard].path}: {error}")
+            failed[name] = type(error)(f"{source.path(info)}: {error}")
             continue
         if weight is not None:
             decoded[name] = weight
@@ -54,7 +55,7 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
         if name not in dropped and (what := foreign.beside_experts(source.tensors[name])) is not None:
             where = ", and stands outside the routed experts" if taken else ""
             raise UnsupportedError(
-                f"{source.shards[source.tensors[name].shard].path}: tensor {name!r} is {what}{where}; that is not an "
+                f"{source.path(source.tensors[name])}: tensor {name!r} is {what}{where}; that is not an "
                 "input yet: use the model's BF16 or FP8 (E4M3) release."
             )
     tensors: dict[str, TensorInfo | Weight] = {}

@@ -19,6 +19,7 @@ from ktconvert.layouts.checkpoints.containers.reading import REMEDY
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
+from ktconvert.layouts.tensors import TensorInfo
 
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
 READ_AHEAD_PIECE = 128 << 10
@@ -39,24 +40,6 @@ VIEWS: dict[str, type[np.generic]] = {
     "BOOL": np.bool_,
     **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), np.uint8),
 }
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor, or one expert's part of it.
-
-    dtype   as safetensors spells it: "BF16", "F8_E4M3", …; of a GGUF as ggml does: "Q4_K", …
-    shard   index into TensorSource.shards.
-    start   its first byte, counted from the start of the file.
-    nbytes  size in bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    shard: int
-    start: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -108,6 +91,7 @@ class TensorSource:
         self.tensors = tensors
         self.ignored = ignored
         self.container = container
+        self._by_name = {shard.name: shard for shard in shards}
         self.stated = {} if stated is None else stated
         self.companion_root = companion_root or root
         self.quantization = cfg.quantization(config) if quantization is None else quantization
@@ -118,6 +102,15 @@ class TensorSource:
     def has_config(self) -> bool:
         """Whether there is a config.json."""
         return self.config is not self.stated and bool(self.config)
+
+    def path(self, info: TensorInfo) -> Path:
+        """The file that a tensor is in."""
+        return self._by_name[info.file].path
+
+    def identity(self, info: TensorInfo) -> tuple[object, ...]:
+        """What a tensor is and which file it is in, independent of paths: for fingerprints."""
+        shard = self._by_name[info.file]
+        return info.name, info.dtype, info.shape, (shard.header_sha256, shard.size, shard.blob)
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """The tensor's values as a read-only view of the mapped file; BF16, F16 and FP8 come as unsigned bits."""
@@ -131,18 +124,18 @@ class TensorSource:
             raise UnsupportedError(
                 f"tensor {info.name!r} is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
             )
-        return np.ndarray(info.shape, kind, buffer=self._map(info.shard), offset=info.start)
+        return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
 
     def release(self, info: TensorInfo) -> None:
         """Returns the tensor's pages to the system; a later access reads them again from the file."""
         # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
         first = info.start - info.start % mmap.PAGESIZE
-        if info.nbytes and self.shards[info.shard].path in self._maps:
-            self._map(info.shard).madvise(mmap.MADV_DONTNEED, first, info.start + info.nbytes - first)
+        if info.nbytes and self.path(info) in self._maps:
+            self._map(info).madvise(mmap.MADV_DONTNEED, first, info.start + info.nbytes - first)
 
     def prefetch(self, info: TensorInfo) -> None:
         """Asks the system to start reading the tensor's pages."""
-        mapped, stop = self._map(info.shard), info.start + info.nbytes
+        mapped, stop = self._map(info), info.start + info.nbytes
         for start in range(info.start - info.start % mmap.PAGESIZE, stop, READ_AHEAD_PIECE):
             mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD_PIECE, stop - start))
 
@@ -181,8 +174,8 @@ class TensorSource:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _map(self, index: int) -> mmap.mmap:
-        shard = self.shards[index]
+    def _map(self, info: TensorInfo) -> mmap.mmap:
+        shard = self._by_name[info.file]
         return self._maps.map(shard.path, shard.size)
 
 
@@ -206,19 +199,19 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     headers: list[Header] = []
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
-    for number, name in enumerate(names):
-        header = container.read_header(root / name)
+    for name in names:
+        header = container.read_header(root / name, name)
         headers.append(header)
         shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
-        for e in header.entries:
-            if e.name in tensors:
-                other = names[tensors[e.name].shard]
+        for info in header.entries:
+            if info.name in tensors:
+                other = tensors[info.name].file
                 raise InputError(
-                    f"{root / name}: tensor {e.name!r} is also in {other}; remove the file that does not belong"
+                    f"{root / name}: tensor {info.name!r} is also in {other}; remove the file that does not belong"
                 )
-            tensors[e.name] = TensorInfo(e.name, e.dtype, e.shape, number, e.start, e.nbytes)
+            tensors[info.name] = info
     if chosen.index is not None:
-        _agree(root, names, chosen.index, tensors)
+        _agree(root, chosen.index, tensors)
     container.check(root, names, headers)
     stated = next((header.config for header in headers if header.config), {})
     beside = root if config is None else hub.resolve(config, companions_only=True)
@@ -265,17 +258,15 @@ def _select(root: Path) -> tuple[Container, Selection]:
     raise _no_weights(root, files)
 
 
-def _agree(root: Path, names: list[str], index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+def _agree(root: Path, index: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
     for name, shard in index.items():
         info = tensors.get(name)
-        if info is None or names[info.shard] != shard:
-            has = "no file" if info is None else names[info.shard]
+        if info is None or info.file != shard:
+            has = "no file" if info is None else info.file
             raise InputError(f"{root / shard}: tensor {name!r} should be here by the index, but {has} has it; {REMEDY}")
     for name, info in tensors.items():
         if name not in index:
-            raise InputError(
-                f"{root / names[info.shard]}: tensor {name!r} is missing from the index; download the index again"
-            )
+            raise InputError(f"{root / info.file}: tensor {name!r} is missing from the index; download the index again")
 
 
 def _no_weights(root: Path, files: list[str]) -> Exception:

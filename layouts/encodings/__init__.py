@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.checkpoints.source import TensorInfo
 from ktconvert.layouts.encodings import (
     awq,
     fp8,
@@ -25,6 +24,7 @@ from ktconvert.layouts.encodings import (
 )
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, Weight
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.tensors import TensorInfo
 
 __all__ = [
     "CHECKPOINT_ENCODINGS",

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, Tensor, never_exact
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, never_exact
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import ROW_GRIDS, Matrix
 
@@ -17,10 +18,10 @@ def _encoding(name: str, grid_name: str) -> Encoding:
     grid = ROW_GRIDS[grid_name]
     bits, block_rows = grid.bits, kernels.GEOMETRIES[grid.bits].block_rows
 
-    def tensors(n: int, k: int) -> tuple[Tensor, ...]:
+    def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         """Codes, flat, in whole pages; one float32 for each row."""
         nbytes = n * k * bits // 8
-        return Tensor("weight", "I8", (nbytes,), nbytes), Tensor("scale", "F32", (n,), 4 * n)
+        return TensorInfo("weight", "I8", (nbytes,), nbytes), TensorInfo("scale", "F32", (n,), 4 * n)
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         kernels.quantize_pack(bits, matrix, out[0], out[1].view(np.float32))

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import PIECE, Kind, Matrix
 from ktconvert.quantizers.scales import e8m0
 
@@ -179,7 +180,7 @@ def require_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise InputError(
-            f"{source.shards[scale.shard].path}: tensor {scale.name!r}: scale [{row}, {column}] is "
+            f"{source.path(scale)}: tensor {scale.name!r}: scale [{row}, {column}] is "
             f"{values[row, column]}; download it again"
         )
 

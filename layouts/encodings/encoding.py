@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.quantizers import Grid, Matrix, errors
 from ktconvert.quantizers.reference import bf16_to_f32
 from ktconvert.quantizers.scales import e8m0
@@ -21,16 +22,6 @@ ZERO_ROWS = 32  # that are decoded at a time, until a number is not zero
 # Codes of 0 and -0 give at most so many different bytes (two codes of 4 bits): more in the beginning of the codes prove
 # at once that there are other numbers.
 ZERO_BYTES, BEGINNING = 4, 256
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One of the tensors that hold a matrix: how its name ends, safetensors dtype, shape, bytes."""
-
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 class Read(Protocol):
@@ -81,7 +72,7 @@ class Encoding:
     version: int
     grid: Grid
     multiple: int
-    tensors: Callable[[int, int], tuple[Tensor, ...]]
+    tensors: Callable[[int, int], tuple[TensorInfo, ...]]
     quantize: Callable[[Matrix, Sequence[Bytes]], None]
     decode: Callable[[Sequence[Bytes], int, int, Rows], F32]
     is_exact: Callable[[SourceExperts], bool]
@@ -98,7 +89,7 @@ def never_exact(model: SourceExperts) -> bool:
 
 def suffixes(encoding: Encoding) -> tuple[str, ...]:
     """How the names of its tensors end."""
-    return tuple(tensor.suffix for tensor in encoding.tensors(0, 0))
+    return tuple(tensor.name for tensor in encoding.tensors(0, 0))
 
 
 def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) -> str | None:

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, aligned, read_scales
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, Tensor
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts
 from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, errors, fp8, panels
@@ -121,11 +122,11 @@ SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such bl
 
 
 def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
-    def tensors(n: int, k: int) -> tuple[Tensor, ...]:
+    def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         blocks = (n // fp8.BLOCK, k // fp8.BLOCK)
         return (
-            Tensor(codes_suffix, "F8_E4M3", (n // order, order * k), n * k),
-            Tensor(scales_suffix, "F32", blocks, 4 * blocks[0] * blocks[1]),
+            TensorInfo(codes_suffix, "F8_E4M3", (n // order, order * k), n * k),
+            TensorInfo(scales_suffix, "F32", blocks, 4 * blocks[0] * blocks[1]),
         )
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import BESIDE, Quantization
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_scales
 from ktconvert.layouts.encodings.integers import (
     columns_per_scale,
@@ -19,6 +19,7 @@ from ktconvert.layouts.encodings.integers import (
     require_shape,
 )
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import INT4_WORDS, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
 
@@ -109,7 +110,7 @@ def _zeros(
         points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
         if quantization.format or (points == 1 << (bits - 1)).all():
             return np.ascontiguousarray(points.T, np.float32)
-    raise InputError(f"{source.shards[stored.shard].path}: {_which_format(stored)}")
+    raise InputError(f"{source.path(stored)}: {_which_format(stored)}")
 
 
 def _which_format(zeros: TensorInfo) -> str:

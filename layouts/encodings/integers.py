@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import FLOATS
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
 
 
 def columns_per_scale(
@@ -50,7 +51,7 @@ def order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int
         return None
     if not (np.sort(order) == plain).all():
         raise InputError(
-            f"{source.shards[stored.shard].path}: tensor {stored.name!r} must name each of {order.size // group} "
+            f"{source.path(stored)}: tensor {stored.name!r} must name each of {order.size // group} "
             f"groups for {group} columns; download it again"
         )
     return order

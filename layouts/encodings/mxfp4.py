@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, CheckpointEncoding, Tensors, nibble_columns, read_scales
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts, Tensor
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts
 from ktconvert.layouts.encodings.order import rows_of
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, mxfp4, panels
@@ -121,12 +122,12 @@ CODE_BYTES = panels.ROWS // 2  # of a panel, for each column
 BLOCK = CODE_BYTES * GROUP
 
 
-def panel_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
+def panel_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
     """Panels of codes, two to a byte, and panels of scales."""
     count = n // panels.ROWS
     return (
-        Tensor("codes", "U8", (count, CODE_BYTES * k), n * k // 2),
-        Tensor("scales", "U8", (count, k), n * k // GROUP),
+        TensorInfo("codes", "U8", (count, CODE_BYTES * k), n * k // 2),
+        TensorInfo("scales", "U8", (count, k), n * k // GROUP),
     )
 
 
@@ -149,10 +150,10 @@ def _panel_codes(read: Read, scale: int) -> Bytes:
 # --- row after row --------------------------------------------------------------------------------
 
 
-def _row_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
+def _row_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
     """As DeepSeek-V4 has them."""
     groups = k // GROUP
-    return Tensor("weight", "I8", (n, k // 2), n * k // 2), Tensor("scale", "F8_E8M0", (n, groups), n * groups)
+    return TensorInfo("weight", "I8", (n, k // 2), n * k // 2), TensorInfo("scale", "F8_E8M0", (n, groups), n * groups)
 
 
 def _quantize_rows(matrix: Matrix, out: Sequence[Bytes]) -> None:

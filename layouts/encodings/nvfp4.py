@@ -77,9 +77,7 @@ def _scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int
     one = read_scales(source, tensors[whole], (1, 1))[0, 0]
     if one == 0 and whole == DIVISOR:
         info = tensors[whole]
-        raise InputError(
-            f"{source.shards[info.shard].path}: tensor {info.name!r} divides scales and is 0; download it again"
-        )
+        raise InputError(f"{source.path(info)}: tensor {info.name!r} divides scales and is 0; download it again")
     scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
     require_finite(source, tensors["scale"], scales)
     return scales

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, read_scales
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, Tensor, never_exact
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, never_exact
 from ktconvert.layouts.encodings.integers import (
     columns_per_scale,
     missing,
@@ -26,6 +26,7 @@ from ktconvert.layouts.encodings.integers import (
     require_shape,
 )
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import INT4, INT8, Kind, Matrix
 from ktconvert.quantizers import GROUP_GRIDS, Grid, groups, packed
@@ -133,7 +134,7 @@ def _check_shape(source: TensorSource, tensors: Tensors, n: int, k: int) -> None
     recorded = np.array(source.view(about)).tolist()
     if recorded != [n, k]:
         raise InputError(
-            f"{source.shards[about.shard].path}: tensor {about.name!r} says {recorded}, its codes are for {[n, k]}; "
+            f"{source.path(about)}: tensor {about.name!r} says {recorded}, its codes are for {[n, k]}; "
             "download it again"
         )
 
@@ -152,12 +153,12 @@ def pack_quantized(grid: Grid, rounding: str) -> Encoding:
     bits, group = grid.bits, grid.group
     assert group is not None
 
-    def tensors(n: int, k: int) -> tuple[Tensor, ...]:
+    def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         packed, shape, scale = SUFFIXES
         return (
-            Tensor(packed, "I32", (n, k * bits // 32), n * k * bits // 8),
-            Tensor(shape, "I64", (2,), 16),
-            Tensor(scale, "BF16", (n, k // group), 2 * n * (k // group)),
+            TensorInfo(packed, "I32", (n, k * bits // 32), n * k * bits // 8),
+            TensorInfo(shape, "I64", (2,), 16),
+            TensorInfo(scale, "BF16", (n, k // group), 2 * n * (k // group)),
         )
 
     def typed(stored: Sequence[Bytes], n: int, k: int) -> list[npt.NDArray[Any]]:

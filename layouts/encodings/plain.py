@@ -12,8 +12,9 @@ import numpy as np
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, aligned
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, SourceExperts, Tensor
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, SourceExperts
 from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels_panels
 from ktconvert.native_quant import matrix as kinds
 from ktconvert.quantizers import FLOAT_GRIDS, Matrix, panels
@@ -42,8 +43,8 @@ IN_CHECKPOINTS = (
 
 
 def _encoding(order: int, suffix: str) -> Encoding:
-    def tensors(n: int, k: int) -> tuple[Tensor, ...]:
-        return (Tensor(suffix, "BF16", (n // order, order * k), 2 * n * k),)
+    def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
+        return (TensorInfo(suffix, "BF16", (n // order, order * k), 2 * n * k),)
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         """FP16 and float32 are rounded once."""
@@ -78,9 +79,9 @@ def bad_number(read: Read, n: int, k: int) -> str:
     return f"number {int(np.argmax(wrong))} is infinite or not a number" if wrong.any() else ""
 
 
-def _block_tensors(n: int, k: int) -> tuple[Tensor, ...]:
+def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
     """The numbers, and a file of scales, which kt-kernel wants to be there and empty."""
-    return Tensor("weight", "I8", (2 * n * k,), 2 * n * k), Tensor("scale", "F32", (0,), 0)
+    return TensorInfo("weight", "I8", (2 * n * k,), 2 * n * k), TensorInfo("scale", "F32", (0,), 0)
 
 
 def _quantize_blocks(matrix: Matrix, out: Sequence[Bytes]) -> None:

@@ -6,17 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ktconvert.layouts.tensors import TensorInfo
+
 ALIGNMENT = 4096  # the header is padded to it, so that whole-page weights can be written past the page cache
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a shard to be: safetensors dtype string, shape, bytes."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -24,7 +16,7 @@ class ShardPlan:
     """A shard whose bytes are all placed: header (padded to ALIGNMENT), then the entries in order, without gaps."""
 
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorInfo, ...]
 
     @property
     def data_bytes(self) -> int:
@@ -37,13 +29,13 @@ class ShardPlan:
         return len(self.header) + self.data_bytes
 
 
-def plan_shard(entries: Iterable[Entry], metadata: Mapping[str, str]) -> ShardPlan:
+def plan_shard(entries: Iterable[TensorInfo], metadata: Mapping[str, str]) -> ShardPlan:
     """Place entries one after the other and encode the header (format: safetensors README)."""
     entries = tuple(entries)
     table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
     for entry in entries:
-        table[entry.key] = {
+        table[entry.name] = {
             "dtype": entry.dtype,
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + entry.nbytes],

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.encodings.encoding import Encoding, Tensor
+from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs.arrangement import Arrangement, Names
 from ktconvert.layouts.outputs.loose import SUFFIXES, path_in_layer
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
@@ -98,11 +99,11 @@ class Format:
         """The names of tensors in an output of this model."""
         return self.names({"method": self.name}, source)
 
-    def loose_path(self, part: Part, tensor: Tensor) -> str | None:
+    def loose_path(self, part: Part, tensor: TensorInfo) -> str | None:
         """The file of a tensor inside its layer's folder; None where the format has no loose files."""
         if self.loose is None:
             return None
-        return path_in_layer(self.loose, part, tensor.nbytes, SUFFIXES[tensor.suffix])
+        return path_in_layer(self.loose, part, tensor.nbytes, SUFFIXES[tensor.name])
 
 
 def expert_bytes(encoding: Encoding, grid: ExpertGrid) -> int:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ktconvert.layouts.encodings.encoding import Tensor
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.tensors import TensorInfo
 
 FILE = re.compile(
     r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>0|[1-9][0-9]*)"
@@ -36,11 +36,11 @@ def path_in_layer(prefix: str, part: Part, nbytes: int, what: str) -> str:
     return f"{numa_folder(part.numa)}/{prefix}_{part.projection}{backward}_{part.expert}_{nbytes}Byte_{what}_.kt"
 
 
-def tensor(what: str, nbytes: int) -> Tensor:
+def tensor(what: str, nbytes: int) -> TensorInfo:
     """What a loose file becomes in a merged output; `what` as in its name."""
     if what == "scale":
-        return Tensor("scale", "F32", (nbytes // 4,), nbytes)
-    return Tensor("weight", "I8", (nbytes,), nbytes)
+        return TensorInfo("scale", "F32", (nbytes // 4,), nbytes)
+    return TensorInfo("weight", "I8", (nbytes,), nbytes)
 
 
 def layers_in(root: Path) -> dict[int, Path]:

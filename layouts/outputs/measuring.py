@@ -67,7 +67,7 @@ def measure(output: Output, hidden: int = 0) -> Measure:
             sizes = _by_product(fmt, kinds, sorted(experts), stated or hidden)
         candidates.append((_fitting(fmt, kinds, sizes), _agreeing(fmt, kinds), fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
-    weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].suffix)
+    weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].name)
     known: Format | None = best if 2 * fitting > weights else None
     method = "unknown" if known is None else known.name
     foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
@@ -120,7 +120,7 @@ def _by_product(
     weight = fmt.encoding.tensors(hidden, 1)[0]
     widths: dict[int, Counter[int]] = {layer: Counter() for layer in layers}
     for kind, count in kinds.items():
-        if kind.suffix == weight.suffix:
+        if kind.suffix == weight.name:
             widths[kind.layer][kind.nbytes // weight.nbytes] += count
     return {layer: (hidden, max(votes, key=votes.__getitem__, default=0)) for layer, votes in widths.items()}
 
@@ -131,7 +131,7 @@ def _fitting(fmt: Format, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[i
     for kind, number in kinds.items():
         hidden, width = sizes[kind.layer]
         weight = fmt.encoding.tensors(*part_shape(kind.projection, hidden, width, 1))[0]
-        if kind.suffix == weight.suffix and kind.nbytes == weight.nbytes and kind.nbytes:
+        if kind.suffix == weight.name and kind.nbytes == weight.nbytes and kind.nbytes:
             count += number
     return count
 
@@ -141,4 +141,4 @@ def _agreeing(fmt: Format, kinds: Mapping[Kind, int]) -> int:
     bytes as matrices of other sizes.
     """
     weight = fmt.encoding.tensors(0, 0)[0]
-    return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.suffix, weight.dtype))
+    return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.outputs import FORMATS, Format, decoded, loose
 from ktconvert.layouts.outputs.arrangement import Names
-from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
+from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.tensors import TensorInfo
 
 STATISTICS = "calibrate"  # the command whose output holds no weights
 WORK_INSIDE = ".ktconvert"
@@ -166,7 +168,7 @@ def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
 def _headers(root: Path, shards: Iterable[str], damaged: dict[str, str]) -> Iterator[tuple[str, Header]]:
     for shard in shards:
         try:
-            yield shard, read_header(root / shard)
+            yield shard, read_header(root / shard, shard)
         except InputError as error:
             damaged[shard] = _sentence(root, error)
 
@@ -229,17 +231,16 @@ def _walk_shards(output: Output, headers: Mapping[str, Header]) -> None:
     for shard, header in headers.items():
         output.metadata[shard] = header.metadata
         for entry in header.entries:
-            stored = Stored(entry.name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes)
             recognised = output.names.find(entry.name)
             if recognised is None:
                 why = output.names.stray(entry.name)
                 if why is not None:
                     output.strays.append((entry.name, shard, why))
-                _add(output, output.others, entry.name, stored)
+                _add(output, output.others, entry.name, entry)
                 continue
             if output.names.key(*recognised) != entry.name:  # numbers with leading zeros
                 output.strays.append((entry.name, shard, FOREIGN_NAME))
-            _add(output, output.tensors, recognised, stored)
+            _add(output, output.tensors, recognised, entry)
 
 
 def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
@@ -259,8 +260,7 @@ def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
             output.prefixes.add(match["prefix"])
             place = Place(layer, int(match["expert"]), match["projection"], bool(match["backward"]), int(node[1]))
             tensor = loose.tensor(match["what"], size)
-            stored = Stored(name, tensor.dtype, tensor.shape, name, 0, size)
-            _add(output, output.tensors, (place, tensor.suffix), stored)
+            _add(output, output.tensors, (place, tensor.name), replace(tensor, name=name, file=name))
         if len(output.tensors) == before:
             output.damaged[folder.name] = f"{folder.name} holds no .kt files below _numa_N"
 
@@ -269,7 +269,7 @@ def _below(folder: Path) -> Iterable[Path]:
     return (path for node in folder.iterdir() if node.is_dir() for path in node.iterdir() if path.is_file())
 
 
-def _add(output: Output, where: dict[Any, Stored], key: Any, stored: Stored) -> None:
+def _add(output: Output, where: dict[Any, TensorInfo], key: Any, stored: TensorInfo) -> None:
     if key in where:
         output.doubles.append((stored.name, where[key].file, stored.file))
     where[key] = stored  # as in kt-kernel's loader, the last one counts

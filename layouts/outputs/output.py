@@ -16,23 +16,9 @@ from ktconvert.layouts.encodings.encoding import Bytes, Read
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.arrangement import Names
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.tensors import TensorInfo
 
 AGAIN = "convert it again"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor on disk: its key (merged) or file name (loose), dtype and shape as stored, and where its bytes lie.
-
-    file  path relative to the output; start and nbytes in bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class Output:
     total_size what the index says, None where it says nothing
     shards     weight files relative to root, in order
     metadata   shard -> its __metadata__
-    tensors    (place, suffix) -> where it is
+    tensors    (place, suffix) -> where it is; what lies in a file of its own has the file's name
     others     tensors that are no routed experts, by name
     doubles    (name, first file, second file) of tensors that exist twice
     strays     (name, file, why it does not belong there)
@@ -67,8 +53,8 @@ class Output:
     total_size: int | None = None
     shards: list[str] = field(default_factory=list)
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
-    tensors: dict[tuple[Place, str], Stored] = field(default_factory=dict, repr=False)
-    others: dict[str, Stored] = field(default_factory=dict, repr=False)
+    tensors: dict[tuple[Place, str], TensorInfo] = field(default_factory=dict, repr=False)
+    others: dict[str, TensorInfo] = field(default_factory=dict, repr=False)
     doubles: list[tuple[str, str, str]] = field(default_factory=list)
     strays: list[tuple[str, str, str]] = field(default_factory=list)
     prefixes: set[str] = field(default_factory=set)
@@ -79,7 +65,7 @@ class Output:
         """What the manifest says that the output is; {} without one."""
         return {} if self.manifest is None else dict(self.manifest["model"])
 
-    def read(self, stored: Stored, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
+    def read(self, stored: TensorInfo, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
         """Bytes start..stop-1 of a tensor (all of it by default), in `out` or in memory of their own.
 
         Raises VerificationError if the disk cannot be read or the file became shorter.

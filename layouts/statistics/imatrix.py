@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers import gguf
-from ktconvert.layouts.checkpoints.containers.container import Entry
 from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.tensors import TensorInfo
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class Record:
     start: int
     values: int
     shape: tuple[int, int] | None
-    counts: Entry | None
+    counts: TensorInfo | None
     calls: int = 0
 
 
@@ -194,7 +194,7 @@ def _require_size(path: Path, record: Record, experts: int, columns: int, whose:
         )
 
 
-def _whole(data: bytes, entry: Entry, path: Path) -> I64:
+def _whole(data: bytes, entry: TensorInfo, path: Path) -> I64:
     """Numbers of tokens, float32 in the file."""
     counts = np.frombuffer(data, "<f4")
     if not ((counts >= 0) & (counts < 2.0**63) & (counts == np.floor(counts))).all():

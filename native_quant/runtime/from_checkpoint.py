@@ -131,7 +131,7 @@ def _load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWe
     grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, required.parts, len(pool.nodes)))
     check_limits(native.name, grid)
     sizes = {
-        (part, tensor.suffix): tensor.nbytes
+        (part, tensor.name): tensor.nbytes
         for part in grid.all_parts(range(count))
         for tensor in native.tensors(part.n, part.k)
     }
@@ -147,7 +147,7 @@ def _load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWe
             except kernels.NonFinite as bad:
                 info = stored.values
                 raise InputError(
-                    f"{model.source.shards[info.shard].path}: tensor {info.name!r}: row {bad.row} of NUMA part "
+                    f"{model.source.path(info)}: tensor {info.name!r}: row {bad.row} of NUMA part "
                     f"{part.numa} of expert {expert} holds a number that is not finite; download it again"
                 ) from None
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.publish import MARK
-from ktconvert.layouts.files.shards import Entry, plan_shard
+from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.tensors import TensorInfo
 
 Mask = npt.NDArray[np.bool_]
 KEY = "gpu_experts_mask"
@@ -43,7 +44,7 @@ def read(path: Path) -> Mask:
 
 def data_of(mask: Mask) -> bytes:
     """The file that `read` reads a mask [layers, experts] from."""
-    plan = plan_shard([Entry(KEY, "BOOL", mask.shape, mask.nbytes)], {"generator": MARK})
+    plan = plan_shard([TensorInfo(KEY, "BOOL", mask.shape, mask.nbytes)], {"generator": MARK})
     return plan.header + mask.tobytes()
 
 

@@ -65,7 +65,7 @@ class HotWeights:
         if largest > LARGEST:
             scale = self.model.weight(layer, expert, projection).tensors["scale"]
             raise InputError(
-                f"{self._source.shards[scale.shard].path}: tensor {scale.name!r} holds {largest}, "
+                f"{self._source.path(scale)}: tensor {scale.name!r} holds {largest}, "
                 "more than BF16 weights can have; make this checkpoint again"
             )
         return values, linear.scales

@@ -14,7 +14,8 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Tensors, Weight, fp8, mxfp4, plain
 from ktconvert.layouts.encodings import nvfp4 as nvfp4_encoding
 from ktconvert.layouts.encodings.checkpoint import read_scales
-from ktconvert.layouts.encodings.encoding import Bytes, Tensor
+from ktconvert.layouts.encodings.encoding import Bytes
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels_panels
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
@@ -54,7 +55,7 @@ class Native:
     name: str
     multiple: int
     holds: Callable[[Weight, MoeLayer], bool]
-    tensors: Callable[[int, int], tuple[Tensor, ...]]
+    tensors: Callable[[int, int], tuple[TensorInfo, ...]]
     write: Callable[[Stored, Sequence[Bytes]], None]
 
 
@@ -76,7 +77,7 @@ def _named(encoding: str) -> Callable[[Weight, MoeLayer], bool]:
     return lambda weight, layer: weight.encoding.name == encoding and _in_rows(layer)
 
 
-def _fp8_codes(n: int, k: int) -> Tensor:
+def _fp8_codes(n: int, k: int) -> TensorInfo:
     return fp8.PANELS.tensors(n, k)[0]
 
 
@@ -108,12 +109,12 @@ def _write_mxfp8(stored: Stored, out: Sequence[Bytes]) -> None:
     out[1][:] = mxfp4_codes.lay_exponents(exponents).reshape(-1)
 
 
-def _nvfp4_tensors(n: int, k: int) -> tuple[Tensor, Tensor]:
+def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
     """Codes as MXFP4's. Scales by panels: the one of the whole weight, which multiplies, then groups of 16 columns with
     their 32 rows.
     """
     count, of_panel = n // panels.ROWS, NVFP4_HEADER + 2 * k
-    return mxfp4.PANELS.tensors(n, k)[0], Tensor("scales", "U8", (count, of_panel), count * of_panel)
+    return mxfp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
 
 
 def _write_nvfp4(stored: Stored, out: Sequence[Bytes]) -> None:
@@ -155,7 +156,7 @@ METHODS = {
             "FP8_PERCHANNEL",
             panels.ROWS,
             _scaled(("F8_E4M3",), lambda weight: (1, weight.shape[-1])),
-            lambda n, k: (_fp8_codes(n, k), Tensor("scales", "F32", (n,), 4 * n)),
+            lambda n, k: (_fp8_codes(n, k), TensorInfo("scales", "F32", (n,), 4 * n)),
             _write_per_channel,
         ),
         Native(

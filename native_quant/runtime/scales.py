@@ -18,6 +18,6 @@ def require_numbers(output: Output, encoding: Encoding, part: Part, stored: Sequ
 
     for tensor, defect in list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]:
         if defect is not None and (what := defect(read, part.n, part.k)):
-            found = output.tensors[part.place, tensor.suffix]
-            described = output.names.describe(part.place, tensor.suffix)
+            found = output.tensors[part.place, tensor.name]
+            described = output.names.describe(part.place, tensor.name)
             raise InputError(f"{output.root / found.file}: {described}: {what}; {AGAIN}.")

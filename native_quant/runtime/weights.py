@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Tensor
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, Format
@@ -19,8 +18,9 @@ from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.legal import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
-from ktconvert.layouts.outputs.output import AGAIN, Output, Stored
+from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import machine, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
@@ -194,7 +194,7 @@ def pack(
     check_sizes(fmt, grid)
     linears = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
     sizes = {
-        (part, tensor.suffix): tensor.nbytes
+        (part, tensor.name): tensor.nbytes
         for part in grid.all_parts(range(experts))
         for tensor in fmt.encoding.tensors(part.n, part.k)
     }
@@ -267,11 +267,13 @@ def opened_output(path: Path) -> Opened:
     return _opened_at(path.resolve(), contents(path))
 
 
-def _stored(output: Output, fmt: Format, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], Stored]]:
+def _stored(
+    output: Output, fmt: Format, grid: ExpertGrid, experts: int
+) -> Iterator[tuple[tuple[Part, str], TensorInfo]]:
     """Every tensor that the layer must have, with its exact size."""
     for part in grid.all_parts(range(experts)):
         for tensor in fmt.encoding.tensors(part.n, part.k):
-            what, size = tensor.suffix, tensor.nbytes
+            what, size = tensor.name, tensor.nbytes
             described = output.names.describe(part.place, what)
             stored = output.tensors.get((part.place, what))
             if stored is None:
@@ -287,7 +289,7 @@ def _stored(output: Output, fmt: Format, grid: ExpertGrid, experts: int) -> Iter
             yield (part, what), stored
 
 
-def _view(output: Output, files: MappedFiles, stored: Stored) -> Bytes:
+def _view(output: Output, files: MappedFiles, stored: TensorInfo) -> Bytes:
     path = output.root / stored.file
     mapped = files.map(path, path.stat().st_size)
     if stored.start + stored.nbytes > len(mapped):
@@ -298,7 +300,7 @@ def _view(output: Output, files: MappedFiles, stored: Stored) -> Bytes:
 
 
 def _copy(
-    output: Output, stored: dict[tuple[Part, str], Stored], parts: int, nodes: Sequence[int]
+    output: Output, stored: dict[tuple[Part, str], TensorInfo], parts: int, nodes: Sequence[int]
 ) -> dict[tuple[Part, str], Bytes]:
     def one(key: tuple[Part, str]) -> None:
         output.read(stored[key], out=views[key])
@@ -309,8 +311,8 @@ def _copy(
 
 
 def arrays_of(
-    tensors: Callable[[int, int], tuple[Tensor, ...]], views: dict[tuple[Part, str], Bytes]
+    tensors: Callable[[int, int], tuple[TensorInfo, ...]], views: dict[tuple[Part, str], Bytes]
 ) -> dict[Part, tuple[Bytes, ...]]:
     """The tensors of each part. tensors: (n, k) -> what a part has, in order."""
     parts = dict.fromkeys(part for part, _ in views)
-    return {part: tuple(views[part, tensor.suffix] for tensor in tensors(part.n, part.k)) for part in parts}
+    return {part: tuple(views[part, tensor.name] for tensor in tensors(part.n, part.k)) for part in parts}

@@ -11,12 +11,13 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.encodings.encoding import Bytes, Tensor, error_sums, is_zero
+from ktconvert.layouts.encodings.encoding import Bytes, error_sums, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.linear_names import linear_name
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
@@ -158,10 +159,10 @@ def error_of_sample(work: LayerWork, made: Path) -> dict[str, Any]:
     entries = {} if work.loose else {e.name: e for e in read_header(made).entries}
     names = work.fmt.names_in(work.model)
 
-    def read(part: Part, tensor: Tensor) -> Bytes:
+    def read(part: Part, tensor: TensorInfo) -> Bytes:
         if work.loose:
             return np.fromfile(made / str(work.fmt.loose_path(part, tensor)), np.uint8)
-        entry = entries[names.key(part.place, tensor.suffix)]
+        entry = entries[names.key(part.place, tensor.name)]
         return np.fromfile(made, np.uint8, entry.nbytes, offset=entry.start)
 
     def error(expert: int, projection: str) -> dict[str, float]:

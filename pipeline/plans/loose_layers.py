@@ -63,7 +63,7 @@ def measure_layer(files: Sequence[LooseFile], fmt: Format | None) -> LooseLayer:
     hidden, width = rows["down"], rows["gate"]
     for file in files:
         n, k = (hidden, width) if (file.part.projection == "down") != file.part.backward else (width, hidden)
-        wanted = next(tensor.nbytes for tensor in fmt.encoding.tensors(n, k) if tensor.suffix == file.what)
+        wanted = next(tensor.nbytes for tensor in fmt.encoding.tensors(n, k) if tensor.name == file.what)
         if file.nbytes != wanted:
             raise InputError(
                 f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} "

@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
-from ktconvert.layouts.checkpoints.source import TensorInfo, TensorSource
+from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.shards import ALIGNMENT, Entry, group_by_limit, plan_shard
+from ktconvert.layouts.files.shards import ALIGNMENT, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import numa
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
@@ -46,11 +47,11 @@ class OtherTensor:
     stored: TensorInfo | Weight
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TensorInfo:
         """The tensor as it is in the output."""
         if isinstance(self.stored, Weight):
-            return Entry(self.key, "BF16", self.stored.released_shape, 2 * math.prod(self.stored.shape))
-        return Entry(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
+            return TensorInfo(self.key, "BF16", self.stored.released_shape, 2 * math.prod(self.stored.shape))
+        return TensorInfo(self.key, self.stored.dtype, self.stored.shape, self.stored.nbytes)
 
     @property
     def reads(self) -> tuple[TensorInfo, ...]:
@@ -116,7 +117,6 @@ def stage(
 ) -> Stage[CarryOverWork]:
     """The stage that copies and decodes these tensors."""
     tensors = tuple(tensors)
-    shards = [(s.header_sha256, s.size, s.blob) for s in source.shards]
     units = []
     for number, (start, stop) in enumerate(
         group_by_limit([t.entry.nbytes for t in tensors], max_shard_size or DEFAULT_SHARD)
@@ -134,7 +134,7 @@ def stage(
                 key=f"{number:03d}",
                 versions=(VERSION,),
                 params=tuple(params),
-                inputs=tuple((i.name, i.dtype, i.shape, shards[i.shard]) for t in group for i in t.reads),
+                inputs=tuple(source.identity(info) for t in group for info in t.reads),
                 final="",
                 bytes_in=sum(i.nbytes for t in group for i in t.reads),
                 bytes_out=sum(t.entry.nbytes for t in group),

@@ -101,7 +101,6 @@ def samples_unit(
 
 def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> Iterator[Step]:
     """The layers with experts, in order. rest: the checkpoint's tensors outside the routed experts, by name."""
-    shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
     first = 0
     for layer in model.layers:
         before = tuple(range(first, layer))
@@ -111,7 +110,7 @@ def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> It
         yield Step(
             layer,
             before,
-            tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
+            tuple(map(model.source.identity, tensors)),
             sum(t.nbytes for t in tensors),
             boundary if layer != model.layers[-1] else 0,
         )

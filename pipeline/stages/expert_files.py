@@ -11,10 +11,11 @@ import numpy as np
 
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, is_zero
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.shards import ALIGNMENT, Entry, ShardPlan, group_by_limit, plan_shard
+from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.arrangement import Names
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import items
 from ktconvert.pipeline.stages.ordered import in_order
@@ -92,7 +93,7 @@ def plan_parts(fmt: Format, names: Names, parts: Iterable[Part], metadata: Mappi
     """A shard of parts: all first tensors, then all second ones, and so on, so that each is aligned to its items."""
     by_part = [
         [
-            Entry(names.key(part.place, t.suffix), t.dtype, t.shape, t.nbytes)
+            TensorInfo(names.key(part.place, t.name), t.dtype, t.shape, t.nbytes)
             for t in fmt.encoding.tensors(part.n, part.k)
         ]
         for part in parts

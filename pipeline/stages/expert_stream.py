@@ -51,7 +51,7 @@ def taken(model: MoeModel, layer: int, item: tuple[int, str], reporter: Reporter
 def non_finite(model: MoeModel, layer: int, expert: int, projection: str, place: tuple[int, int]) -> InputError:
     """The sentence for a NaN or an infinity at (row, column) of a linear."""
     info = model.weight(layer, expert, projection).values
-    shard = model.source.shards[info.shard].path
+    shard = model.source.path(info)
     return InputError(
         f"{shard}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) holds a value that is not "
         f"finite at row {place[0]}, column {place[1]}; download the file again or ask its publisher."

@@ -147,7 +147,6 @@ def stage(
     """The stage that converts these layers; the plan gives shards their final names. imatrix: for a choice that asks
     how important columns are.
     """
-    shards = [(shard.header_sha256, shard.size, shard.blob) for shard in model.source.shards]
     names = fmt.names_in(model)
     units = []
     for layer in layers:
@@ -176,7 +175,7 @@ def stage(
                         ("quantizer", (choice.name, choice.version)),
                         ("imatrix", None if imatrix is None else imatrix.sha256),
                     ),
-                    inputs=tuple((t.name, t.dtype, t.shape, shards[t.shard]) for t in tensors),
+                    inputs=tuple(map(model.source.identity, tensors)),
                     final=loose.layer_folder(layer) if loose_files else "",
                     bytes_in=sum(t.nbytes for t in tensors),
                     bytes_out=each * (stop - start),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.shards import Entry, plan_shard
+from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.outputs import loose
 from ktconvert.layouts.outputs.numa import NumaNames
 from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 
 NAME = "merge_parts"
@@ -30,15 +31,10 @@ class LooseFile:
     mtime_ns: int
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TensorInfo:
         """The tensor that it becomes."""
         tensor = loose.tensor(self.what, self.nbytes)
-        return Entry(
-            NumaNames(tuple(loose.SUFFIXES)).key(self.part.place, tensor.suffix),
-            tensor.dtype,
-            tensor.shape,
-            tensor.nbytes,
-        )
+        return replace(tensor, name=NumaNames(tuple(loose.SUFFIXES)).key(self.part.place, tensor.name))
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class ResplitWork:
     def _read(self, part: Part) -> Packed:
         stored = []
         for tensor in self.fmt.encoding.tensors(part.n, part.k):
-            here = self.output.tensors[part.place, tensor.suffix]
+            here = self.output.tensors[part.place, tensor.name]
             try:
                 stored.append(self.output.read(here))
             except VerificationError as error:
@@ -204,7 +204,7 @@ def stage(
 def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[object, ...]]:
     for part in work.old.all_parts(range(work.start, work.stop)):
         for tensor in work.fmt.encoding.tensors(part.n, part.k):
-            here = work.output.tensors[part.place, tensor.suffix]
+            here = work.output.tensors[part.place, tensor.name]
             file = files[here.file]
             yield here.name, here.dtype, here.shape, (file.name, file.header_sha256, file.size)
 

@@ -16,10 +16,11 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.shards import Entry, plan_shard
+from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import counts as counted
 from ktconvert.layouts.statistics import folder
 from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written
 from ktconvert.pipeline.stages.chain import SAMPLES
@@ -85,7 +86,7 @@ def read_layer(path: Path) -> LayerSums:
 def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> Written:
     """A safetensors file of I64 and F32 tensors."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    plan = plan_shard([Entry(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
+    plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
     with publish.DirectFile(path, plan.size) as file:
         file.append(plan.header)
         for values in tensors.values():

@@ -6,8 +6,9 @@ from collections import Counter
 
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
-from ktconvert.layouts.outputs.output import Output, Stored
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.asking import Ask
 from ktconvert.pipeline.verify.checks import PIECE, Check, first_difference
@@ -45,7 +46,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, ask: Ask, r
     )
 
 
-def pairs(output: Output, other: Output) -> dict[str, tuple[Stored, Stored]]:
+def pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
     """The tensors that both have, by name."""
     both = {
         output.names.key(place, what): (stored, other.tensors[place, what])
@@ -69,7 +70,7 @@ def _one_sided(output: Output, other: Output) -> list[str]:
     ]
 
 
-def tensor_difference(output: Output, other: Output, name: str, a: Stored, b: Stored) -> str | None:
+def tensor_difference(output: Output, other: Output, name: str, a: TensorInfo, b: TensorInfo) -> str | None:
     """How a tensor differs; None where both are the same."""
     if a.nbytes != b.nbytes:
         return f"{name} has {a.nbytes} bytes, {b.nbytes} in {other.root}"

@@ -13,14 +13,15 @@ import numpy as np
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.encoding import Bytes, Tensor, error_sums
+from ktconvert.layouts.encodings.encoding import Bytes, error_sums
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import PROJECTIONS, Format, legal
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure
-from ktconvert.layouts.outputs.output import Output, Stored
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.imatrix import Imatrix
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.stages import carry_over
 from ktconvert.pipeline.stages.experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit import resplit
@@ -180,7 +181,7 @@ def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) 
             if compared.calibrated:
                 sums, seen, problem = judge(work.fmt.encoding, matrix, stored, wanted, whole=measured)
                 comparison.calibrated.append(seen)
-                here = compared.output.tensors[part.place, work.fmt.encoding.tensors(part.n, part.k)[0].suffix]
+                here = compared.output.tensors[part.place, work.fmt.encoding.tensors(part.n, part.k)[0].name]
                 comparison.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
                 sums = error_sums(work.fmt.encoding, matrix, stored)
@@ -201,7 +202,7 @@ def _compare_part(
     stored: list[Bytes] = []
     tensors = work.fmt.encoding.tensors(part.n, part.k)
     for tensor, data in zip(tensors, wanted, strict=True):
-        here = output.tensors.get((part.place, tensor.suffix))
+        here = output.tensors.get((part.place, tensor.name))
         if here is None or here.nbytes != data.size:
             comparison.problems.append(_absent(output, part, tensor, here))
             continue
@@ -219,19 +220,21 @@ def _compare_part(
     return stored if complete and judged else None
 
 
-def _differs(output: Output, part: Part, tensor: Tensor, stored: Stored, difference: tuple[int, int, int, int]) -> str:
+def _differs(
+    output: Output, part: Part, tensor: TensorInfo, stored: TensorInfo, difference: tuple[int, int, int, int]
+) -> str:
     at, is_, should, count = difference
     return (
-        f"{output.names.describe(part.place, tensor.suffix)}: byte {at} is {is_:#04x}, quantizing the source gives "
+        f"{output.names.describe(part.place, tensor.name)}: byte {at} is {is_:#04x}, quantizing the source gives "
         f"{should:#04x} ({count} byte{'s' if count != 1 else ''} differ{'s' if count == 1 else ''}; "
         f"{stored.name} in {stored.file})"
     )
 
 
-def _absent(output: Output, part: Part, tensor: Tensor, stored: Stored | None) -> str:
-    what = output.names.describe(part.place, tensor.suffix)
+def _absent(output: Output, part: Part, tensor: TensorInfo, stored: TensorInfo | None) -> str:
+    what = output.names.describe(part.place, tensor.name)
     if stored is None:
-        return f"{what} is missing ({output.names.key(part.place, tensor.suffix)})"
+        return f"{what} is missing ({output.names.key(part.place, tensor.name)})"
     return (
         f"{what} has {stored.nbytes} bytes, quantizing the source gives {tensor.nbytes} "
         f"({stored.name} in {stored.file})"

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Tensor, scale_values
+from ktconvert.layouts.encodings.encoding import scale_values
 from ktconvert.layouts.outputs import PROJECTIONS, Format, legal
 from ktconvert.layouts.outputs.measuring import Measure
-from ktconvert.layouts.outputs.output import Output, Stored
+from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place, part_shape
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.ordered import in_order
 
@@ -64,8 +65,8 @@ def survey(output: Output, measure: Measure, threads: int) -> Scales | None:
     if fmt is None or fmt.encoding.scales is None:
         return None
     sound = {n for n, (_, h, i) in measure.shapes.items() if legal.illegal_reason(fmt, [(h, i)], numa) is None}
-    linears: dict[Linear, list[tuple[Place, Stored]]] = {}
-    last = fmt.encoding.tensors(0, 0)[-1].suffix
+    linears: dict[Linear, list[tuple[Place, TensorInfo]]] = {}
+    last = fmt.encoding.tensors(0, 0)[-1].name
     for (place, suffix), stored in output.tensors.items():
         if suffix == last and place.backward != fmt.forward and place.layer in sound:
             linears.setdefault((place.layer, place.expert, place.projection), []).append((place, stored))
@@ -91,13 +92,13 @@ def survey(output: Output, measure: Measure, threads: int) -> Scales | None:
 
 
 def _read(
-    output: Output, fmt: Format, measure: Measure, stored: Sequence[tuple[Place, Stored]]
+    output: Output, fmt: Format, measure: Measure, stored: Sequence[tuple[Place, TensorInfo]]
 ) -> list[tuple[int, F32]]:
     """(NUMA part, float32 [rows, groups]) of a linear's parts."""
     parts = []
     for place, tensor in sorted(stored):
         n, k = _part_shape(fmt, measure, place[:3])
-        wanted: Tensor = fmt.encoding.tensors(n, k)[-1]
+        wanted: TensorInfo = fmt.encoding.tensors(n, k)[-1]
         if tensor.nbytes == wanted.nbytes:
             parts.append((place.numa, scale_values(fmt.encoding, output.read(tensor), n, k)))
     return parts

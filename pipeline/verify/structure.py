@@ -168,7 +168,7 @@ def check_tensors(output: Output, measure: Measure) -> Check:
             break
         for part in grid.all_parts(range(experts)):
             for tensor in fmt.encoding.tensors(part.n, part.k):
-                key = part.place, tensor.suffix
+                key = part.place, tensor.name
                 used.add(key)
                 stored = output.tensors.get(key)
                 if stored is None:
@@ -186,7 +186,7 @@ def check_tensors(output: Output, measure: Measure) -> Check:
     problems += [f"{s.name} in {s.file} is one too many" for key, s in output.tensors.items() if key not in used]
     problems += list(_sizes(output, measure))
     planned = output.facts.get("packed_linears")
-    weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].suffix for _, suffix in output.tensors)
+    weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].name for _, suffix in output.tensors)
     if planned is not None and weights != planned:
         problems.append(f"{weights} linears are quantized, the plan had {planned}")
     return Check("tensors", f"{len(used)} tensors of {len(measure.shapes)} layers, each once", tuple(problems))

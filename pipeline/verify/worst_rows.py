@@ -46,7 +46,7 @@ def worst_rows(output: Output, measure: Measure, model: MoeModel, linears: Itera
         worst: WorstRow | None = None
         for part in grid.parts(linear.expert, linear.projection):
             tensors = fmt.encoding.tensors(part.n, part.k)
-            here = [output.tensors.get((part.place, tensor.suffix)) for tensor in tensors]
+            here = [output.tensors.get((part.place, tensor.name)) for tensor in tensors]
             stored = [
                 output.read(s) for s, tensor in zip(here, tensors, strict=True) if s and s.nbytes == tensor.nbytes
             ]

@@ -183,7 +183,7 @@ class LayeredModel:
         kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
         if kind is None:
             raise UnsupportedError(
-                f"{self.source.shards[info.shard].path}: tensor {info.name!r} is {entry.dtype}, which cannot be "
+                f"{self.source.path(info)}: tensor {info.name!r} is {entry.dtype}, which cannot be "
                 f"computed with; take the model's BF16 release, or {self._instead}."
             )
         if carried.stored is info and info.start % kind.itemsize == 0:

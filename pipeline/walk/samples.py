@@ -13,7 +13,8 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.rows import RowFile
-from ktconvert.layouts.files.shards import Entry, plan_shard
+from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Link, Result, Written
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.calibration import Calibration, token_ids
@@ -45,7 +46,11 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
     lengths = np.array([len(ids) for ids in samples], np.int64)
     ids = np.concatenate(samples)
     plan = plan_shard(
-        [Entry("input_ids", "I64", ids.shape, ids.nbytes), Entry("lengths", "I64", lengths.shape, lengths.nbytes)], {}
+        [
+            TensorInfo("input_ids", "I64", ids.shape, ids.nbytes),
+            TensorInfo("lengths", "I64", lengths.shape, lengths.nbytes),
+        ],
+        {},
     )
     with publish.DirectFile(partial, plan.size) as file:
         for data in (plan.header, ids.view(np.uint8), lengths.view(np.uint8)):

@@ -9,21 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file.
-
-    dtype   as the file spells it.
-    start   its first byte, counted from the start of the file.
-    nbytes  size in bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
+from ktconvert.layouts.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -36,7 +22,7 @@ class Header:
     config    the model's configuration, as in a config.json; {} if the file has none.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorInfo, ...]
     metadata: dict[str, str]
     size: int
     mtime_ns: int
@@ -72,7 +58,8 @@ class Container:
     """A kind of weight file: a row of CONTAINERS.
 
     title         its usual name, for messages.
-    read_header   reads a file's header and checks every length against the file, without reading weights. InputError.
+    read_header   (path, what tensors have as their file): reads a file's header and checks every length against the
+                  file, without reading weights. InputError.
     select        (directory, its files) -> the checkpoint that they make up; None if no file is of this kind.
                   InputError.
     of_file       the checkpoint that a named file belongs to. InputError.
@@ -83,7 +70,7 @@ class Container:
 
     title: str
     suffix: str
-    read_header: Callable[[Path], Header]
+    read_header: Callable[[Path, str], Header]
     select: Callable[[Path, list[str]], Selection | None]
     of_file: Callable[[Path], Selection] = alone
     check: Callable[[Path, Sequence[str], Sequence[Header]], None] = any_files

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.container import Entry, Header
+from ktconvert.layouts.checkpoints.containers.container import Header
 from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES
 from ktconvert.layouts.checkpoints.containers.gguf_config import config_of
 from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.tensors import TensorInfo
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -44,26 +45,26 @@ class Contents:
     sha256    of the header
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorInfo, ...]
     metadata: dict[str, Any]
     size: int
     mtime_ns: int
     sha256: str
 
 
-def read_header(path: Path) -> Header:
-    """Reads and checks one file's header, without reading weights.
+def read_header(path: Path, file: str = "") -> Header:
+    """Reads and checks one file's header, without reading weights. file: what its tensors have as their file.
 
     metadata holds the split.* keys; config what the rest says, under the names of a config.json.
     Raises InputError when the file is missing, cut short, big-endian or a Git LFS pointer, or when its header breaks
     the format; UnsupportedError for version 1.
     """
-    of = read_contents(path)
+    of = read_contents(path, file)
     split = {key: str(value) for key, value in of.metadata.items() if key.startswith("split.")}
     return Header(of.entries, split, of.size, of.mtime_ns, of.sha256, config_of(of.metadata))
 
 
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path, file: str = "") -> Contents:
     """The same for any GGUF file, a model or not, with its key-value pairs. Raises as read_header does."""
     with opened(path, ".gguf") as (fd, status):
         cursor = _Cursor(fd, status.st_size, path)
@@ -74,7 +75,7 @@ def read_contents(path: Path) -> Contents:
             raise cursor.fault(f"general.alignment is {str(alignment)[:40]}, not a power of two")
         infos = [_info(cursor) for _ in range(tensors)]
         end = cursor.position
-        entries = tuple(_placed(infos, -(-end // alignment) * alignment, alignment, cursor))
+        entries = tuple(_placed(infos, -(-end // alignment) * alignment, alignment, cursor, file))
         digest = hashlib.sha256()
         for start in range(0, end, CHUNK):
             digest.update(read_at(fd, start, min(CHUNK, end - start), path))
@@ -230,8 +231,8 @@ def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _placed(
-    infos: list[tuple[str, tuple[int, ...], int, int]], first: int, alignment: int, cursor: _Cursor
-) -> Iterator[Entry]:
+    infos: list[tuple[str, tuple[int, ...], int, int]], first: int, alignment: int, cursor: _Cursor, file: str
+) -> Iterator[TensorInfo]:
     """The tensors in file order, each with its bytes. InputError where they overlap, or reach beyond the file."""
     seen: set[str] = set()
     at, before = 0, ""
@@ -259,4 +260,4 @@ def _placed(
         at, before = offset + nbytes, name
         if first + at > cursor.size:
             raise cursor.fault(f"cut short: tensor {name!r} ends at byte {first + at}, and the file has {cursor.size}")
-        yield Entry(name, dtype, shape, first + offset, nbytes)
+        yield TensorInfo(name, dtype, shape, nbytes, file, first + offset)

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.container import Entry, Header
+from ktconvert.layouts.checkpoints.containers.container import Header
 from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
 from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.tensors import TensorInfo
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
 MAX_RANK = 64
@@ -27,8 +28,8 @@ DTYPE_BITS = {
 }
 
 
-def read_header(path: Path) -> Header:
-    """Reads and checks one file's header, without reading weights.
+def read_header(path: Path, file: str = "") -> Header:
+    """Reads and checks one file's header, without reading weights. file: what its tensors have as their file.
 
     Raises InputError when the file is missing, cut short or a Git LFS pointer, or when its header breaks the format.
     """
@@ -46,11 +47,13 @@ def read_header(path: Path) -> Header:
         raw = read_at(fd, 0, 8 + length, path)
     if len(raw) != 8 + length:
         raise InputError(f"{path}: ends inside its header; {REMEDY}")
-    entries, metadata = parse_header(raw[8:], status.st_size - 8 - length, 8 + length, str(path))
+    entries, metadata = parse_header(raw[8:], status.st_size - 8 - length, 8 + length, str(path), file)
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
 
-def parse_header(raw: bytes, data_size: int, data_start: int, where: str) -> tuple[tuple[Entry, ...], dict[str, str]]:
+def parse_header(
+    raw: bytes, data_size: int, data_start: int, where: str, file: str = ""
+) -> tuple[tuple[TensorInfo, ...], dict[str, str]]:
     """The entries (in file order) and the metadata of a header's JSON, checked against the bytes that follow it."""
     try:
         text = raw.decode("utf-8")
@@ -62,7 +65,9 @@ def parse_header(raw: bytes, data_size: int, data_start: int, where: str) -> tup
     metadata = tree.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise InputError(f"{where}: __metadata__ in the header must map strings to strings; {REMEDY}")
-    entries = sorted((_entry(n, v, data_start, where) for n, v in tree.items()), key=lambda t: (t.start, t.nbytes))
+    entries = sorted(
+        (_entry(n, v, data_start, where, file) for n, v in tree.items()), key=lambda t: (t.start, t.nbytes)
+    )
     at = data_start
     for entry in entries:
         if entry.start != at:
@@ -75,7 +80,7 @@ def parse_header(raw: bytes, data_size: int, data_start: int, where: str) -> tup
     return tuple(entries), metadata
 
 
-def _entry(name: str, value: Any, data_start: int, where: str) -> Entry:
+def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> TensorInfo:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -102,7 +107,7 @@ def _entry(name: str, value: Any, data_start: int, where: str) -> Entry:
         total *= n
     if stop < start or total != (stop - start) * 8:
         raise fail(f"{dtype} of shape {str(shape)[:100]} needs {_bytes(total)}, data_offsets give {stop - start}")
-    return Entry(name, dtype, tuple(shape), data_start + start, stop - start)
+    return TensorInfo(name, dtype, tuple(shape), stop - start, file, data_start + start)
 
 
 def _bytes(bits: int) -> str:
