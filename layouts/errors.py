@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+from typing import Self
+
+REMEDY = "download that file again"
+
 
 class KtconvertError(Exception):
-    """A failure that is explained to the user in one sentence; never a traceback."""
+    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback.
+
+    path    the file or directory at fault; None where the problem names it
+    remedy  what to do; "" where the problem says it
+    tensor  the name of the tensor at fault; "" where there is none
+    """
 
     exit_code = 1
+
+    def __init__(self, problem: str, remedy: str = "", *, tensor: str = "", path: Path | str | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.remedy, self.tensor, self.path = problem, remedy, tensor, path
+
+    def __str__(self) -> str:
+        where = "" if self.path is None else f"{self.path}: "
+        return where + self.problem + (f"; {self.remedy}" if self.remedy else "")
+
+    @classmethod
+    def of_tensor(cls, name: str, what: str, remedy: str = "", path: Path | str | None = None) -> Self:
+        """Of a tensor; `what` follows its name."""
+        return cls(f"tensor {name!r}{'' if what.startswith(':') else ' '}{what}", remedy, tensor=name, path=path)
+
+    def at(self, path: Path | str) -> Self:
+        """The same of a file or directory."""
+        other = copy.copy(self)
+        other.path = path
+        return other
+
+    def advising(self, remedy: str) -> Self:
+        """The same with another remedy."""
+        other = copy.copy(self)
+        other.remedy = remedy
+        return other
 
 
 class UsageError(KtconvertError):
@@ -47,3 +83,15 @@ class OutputError(KtconvertError):
 
 class WorkerLostError(KtconvertError):
     """A unit of work ended the processes that made it, again and again; the message has the last one's words."""
+
+
+def damaged_tensor(
+    name: str, what: str, remedy: str = "download it again", path: Path | str | None = None
+) -> InputError:
+    """The error of a tensor; `what` follows its name."""
+    return InputError.of_tensor(name, what, remedy, path)
+
+
+def damaged_file(path: Path | str, what: str, remedy: str = REMEDY) -> InputError:
+    """The error of a file; `what` follows its path."""
+    return InputError(what, remedy, path=path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -172,10 +171,9 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
     """
     try:
         return _recognise(source, archs, to_read)
-    except (InputError, UnsupportedError) as e:
-        named = re.search(r"tensors? '([^']+)'", str(e))
-        info = source.tensors.get(named[1]) if named else None
-        raise type(e)(f"{source.path(info) if info else source.root}: {e}") from None
+    except (InputError, UnsupportedError) as error:
+        info = source.tensors.get(error.tensor)
+        raise error.at(source.path(info) if info else source.root) from None
 
 
 def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
@@ -198,7 +196,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if bias is not None and refusal is None:
         refusal = f"tensor {bias!r}: kt-kernel's AMX formats have no place for biases of experts"
         if not to_read:
-            raise UnsupportedError(refusal)
+            raise UnsupportedError(refusal, tensor=bias)
     refuse_strays(seen, prefix, mtp)
     refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     quantization = source.quantization
@@ -282,8 +280,8 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
     layers = [n for n in numbers if n < limit[1]]
     if not layers:
         first = seen.layers[prefixes[0], numbers[0]].names[0]
-        raise InputError(
-            f"tensor {first!r}: config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
+        raise InputError.of_tensor(
+            first, f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
         )
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 

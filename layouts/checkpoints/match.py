@@ -136,14 +136,15 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
         return
     stored = out.layers.setdefault((rule.prefix, layer), Layer(rule.style))
     if stored.style != rule.style:
-        raise InputError(f"tensor {name!r}: layer {layer} is stored in two ways; remove the one that does not belong")
+        raise InputError.of_tensor(name, f": layer {layer} is stored in two ways; remove the one that does not belong")
     if rule.role == ASIDE:
         stored.aside.append(name)
         return
     tensors = stored.tensors.setdefault((rule.part, expert), {})
     if rule.role in tensors:
         raise InputError(
-            f"tensors {tensors[rule.role].name!r} and {name!r} both claim to be the {rule.role} of one weight"
+            f"tensors {tensors[rule.role].name!r} and {name!r} both claim to be the {rule.role} of one weight",
+            tensor=tensors[rule.role].name,
         )
     tensors[rule.role] = info
 

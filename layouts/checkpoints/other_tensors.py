@@ -10,7 +10,7 @@ from ktconvert.layouts.checkpoints import foreign
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 
 
@@ -37,13 +37,13 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
     dropped: set[str] = set()
     dtypes = {dtype for row in encodings.CHECKPOINT_ENCODINGS if row.quantized for dtype in row.dtypes}
     roles = encodings.roles()
-    failed: dict[str, Exception] = {}  # a scale may look like values without scales until its weight is seen
+    failed: dict[str, KtconvertError] = {}  # a scale may look like values without scales until its weight is seen
     for name in names:
         info = source.tensors[name]
         try:
             weight = _weight(source, info, quantization, roles) if info.dtype in dtypes else None
         except (InputError, UnsupportedError) as error:
-            failed[name] = type(error)(f"{source.path(info)}: {error}")
+            failed[name] = error.at(source.path(info))
             continue
         if weight is not None:
             decoded[name] = weight

@@ -22,7 +22,7 @@ def refuse_formats(tensors: Iterable[tuple[str, str]]) -> None:
 
 def no_input(name: str, what: str) -> UnsupportedError:
     """The sentence for a tensor that no row of the table of encodings reads."""
-    return UnsupportedError(f"tensor {name!r}: {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
+    return UnsupportedError.of_tensor(name, f": {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
 
 
 def not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
@@ -47,7 +47,8 @@ def not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> 
     shown = ", ".join(map(repr, kinds[:MOST_NAMES])) + (" and others" if len(kinds) > MOST_NAMES else "")
     rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
     return UnsupportedError(
-        f"{called}: its experts are not stored as any known family's (tensors {shown}); {remedy}. Known are: {rows}"
+        f"{called}: its experts are not stored as any known family's (tensors {shown}); {remedy}. Known are: {rows}",
+        tensor=kinds[0],
     )
 
 
@@ -56,9 +57,10 @@ def refuse_strays(seen: Scan, prefix: str, mtp: Iterable[int]) -> None:
     left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
     for name in seen.strays:
         if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
-            raise InputError(
-                f"tensor {name!r} stands among the experts but is none of their parts; "
-                "remove it, or describe this model with --arch-file"
+            raise InputError.of_tensor(
+                name,
+                "stands among the experts but is none of their parts; "
+                "remove it, or describe this model with --arch-file",
             )
 
 
@@ -71,6 +73,8 @@ def refuse_gaps(seen: Scan, style: Style, prefix: str, layers: Collection[int], 
             continue
         name = name_of(style, prefix, style.parts[0], n, 0)
         if (prefix, n) in seen.routers:
-            raise InputError(f"layer {n} has a router but no experts ({name!r} is missing); download the model again")
+            raise InputError(
+                f"layer {n} has a router but no experts ({name!r} is missing)", remedy="download the model again"
+            )
         if n > min(layers) and (prefix, n) not in seen.present:
-            raise InputError(f"layer {n} is missing ({name!r} and all else); download the model again")
+            raise InputError(f"layer {n} is missing ({name!r} and all else)", remedy="download the model again")

@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.foreign import of_values
 from ktconvert.layouts.checkpoints.match import Layer, name_of
 from ktconvert.layouts.checkpoints.refusals import no_input
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, damaged_tensor
 
 Recorded = tuple[str, int] | None  # a config key and its value, if the config has it
 Weights = Mapping[tuple[str, int], Weight]  # by part of the style and expert, -1 where one holds all experts
@@ -72,9 +72,10 @@ def measure(
         h, i, turned = _fused(weights) if isinstance(style, Fused) else _stacked(weights, style, hidden, width)
     for recorded, value, what in ((experts, count, "experts"), (hidden, h, "hidden size"), (width, i, "expert width")):
         if recorded is not None and recorded[1] != value:
-            raise InputError(
-                f"tensor {first.name!r} of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be "
-                f"{value}, config.json says {recorded[0]} = {recorded[1]}; they are not of one model"
+            raise InputError.of_tensor(
+                first.name,
+                f"of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be "
+                f"{value}, config.json says {recorded[0]} = {recorded[1]}; they are not of one model",
             )
     _check_fit(weights, turned)
     _refuse_uneven(weights, style, prefix, n)
@@ -112,8 +113,8 @@ def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
         other = full[part, weight.encoding.name]
         for role in other.tensors.keys() - weight.tensors.keys():
             lost = encodings.spelled(weight.encoding.tensors[role][0], name_of(style, prefix, part, n, expert))
-            raise InputError(
-                f"tensor {weight.name!r}: {lost} is missing, and {other.tensors[role].name!r} is there; download again"
+            raise damaged_tensor(
+                weight.name, f": {lost} is missing, and {other.tensors[role].name!r} is there", "download again"
             )
 
 
@@ -123,16 +124,14 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
     unscaled = [row for row, info in held if info.dtype in row.dtypes and "scale" in row.tensors]
     if unscaled and "scale" not in tensors:
         info, scale = held[0][1], encodings.spelled(unscaled[0].tensors["scale"][0], name)
-        return InputError(
-            f"tensor {info.name!r} is {info.dtype}, and its scales ({scale}) are missing; download it again"
-        )
+        return damaged_tensor(info.name, f"is {info.dtype}, and its scales ({scale}) are missing")
     if held:
         return no_input(held[0][1].name, of_values(held[0][1], tensors.get("scale")))
     role, info = next(iter(tensors.items()))
     rows = [row for row in reversed(encodings.CHECKPOINT_ENCODINGS) if role in row.tensors]
     row = next((row for row in rows if tensors.keys() <= row.tensors.keys()), rows[0])
     values = encodings.spelled(row.tensors[row.values][0], name)
-    return InputError(f"tensor {info.name!r} is a scale whose weight {values!r} is missing; download it again")
+    return damaged_tensor(info.name, f"is a scale whose weight {values!r} is missing")
 
 
 def _count(weights: Weights, style: Separate, prefix: str, n: int, recorded: Recorded, most: int) -> int:
@@ -143,7 +142,7 @@ def _count(weights: Weights, style: Separate, prefix: str, n: int, recorded: Rec
     count = max(1, recorded[1] if recorded is not None else most)
     if last >= count and recorded is not None:
         name = next(weight.name for (_, expert), weight in weights.items() if expert == last)
-        raise InputError(f"tensor {name!r} is one expert too many: config.json says {recorded[0]} = {recorded[1]}")
+        raise InputError.of_tensor(name, f"is one expert too many: config.json says {recorded[0]} = {recorded[1]}")
     for part in style.parts:
         for expert in range(count):
             if (part, expert) not in weights:
@@ -176,7 +175,9 @@ def _fused(weights: Weights) -> tuple[int, int, bool]:
             return d, c, True
     raise InputError(
         f"tensors {gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)} are "
-        "neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]; download the model again"
+        "neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]",
+        "download the model again",
+        tensor=gate_up.name,
     )
 
 
@@ -209,10 +210,8 @@ def _missing(weights: Weights, style: Style, prefix: str, part: str, n: int, exp
     rows = (weight.encoding for weight in weights.values())
     pattern = next((row.tensors[row.values][0] for row in rows), "{t}")  # there may be nothing but unused tensors
     name = encodings.spelled(pattern, name_of(style, prefix, part, n, expert))
-    return InputError(
-        f"tensor {name!r} is missing, though layer {n} has other expert tensors; download the model again"
-    )
+    return damaged_tensor(name, f"is missing, though layer {n} has other expert tensors", "download the model again")
 
 
 def _misshapen(info: Weight, want: str) -> InputError:
-    return InputError(f"tensor {info.name!r} has shape {list(info.shape)}, but must be {want}; download it again")
+    return damaged_tensor(info.name, f"has shape {list(info.shape)}, but must be {want}")

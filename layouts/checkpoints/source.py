@@ -15,8 +15,7 @@ from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
-from ktconvert.layouts.checkpoints.containers.reading import REMEDY
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, UsageError, damaged_file, damaged_tensor
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.tensors import TensorInfo
@@ -121,8 +120,8 @@ class TensorSource:
         """The bytes of `info`, shaped: array() for a part of a tensor. Unaligned where the file is."""
         kind = VIEWS.get(info.dtype)
         if kind is None:
-            raise UnsupportedError(
-                f"tensor {info.name!r} is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
+            raise UnsupportedError.of_tensor(
+                info.name, f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
             )
         return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
 
@@ -263,10 +262,10 @@ def _agree(root: Path, index: dict[str, str], tensors: dict[str, TensorInfo]) ->
         info = tensors.get(name)
         if info is None or info.file != shard:
             has = "no file" if info is None else info.file
-            raise InputError(f"{root / shard}: tensor {name!r} should be here by the index, but {has} has it; {REMEDY}")
+            raise damaged_tensor(name, f"should be here by the index, but {has} has it", REMEDY, root / shard)
     for name, info in tensors.items():
         if name not in index:
-            raise InputError(f"{root / info.file}: tensor {name!r} is missing from the index; download the index again")
+            raise damaged_tensor(name, "is missing from the index", "download the index again", root / info.file)
 
 
 def _no_weights(root: Path, files: list[str]) -> Exception:
@@ -312,11 +311,11 @@ def _parsed(path: Path) -> dict[str, Any]:
         tree = documents.parse(path.read_bytes())
         documents.require_plain(tree)
     except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror}); {REMEDY}") from None
+        raise damaged_file(path, f"cannot be read ({e.strerror})") from None
     except ValueError:
-        raise InputError(f"{path}: not valid JSON; {REMEDY}") from None
+        raise damaged_file(path, "not valid JSON") from None
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: must hold a JSON object; {REMEDY}")
+        raise damaged_file(path, "must hold a JSON object")
     return tree
 
 

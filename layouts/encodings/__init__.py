@@ -23,7 +23,7 @@ from ktconvert.layouts.encodings import (
     plain,
 )
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, Weight
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 
 __all__ = [
@@ -87,11 +87,11 @@ def weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantizatio
     values = tensors[row.values]
     for role, info in tensors.items():
         if role not in row.tensors:
-            raise InputError(f"tensor {info.name!r} scales {values.name!r}, which is {row.title} and needs none")
+            raise InputError.of_tensor(info.name, f"scales {values.name!r}, which is {row.title} and needs none")
     for role, patterns in row.tensors.items():
         if role not in tensors and role not in row.optional:
-            raise InputError(
-                f"tensor {values.name!r} is {row.title} but {spelled(patterns[0], template)} is missing; download again"
+            raise damaged_tensor(
+                values.name, f"is {row.title} but {spelled(patterns[0], template)} is missing", "download again"
             )
     ordered = {role: tensors[role] for role in row.tensors if role in tensors}
     return Weight(row, ordered, row.shape(ordered, quantization), quantization)

@@ -35,12 +35,12 @@ def _shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
     if version in GEMM and scales.shape[:1] == codes.shape[:1] and scales.shape[1:] != (8 * codes.shape[1],):
         version = "gemv"  # whose scales are [n, groups]
     if version not in GEMM:
-        raise UnsupportedError(
-            f"tensor {codes.name!r}: the order of AWQ's version {version!r} is not an input; {BETTER}"
+        raise UnsupportedError.of_tensor(
+            codes.name, f": the order of AWQ's version {version!r} is not an input; {BETTER}"
         )
     if quantization.bits not in ((), (4,)):
         named = ", ".join(map(str, quantization.bits))
-        raise UnsupportedError(f"tensor {codes.name!r}: AWQ with {named} bits is not an input; {BETTER}")
+        raise UnsupportedError.of_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")
     return 8 * codes.shape[1], codes.shape[0]
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import PIECE, Kind, Matrix
 from ktconvert.quantizers.scales import e8m0
@@ -179,17 +179,15 @@ def require_finite(source: TensorSource, scale: TensorInfo, values: npt.NDArray[
     """Raises InputError, naming the place, where one of the scales is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
-        raise InputError(
-            f"{source.path(scale)}: tensor {scale.name!r}: scale [{row}, {column}] is "
-            f"{values[row, column]}; download it again"
+        raise damaged_tensor(
+            scale.name, f": scale [{row}, {column}] is {values[row, column]}", "download it again", source.path(scale)
         )
 
 
 def nibble_columns(codes: TensorInfo) -> tuple[int, ...]:
     """The logical shape of codes of 4 bits in bytes [n, k/2], or [E, n, k/2]. InputError where they are no such."""
     if len(codes.shape) not in (2, 3) or 0 in codes.shape:
-        raise InputError(
-            f"tensor {codes.name!r} has shape {list(codes.shape)}, but must be a matrix of bytes or a stack of such; "
-            "download it again"
+        raise damaged_tensor(
+            codes.name, f"has shape {list(codes.shape)}, but must be a matrix of bytes or a stack of such"
         )
     return *codes.shape[:-1], 2 * codes.shape[-1]

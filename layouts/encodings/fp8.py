@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, aligned, read_scales
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts
 from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
@@ -45,9 +45,7 @@ def grid(
     Raises InputError where no reading fits both shapes.
     """
     if scale.dtype not in (*FLOATS, *E8M0):
-        raise InputError(
-            f"tensor {scale.name!r} is {scale.dtype}; scales must be F32, BF16, F16 or E8M0; download it again"
-        )
+        raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16, F16 or E8M0")
     shape, of = scale.shape, weight.shape
     if len(of) == 3:
         if shape[:1] != of[:1]:
@@ -76,9 +74,10 @@ def grid(
 
 def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
-    return InputError(
-        f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {weight.name!r} of shape "
-        f"{list(weight.shape)} in blocks of {named}; check weight_block_size in config.json, or download both again"
+    return damaged_tensor(
+        scale.name,
+        f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)} in blocks of {named}",
+        "check weight_block_size in config.json, or download both again",
     )
 
 

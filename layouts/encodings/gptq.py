@@ -18,7 +18,7 @@ from ktconvert.layouts.encodings.integers import (
     require_matrix,
     require_shape,
 )
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import INT4_WORDS, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
@@ -45,18 +45,19 @@ def _row(bits: int, kind: Kind) -> CheckpointEncoding:
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes, width = tensors["qweight"], _width(tensors, quantization)
         if quantization.format and quantization.format not in FORMATS:
-            raise UnsupportedError(
-                f"tensor {codes.name!r}: checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
+            raise UnsupportedError.of_tensor(
+                codes.name, f": checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
             )
         require_matrix(codes)
         if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
             named = " or ".join(map(str, quantization.bits)) or "4 or 8"
-            raise InputError(
-                f"tensor {codes.name!r} of shape {list(codes.shape)} does not fit its zero points and g_idx with codes "
-                f"of {named} bits; check bits in config.json, or download them again"
+            raise damaged_tensor(
+                codes.name,
+                f"of shape {list(codes.shape)} does not fit its zero points and g_idx with codes of {named} bits",
+                "check bits in config.json, or download them again",
             )
         if width != bits:
-            raise UnsupportedError(f"tensor {codes.name!r}: GPTQ with {width:g} bits is not an input; {BETTER}")
+            raise UnsupportedError.of_tensor(codes.name, f": GPTQ with {width:g} bits is not an input; {BETTER}")
         return codes.shape[1], codes.shape[0] * 32 // bits
 
     def fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tuple[object, ...]:

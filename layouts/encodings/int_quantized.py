@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, read_scales
 from ktconvert.layouts.encodings.fp8 import grid
 from ktconvert.layouts.encodings.integers import missing
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.native_quant.matrix import INT8_SIGNED, Matrix
 
 
@@ -29,9 +29,10 @@ def _fit(tensors: Tensors, quantization: Quantization, input_major: bool) -> tup
     if zeros is None:
         return block
     if zeros.dtype != "I8" or zeros.shape != scale.shape:
-        raise InputError(
-            f"tensor {zeros.name!r} is {zeros.dtype} of shape {list(zeros.shape)}; zero points must be I8 of shape "
-            f"{list(scale.shape)}, as {scale.name!r}; download it again"
+        raise damaged_tensor(
+            zeros.name,
+            f"is {zeros.dtype} of shape {list(zeros.shape)}; zero points must be I8 of shape "
+            f"{list(scale.shape)}, as {scale.name!r}",
         )
     return *block, "zero points"
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import FLOATS
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 
 
@@ -21,18 +21,20 @@ def columns_per_scale(
     """
     n, k = shape
     if scale.dtype not in FLOATS:
-        raise InputError(f"tensor {scale.name!r} is {scale.dtype}; scales must be F32, BF16 or F16; download it again")
+        raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16 or F16")
     named = [size for size in quantization.groups if groups == -(-k // size)]
     if groups and (k % groups or (groups > 1 and named and all(k % size for size in named))):
-        raise UnsupportedError(
-            f"tensor {scale.name!r}: groups of {max(named, default=k // groups)} columns do not divide the {k} columns "
-            f"of {codes.name!r}; use the model's BF16 or FP8 (E4M3) release"
+        raise UnsupportedError.of_tensor(
+            scale.name,
+            f": groups of {max(named, default=k // groups)} columns do not divide the {k} columns "
+            f"of {codes.name!r}; use the model's BF16 or FP8 (E4M3) release",
         )
     if not groups or (groups > 1 and quantization.groups and not named):
         sizes = " or ".join(map(str, quantization.groups)) or "any size"
-        raise InputError(
-            f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of "
-            f"{sizes}; check group_size in config.json, or download both again"
+        raise damaged_tensor(
+            scale.name,
+            f"of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}",
+            "check group_size in config.json, or download both again",
         )
     return k // groups
 
@@ -50,30 +52,32 @@ def order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int
     if (order == plain).all() or (order == -1).all():
         return None
     if not (np.sort(order) == plain).all():
-        raise InputError(
-            f"{source.path(stored)}: tensor {stored.name!r} must name each of {order.size // group} "
-            f"groups for {group} columns; download it again"
+        raise damaged_tensor(
+            stored.name,
+            f"must name each of {order.size // group} groups for {group} columns",
+            "download it again",
+            source.path(stored),
         )
     return order
 
 
 def missing(codes: TensorInfo, what: str, name: str) -> InputError:
     """The error that the config says that these codes have zero points or an order, whose tensor is not there."""
-    return InputError(f"tensor {codes.name!r} has {what} by its config, but {name} is missing; download it again")
+    return damaged_tensor(codes.name, f"has {what} by its config, but {name} is missing")
 
 
 def require_matrix(codes: TensorInfo) -> None:
     """Raises InputError unless these words are a matrix."""
     if len(codes.shape) != 2 or 0 in codes.shape:
-        raise InputError(
-            f"tensor {codes.name!r} has shape {list(codes.shape)}, but must be a matrix of words; download it again"
-        )
+        raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
 
 
 def require_shape(codes: TensorInfo, info: TensorInfo | None, dtype: str, shape: tuple[int, ...]) -> None:
     """Raises InputError where there is such a tensor beside the codes and it has another dtype or shape."""
     if info is not None and (info.dtype, info.shape) != (dtype, shape):
-        raise InputError(
-            f"tensor {info.name!r} is {info.dtype} of shape {list(info.shape)}; by {codes.name!r} and its scales it "
-            f"must be {dtype} of shape {list(shape)}; download both again"
+        raise damaged_tensor(
+            info.name,
+            f"is {info.dtype} of shape {list(info.shape)}; by {codes.name!r} and its scales it "
+            f"must be {dtype} of shape {list(shape)}",
+            "download both again",
         )

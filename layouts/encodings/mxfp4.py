@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, CheckpointEncoding, Tensors, nibble_columns, read_scales
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts
 from ktconvert.layouts.encodings.order import rows_of
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
@@ -38,9 +38,10 @@ def _row(
         if role != "blocks":
             return nibble_columns(codes)
         if len(codes.shape) not in (3, 4) or 0 in codes.shape or codes.shape[-1] != GROUP // 2:
-            raise InputError(
-                f"tensor {codes.name!r} has shape {list(codes.shape)}, but must be blocks of {GROUP // 2} bytes, "
-                f"[rows, columns / {GROUP}, {GROUP // 2}], of one weight or of a stack; download it again"
+            raise damaged_tensor(
+                codes.name,
+                f"has shape {list(codes.shape)}, but must be blocks of {GROUP // 2} bytes, "
+                f"[rows, columns / {GROUP}, {GROUP // 2}], of one weight or of a stack",
             )
         return *codes.shape[:-2], codes.shape[-2] * GROUP
 
@@ -72,9 +73,11 @@ def require_groups(codes: TensorInfo, scale: TensorInfo, shape: tuple[int, ...],
     """Raises InputError unless there is one scale for each `group` columns of each row."""
     *rows, k = shape
     if k % group or scale.shape != (*rows, k // group):
-        raise InputError(
-            f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {codes.name!r}, which is {list(shape)} "
-            f"with a scale for each {group} columns of a row; download both again"
+        raise damaged_tensor(
+            scale.name,
+            f"of shape {list(scale.shape)} does not fit {codes.name!r}, which is {list(shape)} "
+            f"with a scale for each {group} columns of a row",
+            "download both again",
         )
 
 

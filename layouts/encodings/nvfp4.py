@@ -22,7 +22,7 @@ from ktconvert.layouts.encodings.checkpoint import (
     require_finite,
 )
 from ktconvert.layouts.encodings.mxfp4 import require_groups
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
 from ktconvert.quantizers.scales import nvfp4
 
@@ -47,9 +47,10 @@ def _row(role: str, pattern: str, whole: str) -> CheckpointEncoding:
         require_groups(tensors[role], tensors["scale"], logical, GROUP)
         stack = logical[:-2]
         if one.dtype not in FLOATS or one.shape[: len(stack)] != stack or math.prod(one.shape) != math.prod(stack):
-            raise InputError(
-                f"tensor {one.name!r} is {one.dtype} of shape {list(one.shape)}, but must be one F32 for each weight "
-                f"of {tensors[role].name!r}; download it again"
+            raise damaged_tensor(
+                one.name,
+                f"is {one.dtype} of shape {list(one.shape)}, but must be one F32 for each weight "
+                f"of {tensors[role].name!r}",
             )
         return ()
 
@@ -77,7 +78,7 @@ def _scales(source: TensorSource, tensors: Tensors, whole: str, shape: tuple[int
     one = read_scales(source, tensors[whole], (1, 1))[0, 0]
     if one == 0 and whole == DIVISOR:
         info = tensors[whole]
-        raise InputError(f"{source.path(info)}: tensor {info.name!r} divides scales and is 0; download it again")
+        raise damaged_tensor(info.name, "divides scales and is 0", "download it again", source.path(info))
     scales = nvfp4(source.view(tensors["scale"]).reshape(shape), one, whole == DIVISOR)
     require_finite(source, tensors["scale"], scales)
     return scales

@@ -25,7 +25,7 @@ from ktconvert.layouts.encodings.integers import (
     require_matrix,
     require_shape,
 )
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import INT4, INT8, Kind, Matrix
@@ -114,9 +114,7 @@ def _group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
     """Columns that share a scale. Raises as columns_per_scale."""
     codes, scale, about = tensors["packed"], tensors["scale"], tensors["shape"]
     if about.dtype not in ("I64", "I32") or about.shape != (2,):
-        raise InputError(
-            f"tensor {about.name!r} is {about.dtype} of shape {list(about.shape)}; must be two I64; download it again"
-        )
+        raise damaged_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")
     groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
     return columns_per_scale(codes, scale, (n, k), groups, quantization)
 
@@ -133,9 +131,8 @@ def _check_shape(source: TensorSource, tensors: Tensors, n: int, k: int) -> None
     about = tensors["shape"]
     recorded = np.array(source.view(about)).tolist()
     if recorded != [n, k]:
-        raise InputError(
-            f"{source.path(about)}: tensor {about.name!r} says {recorded}, its codes are for {[n, k]}; "
-            "download it again"
+        raise damaged_tensor(
+            about.name, f"says {recorded}, its codes are for {[n, k]}", "download it again", source.path(about)
         )
 
 

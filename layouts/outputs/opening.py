@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.container import Header
-from ktconvert.layouts.checkpoints.containers.reading import REMEDY
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, read_index
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
@@ -170,7 +169,7 @@ def _headers(root: Path, shards: Iterable[str], damaged: dict[str, str]) -> Iter
         try:
             yield shard, read_header(root / shard, shard)
         except InputError as error:
-            damaged[shard] = _sentence(root, error)
+            damaged[shard] = f"{shard}: {error.problem}"
 
 
 def _trusted(root: Path) -> dict[str, Any] | None:
@@ -215,16 +214,11 @@ def _index(root: Path, damaged: dict[str, str]) -> tuple[dict[str, str] | None, 
     try:
         weight_map = read_index(root / INDEX)
     except InputError as error:
-        damaged[INDEX] = _sentence(root, error)
+        damaged[INDEX] = f"{INDEX}: {error.problem}"
         return None, None
     about = _json(root, INDEX, damaged).get("metadata")
     total = about.get("total_size") if isinstance(about, dict) else None
     return weight_map, total if isinstance(total, int) else None
-
-
-def _sentence(root: Path, error: InputError) -> str:
-    """The message for a damaged file, without the remedy (meant for downloads) and the directory."""
-    return str(error).replace(f"; {REMEDY}", "").replace(f"{root}/", "")
 
 
 def _walk_shards(output: Output, headers: Mapping[str, Header]) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers import gguf
-from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.checkpoints.containers.reading import opened, read_at
+from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.tensors import TensorInfo
@@ -172,9 +172,10 @@ def _sums(fd: int, path: Path, records: list[Record], experts: int, columns: int
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
             expert, column = (int(n) for n in np.argwhere(wrong)[0])
-            raise InputError(
-                f"{path}: {record.name} has {values[expert, column]} as a sum of squares (expert {expert + number}, "
-                f"column {column}); {REMEDY}"
+            raise damaged_file(
+                path,
+                f"{record.name} has {values[expert, column]} as a sum of squares (expert {expert + number}, "
+                f"column {column})",
             )
         own = slice(number * each, (number + 1) * each)
         starts[own] = record.start + 4 * columns * np.arange(each)
@@ -198,14 +199,14 @@ def _whole(data: bytes, entry: TensorInfo, path: Path) -> I64:
     """Numbers of tokens, float32 in the file."""
     counts = np.frombuffer(data, "<f4")
     if not ((counts >= 0) & (counts < 2.0**63) & (counts == np.floor(counts))).all():
-        raise InputError(f"{path}: tensor {entry.name!r} holds {counts.tolist()[:4]}, no numbers of tokens; {REMEDY}")
+        raise damaged_tensor(entry.name, f"holds {counts.tolist()[:4]}, no numbers of tokens", REMEDY, path)
     return counts.astype(np.int64)
 
 
 def _read(fd: int, start: int, count: int, path: Path) -> bytes:
     data = read_at(fd, start, count, path)
     if len(data) != count:
-        raise InputError(f"{path}: became shorter while it was being read; {REMEDY}")
+        raise damaged_file(path, "became shorter while it was being read")
     return data
 
 
@@ -223,14 +224,16 @@ def _gguf_records(path: Path) -> dict[str, Record]:
             continue
         sums, counts = entries.get(base + SUMS), entries.get(base + COUNTS)
         if sums is None or counts is None:
-            raise InputError(f"{path}: {base} has {ending[1:]} but not both {SUMS[1:]} and {COUNTS[1:]}; {REMEDY}")
+            raise damaged_file(path, f"{base} has {ending[1:]} but not both {SUMS[1:]} and {COUNTS[1:]}")
         if wrong := next((e for e in (sums, counts) if e.dtype != "F32"), None):
-            raise InputError(f"{path}: tensor {wrong.name!r} is {wrong.dtype}, not F32; {REMEDY}")
+            raise damaged_tensor(wrong.name, f"is {wrong.dtype}, not F32", REMEDY, path)
         values, columns = sums.nbytes // 4, sums.shape[-1] if sums.shape else 1
         if not values or values // columns * 4 != counts.nbytes:
-            raise InputError(
-                f"{path}: tensor {sums.name!r} of shape {list(sums.shape)} and {counts.name!r} of shape "
-                f"{list(counts.shape)} do not belong together; {REMEDY}"
+            raise damaged_tensor(
+                sums.name,
+                f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)} do not belong together",
+                REMEDY,
+                path,
             )
         records[base] = Record(base, sums.start, values, (values // columns, columns), counts)
     return records
@@ -245,12 +248,10 @@ def _binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
         data = read_at(fd, at, 4, path)
         at += 4
         if len(data) < 4:
-            raise InputError(f"{path}: neither GGUF nor an imatrix .dat: ends before {what}, at byte {size}; {REMEDY}")
+            raise damaged_file(path, f"neither GGUF nor an imatrix .dat: ends before {what}, at byte {size}")
         value = int(struct.unpack("<i", data)[0])
         if not least <= value <= most:
-            raise InputError(
-                f"{path}: neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {at - 4}); {REMEDY}"
-            )
+            raise damaged_file(path, f"neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {at - 4})")
         return value
 
     seen: set[str] = set()
@@ -261,7 +262,7 @@ def _binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
         calls = number(f"the number of calls of {name!r}", 0, (1 << 31) - 1)
         values = number(f"the number of values of {name!r}", 1, max(0, size - at - 4) // 4)
         if name in seen:
-            raise InputError(f"{path}: {name!r} appears twice; {REMEDY}")
+            raise damaged_file(path, f"{name!r} appears twice")
         seen.add(name)
         yield Record(name, at, values, None, None, calls)
         at += 4 * values
@@ -270,4 +271,4 @@ def _binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
         length = number("the length of the name of the data", 0, max(0, size - at - 4))
         at += length
     if at != size:
-        raise InputError(f"{path}: {size - at} bytes follow its last record; {REMEDY}")
+        raise damaged_file(path, f"{size - at} bytes follow its last record")

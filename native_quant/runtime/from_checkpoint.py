@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,6 @@ from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, chec
 from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]
-
-DOWNLOAD = re.compile(r"download [a-z ]+ again")  # remedies for damaged checkpoints
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -195,9 +192,9 @@ def _remedies(path: Path) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if _kt_layout(path) is None:
+        if not error.remedy or _kt_layout(path) is None:
             raise
-        raise InputError(DOWNLOAD.sub(AGAIN, str(error))) from error
+        raise error.advising(AGAIN) from error
 
 
 def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Native:

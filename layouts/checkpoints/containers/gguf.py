@@ -16,8 +16,8 @@ from typing import Any
 from ktconvert.layouts.checkpoints.containers.container import Header
 from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES
 from ktconvert.layouts.checkpoints.containers.gguf_config import config_of
-from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.checkpoints.containers.reading import opened, read_at
+from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_file
 from ktconvert.layouts.tensors import TensorInfo
 
 MAGIC = b"GGUF"
@@ -96,7 +96,7 @@ class _Cursor:
 
     def fault(self, what: str) -> InputError:
         """The error that this is wrong with the file."""
-        return InputError(f"{self.path}: {what}; {REMEDY}")
+        return damaged_file(self.path, what)
 
     def take(self, count: int) -> bytes:
         """The next bytes. InputError where the file ends before."""

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktconvert.layouts.checkpoints.containers.container import Header, Selection
-from ktconvert.layouts.checkpoints.containers.reading import REMEDY
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import REMEDY, InputError, damaged_file
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 COUNT = "split.count"
@@ -52,7 +51,7 @@ def parts_of(name: str) -> list[str]:
 def _complete(root: Path, parts: Sequence[str]) -> None:
     for name in parts:
         if len(parts) > 1 and not (root / name).exists():
-            raise InputError(f"{root / name}: missing, one of {len(parts)} files of a split; {REMEDY}")
+            raise damaged_file(root / name, f"missing, one of {len(parts)} files of a split")
 
 
 def check(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:

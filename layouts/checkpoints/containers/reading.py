@@ -8,10 +8,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.errors import REMEDY, InputError, damaged_file
 
 LFS_MAGIC = b"version https://git-lfs"
-REMEDY = "download that file again"
+LFS_REMEDY = f"run `git lfs pull` in that directory or {REMEDY}"
 
 
 @contextlib.contextmanager
@@ -21,15 +21,13 @@ def opened(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
         # O_NONBLOCK: a pipe in a checkpoint's place must not hang us; it is refused below.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as e:
-        raise InputError(f"{path}: cannot be opened ({e.strerror}); {REMEDY}") from None
+        raise damaged_file(path, f"cannot be opened ({e.strerror})") from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path}: not a regular file; give a {suffix} file or a directory of them")
         if read_at(fd, 0, len(LFS_MAGIC), path) == LFS_MAGIC:
-            raise InputError(
-                f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in that directory or {REMEDY}"
-            )
+            raise damaged_file(path, "a Git LFS pointer, not the weights", LFS_REMEDY)
         yield fd, status
     finally:
         os.close(fd)
@@ -44,5 +42,5 @@ def read_at(fd: int, start: int, count: int, path: Path) -> bytes:
             start += len(part)
             count -= len(part)
     except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror}); check the disk, or {REMEDY}") from None
+        raise damaged_file(path, f"cannot be read ({e.strerror})", f"check the disk, or {REMEDY}") from None
     return b"".join(parts)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.container import Header
-from ktconvert.layouts.checkpoints.containers.reading import REMEDY, opened, read_at
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.checkpoints.containers.reading import opened, read_at
+from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
@@ -36,17 +36,15 @@ def read_header(path: Path, file: str = "") -> Header:
     with opened(path, ".safetensors") as (fd, status):
         head = read_at(fd, 0, 8, path)
         if len(head) < 8:
-            raise InputError(f"{path}: only {status.st_size} bytes, too short for a safetensors header; {REMEDY}")
+            raise damaged_file(path, f"only {status.st_size} bytes, too short for a safetensors header")
         length = int.from_bytes(head, "little")
         if length > MAX_HEADER:
-            raise InputError(f"{path}: header length {length} is over the format's limit of {MAX_HEADER}; {REMEDY}")
+            raise damaged_file(path, f"header length {length} is over the format's limit of {MAX_HEADER}")
         if 8 + length > status.st_size:
-            raise InputError(
-                f"{path}: header of {length} bytes does not fit a file of {status.st_size} bytes; {REMEDY}"
-            )
+            raise damaged_file(path, f"header of {length} bytes does not fit a file of {status.st_size} bytes")
         raw = read_at(fd, 0, 8 + length, path)
     if len(raw) != 8 + length:
-        raise InputError(f"{path}: ends inside its header; {REMEDY}")
+        raise damaged_file(path, "ends inside its header")
     entries, metadata = parse_header(raw[8:], status.st_size - 8 - length, 8 + length, str(path), file)
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
@@ -61,10 +59,10 @@ def parse_header(
             raise ValueError("it does not begin with '{'")
         tree = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise InputError(f"{where}: header is not valid JSON ({_short(e)}); {REMEDY}") from None
+        raise damaged_file(where, f"header is not valid JSON ({_short(e)})") from None
     metadata = tree.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise InputError(f"{where}: __metadata__ in the header must map strings to strings; {REMEDY}")
+        raise damaged_file(where, "__metadata__ in the header must map strings to strings")
     entries = sorted(
         (_entry(n, v, data_start, where, file) for n, v in tree.items()), key=lambda t: (t.start, t.nbytes)
     )
@@ -72,11 +70,11 @@ def parse_header(
     for entry in entries:
         if entry.start != at:
             fault = "overlaps the tensor before it" if entry.start < at else "leaves a gap after the tensor before it"
-            raise InputError(f"{where}: tensor {entry.name!r} at byte {entry.start - data_start} {fault}; {REMEDY}")
+            raise damaged_tensor(entry.name, f"at byte {entry.start - data_start} {fault}", REMEDY, where)
         at += entry.nbytes
     if at != data_start + data_size:
         what = "cut short" if at > data_start + data_size else "longer than its header says"
-        raise InputError(f"{where}: {what} ({data_size} bytes of weights, header names {at - data_start}); {REMEDY}")
+        raise damaged_file(where, f"{what} ({data_size} bytes of weights, header names {at - data_start})")
     return tuple(entries), metadata
 
 
@@ -84,12 +82,12 @@ def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> Ten
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise InputError(f"{where}: tensor name {name[:200]!r} is not valid text; {REMEDY}") from None
+        raise damaged_file(where, f"tensor name {name[:200]!r} is not valid text") from None
     if len(name) > MAX_NAME:
-        raise InputError(f"{where}: a tensor's name has {len(name)} characters ({name[:80]!r}…); {REMEDY}")
+        raise damaged_file(where, f"a tensor's name has {len(name)} characters ({name[:80]!r}…)")
 
     def fail(what: str) -> InputError:
-        return InputError(f"{where}: tensor {name!r}: {what}; {REMEDY}")
+        return damaged_tensor(name, f": {what}", REMEDY, where)
 
     if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise fail("its header entry must have exactly dtype, shape and data_offsets")

@@ -7,8 +7,8 @@ import re
 from pathlib import Path, PurePosixPath
 
 from ktconvert.layouts.checkpoints.containers.container import Selection
-from ktconvert.layouts.checkpoints.containers.reading import LFS_MAGIC, REMEDY
-from ktconvert.layouts.errors import InputError
+from ktconvert.layouts.checkpoints.containers.reading import LFS_MAGIC, LFS_REMEDY
+from ktconvert.layouts.errors import InputError, damaged_file
 
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
@@ -28,7 +28,7 @@ def select(root: Path, files: list[str]) -> Selection | None:
         names = sorted(set(index.values()))
         for name in names:
             if not (root / name).exists():
-                raise InputError(f"{root / chosen}: names {name}, which is missing; {REMEDY}")
+                raise damaged_file(root / chosen, f"names {name}, which is missing")
         return Selection(names, index, tuple(f for f in present if f not in names))
     if not present:
         return None
@@ -43,23 +43,21 @@ def read_index(path: Path) -> dict[str, str]:
     try:
         data = path.read_bytes()
         if data.startswith(LFS_MAGIC):
-            raise InputError(
-                f"{path}: a Git LFS pointer, not the index; run `git lfs pull` in that directory or {REMEDY}"
-            )
+            raise damaged_file(path, "a Git LFS pointer, not the index", LFS_REMEDY)
         tree = json.loads(data.decode("utf-8"))
     except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror}); {REMEDY}") from None
+        raise damaged_file(path, f"cannot be read ({e.strerror})") from None
     except (ValueError, RecursionError):
-        raise InputError(f"{path}: not valid JSON; {REMEDY}") from None
+        raise damaged_file(path, "not valid JSON") from None
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{path}: has no weight_map; {REMEDY}")
+        raise damaged_file(path, "has no weight_map")
     places = {shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()}
     for shard, name in places.items():
         if not isinstance(weight_map[name], str) or not _inside(shard):
-            raise InputError(f"{path}: places tensor {name!r} in {shard[:200]!r}, outside this directory; {REMEDY}")
+            raise damaged_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
         if not shard.endswith(".safetensors"):
-            raise InputError(f"{path}: places tensor {name!r} in {shard!r}, not a .safetensors file; {REMEDY}")
+            raise damaged_file(path, f"places tensor {name!r} in {shard!r}, not a .safetensors file")
     return weight_map
 
 
@@ -82,4 +80,4 @@ def _complete(root: Path, names: list[str]) -> None:
         # Stops at the first gap: the total is what a file's name claims, and may be anything.
         missing = next((n for n in range(1, int(total) + 1) if n not in numbers), None)
         if missing is not None:
-            raise InputError(f"{root}: {stem}-{missing:05d}-of-{total}.safetensors is missing; download it again")
+            raise damaged_file(root, f"{stem}-{missing:05d}-of-{total}.safetensors is missing", "download it again")
