@@ -25,6 +25,7 @@ SERVER = Facts(
     isas=("scalar", "avx2", "avx512", "amx"),
     isa="amx",
     isa_problem=None,
+    methods=("AMXINT4", "BF16"),
     physical_cores=96,
     cores_with_hyperthreads=0,
     logical_cpus=96,

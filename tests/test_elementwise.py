@@ -12,7 +12,7 @@ import pytest
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.kt_methods import FORMATS
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.quantizers import reference
 
 # Each instruction set above scalar, which it is compared with.
@@ -65,7 +65,7 @@ class Layer:
                 setattr(expert, name, ffi.cast("void *", codes.ctypes.data))
                 setattr(expert, name + "_scale", ffi.cast("float *", scale.ctypes.data))
         sizes = {"experts": EXPERTS, "parts": parts, "hidden": hidden, "width": width}
-        self.moe = ffi.new("ktq_moe *", {"format": FORMATS[f"AMXINT{bits}"], **sizes, "expert": self.table})
+        self.moe = ffi.new("ktq_moe *", {"format": METHODS[f"AMXINT{bits}"].number, **sizes, "expert": self.table})
 
     def forward(self, pool: Any, x: Any, ids: Any, weights: Any, exact: int) -> Any:
         """BF16 bits [tokens, hidden]."""

@@ -348,7 +348,7 @@ def limited_experts(family: str, **config: Any) -> Any:
 
 
 def test_experts_with_a_limit_take_the_place_of_the_same(tmp_path: Path) -> None:
-    from ktconvert.native_quant.runtime.kt_methods import Swiglu
+    from ktconvert.native_quant.runtime.swiglu import Swiglu
 
     model = limited_experts("deepseek_v4", swiglu_limit=7.0, num_local_experts=8)
     assert [place.layer for place in find_experts(model, lambda layer: Swiglu(7.0))] == [0, 1]

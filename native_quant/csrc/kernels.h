@@ -20,10 +20,7 @@ unsigned kt_cpu_isas(void);
 /* arch/: those among them that are slower than what they contain: to be used only where they are asked for. */
 unsigned kt_cpu_slow_isas(void);
 
-enum {
-    KT_GROUP_COLUMNS = 32,  /* a group of columns is a multiple of it */
-    KT_MAX_COLUMNS = 65536, /* of a weight that is multiplied: int32 sums hold 255 * 127 per column */
-};
+enum { KT_GROUP_COLUMNS = 32 }; /* a group of columns is a multiple of it */
 
 /* The largest |x| of k BF16 values as BF16 bits without the sign; >= 0x7f80 if one of them is not finite. row: any
    alignment; k: a multiple of 64. */

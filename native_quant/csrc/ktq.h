@@ -196,7 +196,12 @@ enum {
     KTQ_FORMAT_NVFP4
 };
 enum { KTQ_NVFP4_HEADER = 64 };
-enum { KTQ_MOST_PARTS = 64, KTQ_MOST_TOPK = 4096 }; /* of a layer; experts of a token */
+/* Of a layer; experts of a token; the hidden size and the columns of a part: int32 sums hold 255 * 127 per column. */
+enum { KTQ_MOST_PARTS = 64, KTQ_MOST_TOPK = 4096, KTQ_MOST_COLUMNS = 65536 };
+
+/* The bytes of the codes and of the scales that a forward reads of a weight [n, k]. KTQ_EINVAL: there is no such format,
+   or too many columns; KTQ_ESHAPE: n or k is no multiple of what it must be. */
+int ktq_weight_bytes(int format, int64_t n, int64_t k, int64_t *codes, int64_t *scales);
 
 /* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. Scales are NULL where the
    format has none. */

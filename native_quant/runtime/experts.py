@@ -19,11 +19,13 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime import kt_methods, tables, weights
+from ktconvert.native_quant.runtime import tables, weights
 from ktconvert.native_quant.runtime.jobs import Job, check
+from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
 from ktconvert.native_quant.runtime.pool import Pool, default_pool
 from ktconvert.native_quant.runtime.requirements import Requirements
 from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.swiglu import Swiglu
 from ktconvert.native_quant.runtime.tables import InUse
 
 U16 = npt.NDArray[np.uint16]
@@ -54,7 +56,7 @@ class Experts:
         swiglu_alpha: float = 0.0,
     ) -> None:
         kernels.isa()  # a wrong KTCONVERT_ISA is reported here
-        kt_methods.check_swiglu(packed.method, swiglu_limit, swiglu_alpha)
+        check_swiglu(packed.method, Swiglu(swiglu_limit, swiglu_alpha))
         grid = packed.grid
         self.method, self.layer = packed.method, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
@@ -66,7 +68,7 @@ class Experts:
         moe = ffi.new(
             "ktq_moe *",
             {
-                "format": kt_methods.FORMATS[packed.method],
+                "format": METHODS[packed.method].number,
                 "experts": self.num_experts,
                 "parts": self.parts,
                 "hidden": self.hidden,
@@ -113,7 +115,7 @@ class Experts:
         """
         if memory not in weights.MEMORY:
             raise ValueError(f"memory is one of {', '.join(weights.MEMORY)}, not '{memory}'")
-        swiglu, pool, path = kt_methods.Swiglu(swiglu_limit, swiglu_alpha), pool or default_pool(), Path(path)
+        swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or default_pool(), Path(path)
         required = Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
         packed = kind_of(path).load(path, layer, pool, required)
         if parts is not None and parts != packed.grid.numa:
@@ -144,7 +146,7 @@ class Experts:
         UnsupportedError for sizes that the method cannot hold.
         """
         pool = pool or default_pool()
-        packed = weights.pack(gate, up, down, FORMATS[method], layer, parts, pool)
+        packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool)
         return cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha)
 
     def forward(

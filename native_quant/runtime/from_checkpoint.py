@@ -30,15 +30,14 @@ from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3, decode
-from ktconvert.native_quant.runtime import kt_methods
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
 from ktconvert.native_quant.runtime.contents import Status, contents
-from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.metadata_checks import require_as_in_manifest, require_as_in_metadata
-from ktconvert.native_quant.runtime.native_methods import METHODS, Native, Stored
+from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
 from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.requirements import Requirements
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_limits, opened_output
 from ktconvert.quantizers.reference import bf16_to_f32
 
@@ -86,15 +85,15 @@ def swiglu_of(path: Path, layer: int) -> Swiglu:
     model = _opened(path)
     if layer not in model.moe_layers:
         return PLAIN
-    return kt_methods.swiglu_of(model.source.config, model.activation, layer, method_of(path, layer))
+    return _method_of(path, model, layer, None).swiglu_of(model.source.config, model.activation, layer)
 
 
 def require_computable(path: Path) -> None:
     """Raises UnsupportedError unless each layer's experts can be computed as they are stored; no weight is read."""
     model = _opened(path)
     for layer in model.layers:
-        native = _method_of(path, model, layer, None)
-        _check_stated(path, model, layer, native, swiglu_of(path, layer))
+        method = _method_of(path, model, layer, None)
+        _require_activation(path, model, layer, method, swiglu_of(path, layer))
 
 
 def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
@@ -121,16 +120,16 @@ def _load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWe
         raise UnsupportedError(
             f"{path}: holds no experts in layer {layer}, but in {ranges(list(model.layers))}; give one of these."
         )
-    native = _method_of(path, model, layer, required.method)
+    method = _method_of(path, model, layer, required.method)
     count, h, i = model.shape(layer)
     required.require_sizes(path, layer, (count, h, i), "tensors")
-    _check_stated(path, model, layer, native, required.swiglu)
-    grid = ExpertGrid(layer, h, i, _parts(path, native, h, i, required.parts, len(pool.nodes)))
-    check_limits(native.name, grid)
+    _require_activation(path, model, layer, method, required.swiglu)
+    grid = ExpertGrid(layer, h, i, _parts(path, method, h, i, required.parts, len(pool.nodes)))
+    check_limits(method.name, grid)
     sizes = {
         (part, tensor.name): tensor.nbytes
         for part in grid.all_parts(range(count))
-        for tensor in native.tensors(part.n, part.k)
+        for tensor in method.tensors(part.n, part.k)
     }
     of_part = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
     warn_of_shortages(str(path), [of_part] * grid.numa, pool.nodes, machine.node_memory_available())
@@ -140,7 +139,7 @@ def _load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWe
         linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
         for part in grid.parts(expert, projection):
             try:
-                native.write(Stored(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part])
+                method.put(StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part])
             except kernels.NonFinite as bad:
                 info = stored.values
                 raise InputError(
@@ -149,11 +148,11 @@ def _load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWe
                 ) from None
 
     with blocks(sizes, grid.numa, pool.nodes) as views:
-        arrays = arrays_of(native.tensors, views)
+        arrays = arrays_of(method.tensors, views)
         in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
     for info in model.layer_tensors(layer):
         model.source.release(info)
-    return LayerWeights(native.name, grid, count, arrays)
+    return LayerWeights(method.name, grid, count, arrays)
 
 
 @functools.lru_cache(maxsize=64)
@@ -197,11 +196,11 @@ def _remedies(path: Path) -> Iterator[None]:
         raise error.advising(AGAIN) from error
 
 
-def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Native:
+def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Method:
     """The method that computes with a layer's weights as they are."""
     moe = model.moe_layers[layer]
     weights = list(moe.weights.values())
-    fitting = [native for native in METHODS.values() if all(native.holds(weight, moe) for weight in weights)]
+    fitting = [m for m in METHODS.values() if m.reads and all(m.reads(weight, moe) for weight in weights)]
     if fitting and asked in (None, fitting[0].name):
         return fitting[0]
     stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in weights))
@@ -224,14 +223,14 @@ def _described(weight: Weight, layer: MoeLayer) -> str:
     return f"{weight.encoding.title}{scaled}{turned}"
 
 
-def _check_stated(path: Path, model: MoeModel, layer: int, native: Native, swiglu: Swiglu) -> None:
+def _require_activation(path: Path, model: MoeModel, layer: int, method: Method, swiglu: Swiglu) -> None:
     """Raises UnsupportedError where config.json says that the experts compute something else than these settings do, or
     where the shards of an output say something else.
     """
-    stated = kt_methods.stated(model.source.config, model.activation, layer)
+    configured = in_config(model.source.config, model.activation, layer)
     what, remedy = "", "keep them on the GPU"
-    facts, given = _kt_layout(path) or {}, kt_methods.activation(swiglu)
-    if stated is None and facts.get("activation", given) != given:
+    facts, given = _kt_layout(path) or {}, swiglu.activation
+    if configured is None and facts.get("activation", given) != given:
         raise UnsupportedError(
             f"{path}: its manifest says activation {facts['activation']}, these settings say {given}; "
             "give swiglu_limit and swiglu_alpha as config.json of the model has them."
@@ -239,18 +238,18 @@ def _check_stated(path: Path, model: MoeModel, layer: int, native: Native, swigl
     if model.weights_on != "output":
         what = "multiply routing weights with their input"
     elif model.activation == "swiglu_oai":
-        if stated != swiglu:
+        if configured != swiglu:
             what = f"compute {ACTIVATIONS[model.activation]}"
-            if stated and native.name in kt_methods.WITH_ALPHA:
-                remedy = f"give {kt_methods.settings(stated)}"
+            if configured and ALPHA in method.swiglu:
+                remedy = f"give {configured}"
     elif model.activation not in ("silu", "swiglu_limit"):
         what = f"compute {ACTIVATIONS[model.activation]}"
-    elif stated is not None and stated != swiglu:
-        what = f"clamp gate and up to {stated.limit}" if stated.limit else "clamp nothing"
-        remedy = f"give {kt_methods.settings(stated)}" if native.name in kt_methods.LIMITED else remedy
+    elif configured is not None and configured != swiglu:
+        what = f"clamp gate and up to {configured.limit}" if configured.limit else "clamp nothing"
+        remedy = f"give {configured}" if LIMIT in method.swiglu else remedy
     if what:
         raise UnsupportedError(
-            f"{path}: the experts of layer {layer} {what}; method {native.name} computes silu(gate) * up with routing "
+            f"{path}: the experts of layer {layer} {what}; method {method.name} computes silu(gate) * up with routing "
             f"weights on the output, unless told otherwise; {remedy}."
         )
     if facts:
@@ -258,17 +257,17 @@ def _check_stated(path: Path, model: MoeModel, layer: int, native: Native, swigl
         require_as_in_metadata(found.output, layer, found.measured, swiglu)
 
 
-def _parts(path: Path, native: Native, hidden: int, intermediate: int, asked: int | None, nodes: int) -> int:
+def _parts(path: Path, method: Method, hidden: int, intermediate: int, asked: int | None, nodes: int) -> int:
     """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into those asked for."""
 
     def reason(parts: int) -> str | None:
-        return why_not_multiple(native.multiple, hidden, intermediate, parts)
+        return why_not_multiple(method.multiple, hidden, intermediate, parts)
 
     parts = asked if asked is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):
         legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
         raise UnsupportedError(
-            f"{path}: method {native.name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
+            f"{path}: method {method.name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
             f"(threadpool_count): {legal}."
         )
     return parts

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime import hf_operator, kt_methods
+from ktconvert.native_quant.runtime import hf_operator
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
-from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
 
 
 def _formula(swiglu: Swiglu) -> str:
-    return "silu(gate) * up" + (f" with {kt_methods.settings(swiglu)}" if any(swiglu) else "")
+    return "silu(gate) * up" + (f" with {swiglu}" if any(swiglu) else "")
 
 
 def _has_biases(module: torch.nn.Module, swiglu: Swiglu) -> bool:
@@ -193,16 +194,10 @@ def _other_gate(module: Any, swiglu: Swiglu) -> bool:
         result = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
     except (AttributeError, RuntimeError, TypeError):
         return True
-    return result.shape != up.shape or not torch.allclose(
-        result, _activated(gate, up, swiglu), rtol=1e-3, atol=1e-3 if swiglu.alpha else 1e-5
-    )
-
-
-def _activated(gate: torch.Tensor, up: torch.Tensor, swiglu: Swiglu) -> torch.Tensor:
-    limit, alpha = swiglu
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1) if alpha else torch.nn.functional.silu(gate) * up
+    with np.errstate(over="ignore"):
+        defined = torch.from_numpy(swiglu.compute(gate.numpy(), up.numpy()))
+    atol = 1e-3 if swiglu.alpha else 1e-5
+    return result.shape != up.shape or not torch.allclose(result, defined, rtol=1e-3, atol=atol)
 
 
 # Modules that our experts cannot replace, and the reason given in the message.

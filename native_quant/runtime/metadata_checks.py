@@ -6,17 +6,17 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import AGAIN, Output
-from ktconvert.native_quant.runtime import kt_methods
-from ktconvert.native_quant.runtime.kt_methods import Swiglu
+from ktconvert.native_quant.runtime.methods import LIMIT, METHODS
+from ktconvert.native_quant.runtime.swiglu import Swiglu, in_config
 
 
 def require_as_in_manifest(output: Output, measured: Measure) -> None:
     """Raises UnsupportedError where method or number of NUMA parts are not those of the bytes."""
     for name, actual in (("method", measured.method), ("numa", measured.numa)):
-        stated = output.facts.get(name, actual)
-        if stated != actual:
+        recorded = output.facts.get(name, actual)
+        if recorded != actual:
             raise UnsupportedError(
-                f"{output.root / manifest.NAME}: says {name} {stated}, the weights beside it have {actual}; {AGAIN}."
+                f"{output.root / manifest.NAME}: says {name} {recorded}, the weights beside it have {actual}; {AGAIN}."
             )
 
 
@@ -32,18 +32,18 @@ def require_as_in_metadata(output: Output, layer: int, measured: Measure, swiglu
         "hidden_size": str(hidden),
         "moe_intermediate_size": str(intermediate),
         "weights_on": "output",
-        "activation": kt_methods.activation(swiglu),
+        "activation": swiglu.activation,
     }
     of_layer = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
     if output.loose:
         computed = {name: output.facts.get(name, "not recorded") for name in ("activation", "weights_on")}
         of_layer = {manifest.NAME: {name: said for name, said in computed.items() if said != "not recorded"}}
     for shard, metadata in of_layer.items():
-        if "activation" in metadata and _is_stated(output, layer, measured.method, metadata["activation"], swiglu):
+        if "activation" in metadata and _is_in_config(output, layer, measured.method, metadata["activation"], swiglu):
             actual["activation"] = metadata["activation"]
         for name, value in actual.items():
             if name in metadata and metadata[name] != value:
-                given = name == "activation" and measured.method in kt_methods.LIMITED
+                given = name == "activation" and _may_be_limited(measured.method)
                 remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them" if given else AGAIN
                 raise UnsupportedError(
                     f"{output.root / shard}: its {'model' if output.loose else 'header'} says {name} {metadata[name]}, "
@@ -51,15 +51,19 @@ def require_as_in_metadata(output: Output, layer: int, measured: Measure, swiglu
                 )
 
 
-def _is_stated(output: Output, layer: int, method: str, activation: str, swiglu: Swiglu) -> bool:
+def _is_in_config(output: Output, layer: int, method: str, activation: str, swiglu: Swiglu) -> bool:
     """Whether these are just the settings that config.json has for the layer, which may have none where others do.
 
     Raises UnsupportedError where the method could compute what config.json says and the settings are others.
     """
-    stated = kt_methods.stated(output.config, activation, layer)
-    if stated in (None, swiglu) or method not in kt_methods.LIMITED:
-        return stated == swiglu
+    configured = in_config(output.config, activation, layer)
+    if configured in (None, swiglu) or not _may_be_limited(method):
+        return configured == swiglu
     raise UnsupportedError(
-        f"{output.root}: the experts of layer {layer} have {kt_methods.settings(stated)} by config.json, not "
-        f"{kt_methods.settings(swiglu)}; give what config.json says."
+        f"{output.root}: the experts of layer {layer} have {configured} by config.json, not "
+        f"{swiglu}; give what config.json says."
     )
+
+
+def _may_be_limited(method: str) -> bool:
+    return method in METHODS and LIMIT in METHODS[method].swiglu

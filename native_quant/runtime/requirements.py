@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.native_quant.runtime import kt_methods, weights
+from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.kt_methods import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.requirements import Requirements
 from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 F32 = npt.NDArray[np.float32]
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
@@ -71,7 +72,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     together = every_expert(topk, packed.experts)
     modes = {"exact": True, "default": False}
     bound = BOUND
-    if packed.method not in kt_methods.INT8:
+    if METHODS[packed.method].activations == "BF16":
         modes, bound = {"default": False}, BOUND_BF16
     for mode, exact in modes.items():
         with Experts(packed, pool=pool, exact=exact, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
@@ -106,20 +107,11 @@ def reference(
     def one(expert: int) -> None:
         with np.errstate(all="ignore"):
             for gate, up, down in linears(expert):
-                out[:, expert] += activated(hidden @ gate.T, hidden @ up.T, swiglu) @ down.T
+                out[:, expert] += swiglu.compute(hidden @ gate.T, hidden @ up.T) @ down.T
 
     with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
         for done in [executor.submit(one, expert) for expert in range(packed.experts)]:
             done.result()
-    return out
-
-
-def activated(gate: F32, up: F32, swiglu: Swiglu) -> F32:
-    """silu(gate) * up, or with a limit or an alpha what Experts explains."""
-    limit, alpha = swiglu
-    if limit:
-        gate, up = np.clip(gate, -limit if alpha else None, limit), np.clip(up, -limit, limit)
-    out: F32 = gate / (1 + np.exp(-alpha * gate)) * (up + 1) if alpha else gate / (1 + np.exp(-gate)) * up
     return out
 
 

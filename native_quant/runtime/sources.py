@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.runtime import from_checkpoint, weights
-from ktconvert.native_quant.runtime.kt_methods import Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.requirements import Requirements
+from ktconvert.native_quant.runtime.swiglu import Swiglu
 
 F32 = npt.NDArray[np.float32]
 

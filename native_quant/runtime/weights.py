@@ -24,20 +24,20 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import machine, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.runtime import kt_methods, scales
+from ktconvert.native_quant.runtime import scales
 from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
 from ktconvert.native_quant.runtime.contents import Status, contents
-from ktconvert.native_quant.runtime.kt_methods import Swiglu
 from ktconvert.native_quant.runtime.metadata_checks import require_as_in_manifest, require_as_in_metadata
+from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.requirements import Requirements
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 F32 = npt.NDArray[np.float32]
 
 MEMORY = ("auto", "map", "copy")
 ROOMY = 0.8  # share of the available memory that copies may take
-MAX_COLUMNS = 65536  # more terms of up to 255 * 127 could overflow an int32 sum
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def layers_of(path: Path) -> list[int]:
 def require_computable(path: Path) -> None:
     """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
     measured = opened_output(path).measured
-    if measured.fmt is None or measured.method not in kt_methods.FORMATS:
+    if measured.fmt is None or measured.method not in METHODS:
         raise UnsupportedError(
             f"{path}: its method is {measured.method}, which this runtime cannot compute; "
             "convert the model with `ktconvert cpu`."
@@ -91,17 +91,18 @@ def config_of(path: Path) -> dict[str, Any]:
 def swiglu_of(path: Path, layer: int) -> Swiglu:
     """What a layer's experts compute by config.json, as far as their method can."""
     found = opened_output(path)
-    stated = (metadata.get("activation") for metadata in found.output.metadata.values())
-    activation = next(filter(None, stated), "silu")
-    return kt_methods.swiglu_of(found.output.config, activation, layer, found.measured.method)
+    recorded = (metadata.get("activation") for metadata in found.output.metadata.values())
+    activation, method = next(filter(None, recorded), "silu"), METHODS.get(found.measured.method)
+    return method.swiglu_of(found.output.config, activation, layer) if method else PLAIN
 
 
 def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
     """Gate, up and down of each NUMA part of an expert, decoded; one part in memory at a time."""
-    decode = FORMATS[packed.method].encoding.decode
+    encoding = METHODS[packed.method].encoding
+    assert encoding is not None
     by_part = zip(*(packed.grid.parts(expert, projection) for projection in PROJECTIONS), strict=True)
     for parts in by_part:
-        gate, up, down = (decode(packed.arrays[part], part.n, part.k, slice(None)) for part in parts)
+        gate, up, down = (encoding.decode(packed.arrays[part], part.n, part.k, slice(None)) for part in parts)
         yield gate, up, down
 
 
@@ -170,7 +171,7 @@ def pack(
     gate: npt.NDArray[np.uint16],
     up: npt.NDArray[np.uint16],
     down: npt.NDArray[np.uint16],
-    fmt: Format,
+    method: Method,
     layer: int,
     parts: int,
     pool: Pool,
@@ -178,8 +179,12 @@ def pack(
     """Experts quantized on the spot from BF16 bits, by the pool's number of threads and in the memory of its nodes:
     gate and up [E, I, H], down [E, H, I].
 
-    Raises kernels.NonFinite where a weight is infinite or NaN, ValueError for shapes and types that do not fit.
+    Raises kernels.NonFinite where a weight is infinite or NaN, ValueError for shapes and types that do not fit, and for
+    a method that only checkpoints hold.
     """
+    encoding = method.encoding
+    if encoding is None:
+        raise ValueError(f"nothing packs BF16 numbers into {method.name}: load a checkpoint that holds it")
     for name, array in (("gate", gate), ("up", up), ("down", down)):
         if array.dtype != np.uint16 or array.ndim != 3:
             raise ValueError(
@@ -191,22 +196,22 @@ def pack(
             f"gate and up must be [E, I, H] and down [E, H, I], not {gate.shape}, {up.shape} and {down.shape}"
         )
     grid = ExpertGrid(layer, h, i, parts)
-    check_sizes(fmt, grid)
+    check_sizes(FORMATS[method.name], grid)
     linears = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
     sizes = {
         (part, tensor.name): tensor.nbytes
         for part in grid.all_parts(range(experts))
-        for tensor in fmt.encoding.tensors(part.n, part.k)
+        for tensor in method.tensors(part.n, part.k)
     }
 
     def one(item: tuple[Part, tuple[Bytes, ...]]) -> None:
         part, out = item
-        fmt.encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
+        encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16), parts), out)
 
     with blocks(sizes, parts, pool.nodes) as views:
-        arrays = arrays_of(fmt.encoding.tensors, views)
+        arrays = arrays_of(method.tensors, views)
         in_parallel(one, arrays.items(), pool.threads)
-    return LayerWeights(fmt.name, grid, experts, arrays)
+    return LayerWeights(method.name, grid, experts, arrays)
 
 
 def check_sizes(fmt: Format, grid: ExpertGrid) -> None:
@@ -222,9 +227,9 @@ def check_limits(method: str, grid: ExpertGrid) -> None:
             f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most; "
             "make fewer (`ktconvert resplit`)."
         )
-    if max(grid.hidden, grid.intermediate // grid.numa) > MAX_COLUMNS:
+    if max(grid.hidden, grid.intermediate // grid.numa) > lib.KTQ_MOST_COLUMNS:
         raise UnsupportedError(
-            f"a hidden or intermediate size above {MAX_COLUMNS} overflows the sums of {method}; "
+            f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}; "
             "this runtime cannot compute it."
         )
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime import deferred, kt_methods
+from ktconvert.native_quant.runtime import deferred, methods
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.models import Place
 from ktconvert.native_quant.runtime.on_cpu import Layer, OnCpu
 from ktconvert.native_quant.runtime.on_stream import OnStream
 from ktconvert.native_quant.runtime.pool import Pool, checked_nodes, shared_pool
 from ktconvert.native_quant.runtime.streams import BufferCache
+from ktconvert.native_quant.runtime.swiglu import Swiglu
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ class KTMoEWrapper:
                        reads (docs/RUNTIME.md); with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see deferred.py
-    method             AMXINT4, AMXINT8, MXFP4, FP8, BF16; FP8_PERCHANNEL, MXFP8 and NVFP4 from checkpoints only
+    method             a row of methods.METHODS; FP8_PERCHANNEL, MXFP8 and NVFP4 are read from checkpoints only
     swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
     chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
     at once.
@@ -90,7 +91,7 @@ class KTMoEWrapper:
         missing = [name for name, value in required.items() if value is _LEFT_OUT]
         if missing:
             raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
-        kt_methods.check(mode, method, swiglu_limit, swiglu_alpha)
+        methods.check(mode, method, Swiglu(swiglu_limit, swiglu_alpha))
         sizes = (
             num_experts,
             num_experts_per_tok,
@@ -192,7 +193,7 @@ class KTMoEWrapper:
         tensors' order. (kt-kernel 0.7.2 fills its buffers by map[p] here, which differs for maps other than the
         identity.) NotImplementedError for a method whose numbers only checkpoints have, as in kt-kernel.
         """
-        if self.method in kt_methods.CHECKPOINTS_ONLY:
+        if methods.METHODS[self.method].encoding is None:
             raise NotImplementedError(
                 f"method={self.method!r} is read from checkpoints only: call load_weights, or pack the tensors with "
                 "method='FP8' or another"

@@ -99,6 +99,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
     from ktconvert.native_quant.runtime.experts import Experts
+    from ktconvert.native_quant.runtime.methods import METHODS
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.native_quant.runtime.sources import kind_of
     from ktconvert.pipeline.verify.inputs import require_finished
@@ -132,6 +133,8 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
             "layer": experts.layer,
             "layers": layers,
             "method": experts.method,
+            "activations": METHODS[experts.method].activations,
+            "weights": METHODS[experts.method].weights,
             "numa": experts.parts,
             "experts": experts.num_experts,
             "experts_per_token": topk,
@@ -170,14 +173,14 @@ def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("output", document["output"]),
         ("layer", f"{document['layer']}, of {len(document['layers'])} ({ranges(document['layers'])})"),
-        ("method", f"{document['method']}, NUMA parts: {document['numa']}"),
+        ("method", f"{document['method']} ({document['weights']}), NUMA parts: {document['numa']}"),
         (
             "experts",
             f"{document['experts']}, each {size(document['expert_bytes'])}: "
             f"{document['hidden']} x {document['intermediate']}",
         ),
         ("per token", f"{document['experts_per_token']} ({document['experts_per_token_from']})"),
-        ("computing", f"{document['isa']}, {threads}"),
+        ("computing", f"{document['isa']}, {document['activations']} activations, {threads}"),
         ("memory", f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}, {streams(document)} each"),
     ]
 

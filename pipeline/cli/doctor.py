@@ -52,6 +52,7 @@ class Disk:
 class Facts:
     """What `ktconvert doctor` reports. Sizes in bytes; the CPU counts are those that this process may use.
 
+    methods         kt-kernel's names of what the runtime computes; () if the extension cannot be loaded
     memory_policy   a row of placement.MODES; None where the kernel does not tell or the extension cannot be loaded
     memory_refusal  a sentence where this process cannot place memory on nodes
     """
@@ -62,6 +63,7 @@ class Facts:
     isas: tuple[str, ...]
     isa: str | None
     isa_problem: str | None
+    methods: tuple[str, ...]
     physical_cores: int
     cores_with_hyperthreads: int
     logical_cpus: int
@@ -115,6 +117,15 @@ def instruction_sets() -> tuple[tuple[str, ...], str | None, str | None]:
         return kernels.available_isas(), kernels.isa(), None
     except ValueError as error:  # KTCONVERT_ISA names one that is not there
         return kernels.available_isas(), None, f"{error}."
+
+
+def computed_methods() -> tuple[str, ...]:
+    """kt-kernel's names of the runtime's methods."""
+    try:
+        from ktconvert.native_quant.runtime.methods import METHODS
+    except ImportError:  # instruction_sets tells
+        return ()
+    return tuple(METHODS)
 
 
 def memory_placement() -> tuple[str | None, str | None]:
@@ -172,6 +183,7 @@ def examine(folder: Path) -> Facts:
         isas=isas,
         isa=isa,
         isa_problem=isa_problem,
+        methods=computed_methods(),
         physical_cores=machine.physical_cores(),
         cores_with_hyperthreads=machine.cores_with_hyperthreads(),
         logical_cpus=len(cpus),
@@ -283,6 +295,7 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
         ("cores", f"{facts.physical_cores} physical, {facts.logical_cpus} logical{quota}"),
         ("NUMA nodes", f"{len(facts.numa_nodes)} ({', '.join(map(str, facts.numa_nodes))})"),
         ("instruction sets", f"{', '.join(facts.isas) or 'none'}; in use: {facts.isa or 'none'}"),
+        ("methods", ", ".join(facts.methods) or "none"),
         ("CPUID", " ".join(facts.features) or "nothing we use"),
         ("XCR0", ", ".join(saved) or ("nothing we use" if facts.xcr0 is not None else "the kernel does not tell")),
         ("AMX", amx),

@@ -147,7 +147,8 @@ def run_check(report: Report, threads: int) -> Check:
     Raises UnsupportedError for a method that this runtime cannot compute, InputError for a damaged checkpoint.
     """
     from ktconvert.layouts.errors import InputError, UnsupportedError
-    from ktconvert.native_quant.runtime import from_checkpoint, kt_methods, smoke
+    from ktconvert.native_quant.runtime import from_checkpoint, smoke
+    from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
     from ktconvert.native_quant.runtime.pool import shared_pool
     from ktconvert.native_quant.runtime.sources import kind_of
     from ktconvert.pipeline.cli.bench import experts_per_token
@@ -158,7 +159,7 @@ def run_check(report: Report, threads: int) -> Check:
     kind = kind_of(output.root)
     if output.methods and (not weights_whole(output) or not measure.shapes):
         return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
-    if measure.method not in ("unknown", *kt_methods.FORMATS) and not from_checkpoint.is_checkpoint(output.root):
+    if measure.method not in ("unknown", *COMPUTED) and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be computed here; verify them without --run."
         )

@@ -77,14 +77,14 @@ static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
 static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1};
 
 static const kt_format formats[] = {
-    [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], .bits = 4, .gemm = gemm_int4},
-    [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], .bits = 8, .gemm = gemm_int8},
+    [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], 4, 1, 0, sizeof(float), .gemm = gemm_int4},
+    [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], 8, 1, 0, sizeof(float), .gemm = gemm_int8},
     [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp4},
     [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .chunk = chunk_fp8},
-    [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, .bits = 16},
+    [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, 16, 1},
     [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .chunk = chunk_fp8_perchannel},
     [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp8},
-    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, sizeof(uint8_t), KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4},
+    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 
@@ -93,6 +93,16 @@ const kt_format *kt_format_of(int format) {
 }
 
 int kt_check_size(const kt_format *format, int64_t n, int64_t k) {
-    if (n <= 0 || k <= 0) return KTQ_EINVAL;
+    if (n <= 0 || k <= 0 || n > KTQ_MOST_COLUMNS || k > KTQ_MOST_COLUMNS) return KTQ_EINVAL;
     return n % format->geometry->block_rows || k % format->geometry->tile_columns ? KTQ_ESHAPE : KTQ_OK;
+}
+
+int ktq_weight_bytes(int format, int64_t n, int64_t k, int64_t *codes, int64_t *scales) {
+    const kt_format *row = kt_format_of(format);
+    int error = row && codes && scales ? kt_check_size(row, n, k) : KTQ_EINVAL;
+    if (error) return error;
+    int64_t of_row = row->scale_columns ? k / row->scale_columns : 1;
+    *codes = n * k * row->bits / 8;
+    *scales = n / row->scale_rows * of_row * row->scale_bytes + n / KT_PANEL_ROWS * row->header_bytes;
+    return KTQ_OK;
 }

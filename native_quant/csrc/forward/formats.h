@@ -12,8 +12,8 @@ typedef struct {
     const kt_arithmetic *arithmetic;
     const kt_geometry *geometry;
     int bits; /* of a code */
-    /* BF16 arithmetic: so many rows and columns share a scale of so many bytes; 0 columns: a whole row does; 0 bytes:
-     * there are no scales. So many bytes precede the scales of each panel. */
+    /* So many rows and columns share a scale of so many bytes; 0 columns: a whole row does; 0 bytes: there are no
+     * scales. So many bytes precede the scales of each panel. */
     int64_t scale_rows, scale_columns, scale_bytes, header_bytes;
     kt_gemm_fn *(*gemm)(const kt_kernels *kernels); /* int8 arithmetic */
     kt_chunk_fn *chunk;                             /* BF16 arithmetic; NULL: codes are chunks */

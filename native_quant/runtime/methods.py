@@ -1,0 +1,269 @@
+"""The runtime's methods, a row for each: kt-kernel's name, which weights it computes with, how these lie in memory, and
+the kernels that compute it. KTMoEWrapper, Experts, the loaders, `bench`, `doctor` and `verify --run` read the rows;
+docs/RUNTIME.md shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.archs import Fused
+from ktconvert.layouts.checkpoints.shapes import MoeLayer
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings import Tensors, Weight, amx, fp8, mxfp4, plain
+from ktconvert.layouts.encodings import nvfp4 as nvfp4_encoding
+from ktconvert.layouts.encodings.checkpoint import read_scales
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant import kernels_panels
+from ktconvert.native_quant._ktq import lib
+from ktconvert.native_quant.matrix import FP4_E2M1, Matrix
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
+from ktconvert.quantizers import mxfp4 as mxfp4_codes
+from ktconvert.quantizers import panels
+
+NVFP4_HEADER: int = lib.KTQ_NVFP4_HEADER  # bytes before the scales of a panel
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A part of a linear as a checkpoint holds it.
+
+    part     the part; `origin` says where it begins in the whole linear
+    source   the checkpoint
+    tensors  of the whole linear, by role
+    """
+
+    part: Matrix
+    source: TensorSource
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method.
+
+    name         kt-kernel's, and that of the output format that holds it
+    number       its row in csrc/forward/formats.c, which names the kernels
+    activations  "int8" (NUMERICS.md, section 5) or "BF16" (5b)
+    weights      codes and scales, for documents
+    multiple     the hidden size and the intermediate size per NUMA part must be multiples of it
+    tensors      (n, k) -> the tensors of a part in memory: codes, and scales if it has any
+    encoding     that of outputs and of tensors packed on the spot, with these tensors; None: checkpoints alone hold it
+    reads        whether it computes with a checkpoint's weight as it is stored; None: with none
+    write        a part of such a weight, and where its tensors are to be written; None: as the encoding does. No number
+                 changes, but for a scale of NVFP4 that divides, of which 1 by it is held, rounded once. Raises
+                 kernels.NonFinite
+    swiglu       which settings of the activation it may have
+    """
+
+    name: str
+    number: int
+    activations: str
+    weights: str
+    multiple: int
+    tensors: Callable[[int, int], tuple[TensorInfo, ...]]
+    encoding: Encoding | None = None
+    reads: Callable[[Weight, MoeLayer], bool] | None = None
+    write: Callable[[StoredPart, Sequence[Bytes]], None] | None = None
+    swiglu: tuple[str, ...] = ()
+
+    def put(self, stored: StoredPart, out: Sequence[Bytes]) -> None:
+        """Writes the tensors of a part of a checkpoint's weight."""
+        if self.write is not None:
+            self.write(stored, out)
+        else:
+            assert self.encoding is not None, self.name
+            self.encoding.quantize(stored.part, out)
+
+    def bytes_per_weight(self, n: int, k: int) -> float:
+        """Codes and scales of a part [n, k]."""
+        return sum(tensor.nbytes for tensor in self.tensors(n, k)) / (n * k)
+
+    def swiglu_of(self, config: dict[str, Any], activation: str, layer: int) -> Swiglu:
+        """The settings of a layer by config.json, as far as the method has them."""
+        limit, alpha = in_config(config, activation, layer) or PLAIN
+        return Swiglu(limit if LIMIT in self.swiglu else 0.0, alpha if ALPHA in self.swiglu else 0.0)
+
+
+LIMIT, ALPHA = "swiglu_limit", "swiglu_alpha"
+
+
+def _packed(encoding: Encoding, number: int, activations: str, weights: str, **more: Any) -> Method:
+    """The method of an encoding that outputs have, too."""
+    return Method(encoding.name, number, activations, weights, encoding.multiple, encoding.tensors, encoding, **more)
+
+
+def _stored_as(
+    *encodings: str, block: Callable[[Weight], tuple[int, int]] | None = None
+) -> Callable[[Weight, MoeLayer], bool]:
+    """Weights of these encodings whose rows lie one after the other, if given with a scale for each such block."""
+
+    def reads(weight: Weight, layer: MoeLayer) -> bool:
+        in_rows = not layer.input_major and not (isinstance(layer.style, Fused) and layer.style.interleaved)
+        return weight.encoding.name in encodings and in_rows and (block is None or weight.fit() == block(weight))
+
+    return reads
+
+
+def put_fp8(stored: StoredPart, codes: Bytes) -> None:
+    """Writes codes of FP8 in panels. Raises kernels.NonFinite."""
+    fp8.require_finite(stored.part)
+    n, k = stored.part.shape
+    kernels_panels.lay_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
+
+
+def _part_of(grid: npt.NDArray[np.generic], part: Matrix, columns: int) -> npt.NDArray[np.generic]:
+    """What a grid [N, K / columns] of the whole linear holds for the part."""
+    (n, k), (row, column) = part.shape, part.origin
+    return grid[row : row + n, column // columns : (column + k) // columns]
+
+
+def _write_per_channel(stored: StoredPart, out: Sequence[Bytes]) -> None:
+    put_fp8(stored, out[0])
+    assert stored.part.scales is not None
+    first, (n, _) = stored.part.origin[0], stored.part.shape
+    out[1].view(np.float32)[:] = stored.part.scales[first : first + n, 0]
+
+
+def _write_mxfp8(stored: StoredPart, out: Sequence[Bytes]) -> None:
+    put_fp8(stored, out[0])
+    assert stored.part.scales is not None
+    scales = _part_of(stored.part.scales, stored.part, mxfp4_codes.GROUP).view(np.uint32)
+    exponents = (scales >> 23).astype(np.uint8)  # 2^-127 is subnormal: 0
+    out[1][:] = mxfp4_codes.lay_exponents(exponents).reshape(-1)
+
+
+def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
+    """Codes as MXFP4's. Scales by panels: the one of the whole weight, which multiplies, then groups of 16 columns with
+    their 32 rows.
+    """
+    count, of_panel = n // panels.ROWS, NVFP4_HEADER + 2 * k
+    return mxfp4.PANELS.tensors(n, k)[0], TensorInfo("scales", "U8", (count, of_panel), count * of_panel)
+
+
+def _write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
+    part, tensors = stored.part, stored.tensors
+    n, k = part.shape
+    count, blocks = n // panels.ROWS, k // mxfp4_codes.GROUP
+    fp8.require_finite(part)
+    # As MXFP4 with scales of 1, whose codes stay.
+    codes = Matrix(part.values, FP4_E2M1, np.ones((n, blocks), np.float32), (1, mxfp4_codes.GROUP), skip=part.skip)
+    kernels_panels.pack_mxfp4(codes, out[0].reshape(count, -1), np.empty((count, k), np.uint8))
+    scales = stored.source.view(tensors["scale"])
+    scales = _part_of(scales.reshape(-1, scales.shape[-1]), part, nvfp4_encoding.GROUP)
+    role = nvfp4_encoding.FACTOR if nvfp4_encoding.FACTOR in tensors else nvfp4_encoding.DIVISOR
+    whole = read_scales(stored.source, tensors[role], (1, 1))
+    held = out[1].reshape(count, NVFP4_HEADER + 2 * k)
+    held[:, :4] = (whole if role == nvfp4_encoding.FACTOR else 1 / whole).view(np.uint8)
+    of_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
+    held[:, NVFP4_HEADER:].reshape(of_panels.shape)[:] = of_panels
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        _packed(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, "int8", "4-bit integers, float32 for each row"),
+        _packed(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, "int8", "8-bit integers, float32 for each row"),
+        _packed(
+            plain.PANELS,
+            lib.KTQ_FORMAT_BF16,
+            "BF16",
+            "BF16",
+            reads=lambda weight, layer: weight.encoding.name == "BF16",
+        ),
+        _packed(
+            fp8.PANELS,
+            lib.KTQ_FORMAT_FP8,
+            "BF16",
+            "E4M3, one for each 128 x 128",
+            reads=_stored_as(*fp8.SOURCES, block=lambda weight: (kernels_panels.FP8_MULTIPLE,) * 2),
+            swiglu=(LIMIT,),
+        ),
+        Method(
+            "FP8_PERCHANNEL",
+            lib.KTQ_FORMAT_FP8_PERCHANNEL,
+            "BF16",
+            "E4M3, one for each row",
+            panels.ROWS,
+            lambda n, k: (fp8.PANELS.tensors(n, k)[0], TensorInfo("scales", "F32", (n,), 4 * n)),
+            reads=_stored_as("F8_E4M3", block=lambda weight: (1, weight.shape[-1])),
+            write=_write_per_channel,
+        ),
+        Method(
+            "MXFP8",
+            lib.KTQ_FORMAT_MXFP8,
+            "BF16",
+            "E4M3, E8M0 for each 32 columns of a row",
+            panels.ROWS,
+            lambda n, k: (fp8.PANELS.tensors(n, k)[0], mxfp4.PANELS.tensors(n, k)[1]),
+            reads=_stored_as("MXFP8", block=lambda weight: (1, mxfp4_codes.GROUP)),
+            write=_write_mxfp8,
+            swiglu=(LIMIT, ALPHA),
+        ),
+        _packed(
+            mxfp4.PANELS,
+            lib.KTQ_FORMAT_MXFP4,
+            "BF16",
+            "E2M1, E8M0 for each 32 columns of a row",
+            reads=_stored_as("MXFP4"),
+            swiglu=(LIMIT,),
+        ),
+        Method(
+            "NVFP4",
+            lib.KTQ_FORMAT_NVFP4,
+            "BF16",
+            "E2M1, E4M3 for each 16 columns of a row, and a float32 for the weight",
+            kernels_panels.MXFP4_MULTIPLE,
+            _nvfp4_tensors,
+            reads=_stored_as("NVFP4"),
+            write=_write_nvfp4,
+        ),
+    )
+}
+
+
+# --- kt-kernel 0.7.2's names ----------------------------------------------------------------------
+
+NOT_YET = ("RAWINT4", "GPTQ_INT4", "SYCL_GPTQ_INT4", "LLAMAFILE", "MOE_INT4", "MOE_INT8")
+_INTEGERS = ("AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
+TRAINING = (
+    *(f"{name}_SFT" for name in ("AMXBF16", "AMXFP8", "MXFP4", "INT8", "RAWINT4", *_INTEGERS)),
+    *(f"{name}_SFT_SkipLoRA" for name in ("AMXBF16", *_INTEGERS)),
+)
+
+
+def check(mode: str, method: str, swiglu: Swiglu) -> None:
+    """Raise ValueError for what kt-kernel does not know either, NotImplementedError for what only we lack."""
+    if mode not in ("inference", "sft"):
+        raise ValueError(f"Unknown mode: {mode!r}. There are 'inference' and 'sft' (ktconvert computes 'inference').")
+    known = (*METHODS, *NOT_YET) if mode == "inference" else TRAINING
+    if method not in known:
+        raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
+    if mode == "sft":
+        raise NotImplementedError(
+            f"ktconvert does not train: mode='sft' with method={method!r} needs kt-kernel itself."
+        )
+    if method not in METHODS:
+        raise NotImplementedError(
+            f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}. "
+            "Convert with `ktconvert cpu --quant-method int4` or another."
+        )
+    check_swiglu(method, swiglu)
+
+
+def check_swiglu(method: str, swiglu: Swiglu) -> None:
+    """Raise ValueError for settings of the activation that the method does not have."""
+    for name, value in ((LIMIT, swiglu.limit), (ALPHA, swiglu.alpha)):
+        if value != 0.0 and name not in METHODS[method].swiglu:
+            able = ", ".join(sorted(other.name for other in METHODS.values() if name in other.swiglu))
+            raise ValueError(
+                f"{name}={value} must be 0 for method={method!r}: only {able} can have it in place of silu(gate) * up."
+            )
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a number from 0 on, not {value}")

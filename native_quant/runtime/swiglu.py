@@ -1,0 +1,66 @@
+"""The activation of experts: silu(gate) * up, or with a limit and an alpha what Experts explains."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.errors import InputError
+
+F32 = npt.NDArray[np.float32]
+
+
+class Swiglu(NamedTuple):
+    """The settings swiglu_limit and swiglu_alpha; 0: not limited, silu."""
+
+    limit: float = 0.0
+    alpha: float = 0.0
+
+    def __str__(self) -> str:
+        alpha = f" and swiglu_alpha={self.alpha:g}" if self.alpha else ""
+        return f"swiglu_limit={self.limit:g}{alpha}"
+
+    @property
+    def activation(self) -> str:
+        """What ACTIVATIONS of the table of architectures calls it."""
+        return "swiglu_oai" if self.alpha else "swiglu_limit" if self.limit else "silu"
+
+    def compute(self, gate: F32, up: F32) -> F32:
+        """The definition, which the runtime's kernels and the models of transformers are compared with."""
+        limit, alpha = self
+        if limit:
+            gate, up = np.clip(gate, -limit if alpha else None, limit), np.clip(up, -limit, limit)
+        out: F32 = gate / (1 + np.exp(-alpha * gate)) * (up + 1) if alpha else gate / (1 + np.exp(-gate)) * up
+        return out
+
+
+PLAIN = Swiglu()
+OAI = Swiglu(7.0, 1.702)  # of families with "swiglu_oai", where config.json does not say
+
+
+def in_config(config: dict[str, Any], activation: str, layer: int) -> Swiglu | None:
+    """The settings of a layer by config.json, which may list a limit per layer; None where it does not say.
+
+    activation  of the model, by the table of architectures. Raises InputError for what is no number from 0 on.
+    """
+    limit = _setting(config, ("swiglu_limit", "swiglu_limits"), layer)
+    if activation == "swiglu_oai":
+        alpha = _setting(config, ("swiglu_alpha",), layer)
+        return Swiglu(OAI.limit if limit is None else limit, OAI.alpha if alpha is None else alpha)
+    return None if limit is None else Swiglu(limit)
+
+
+def _setting(config: dict[str, Any], keys: tuple[str, ...], layer: int) -> float | None:
+    found = cfg.find(config, keys)
+    if found is None:
+        return None
+    key, value = found
+    if isinstance(value, list):
+        value = value[layer] if layer < len(value) else 0
+    value = 0 if value is None else value
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise InputError(f"config.json: {key} must be a number from 0 on for layer {layer}, not {value!r}")
+    return float(value)

@@ -1,0 +1,196 @@
+"""The table of the runtime's methods, held against C and the documents; and a made-up method, whole in this file and
+put into the table as one row: FP8 with one scale for the whole weight, computed by the kernels of FP8_PERCHANNEL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ktconvert.layouts.encodings import Weight
+from ktconvert.layouts.encodings.encoding import Bytes
+from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.outputs import FORMATS
+from ktconvert.native_quant import KTMoEWrapper
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart, put_fp8
+from ktconvert.pipeline.cli.bench import bench
+from ktconvert.pipeline.cli.doctor import computed_methods
+from rig import native
+
+RUNTIME_PAGE = Path(__file__).resolve().parents[1] / "docs" / "RUNTIME.md"
+
+# --- the row --------------------------------------------------------------------------------------
+
+
+def reads(weight: Weight, layer: Any) -> bool:
+    return weight.encoding.name == "F8_E4M3" and weight.fit() == weight.shape[-2:]
+
+
+def write(stored: StoredPart, out: Sequence[Bytes]) -> None:
+    assert stored.part.scales is not None
+    put_fp8(stored, out[0])
+    out[1].view(np.float32)[:] = stored.part.scales[0, 0]
+
+
+TOY = Method(
+    "FP8_PERTENSOR",
+    lib.KTQ_FORMAT_FP8_PERCHANNEL,
+    "BF16",
+    "E4M3, one for the weight",
+    32,
+    METHODS["FP8_PERCHANNEL"].tensors,
+    reads=reads,
+    write=write,
+)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Method:
+    monkeypatch.setitem(METHODS, TOY.name, TOY)
+    return TOY
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> tuple[native.Native, Path, Path]:
+    """An input, and the same weights with a scale for each row, and with one for the weight."""
+    layer = native.read("FP8_PERCHANNEL_default")
+    scales = {name: tensor.bits.flat[0] for name, tensor in layer.tensors.items() if "scale" in name}
+
+    def with_scales(folder: str, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Path:
+        tensors = {
+            name: tensor._replace(
+                shape=shape(tensor.shape), data=np.full(shape(tensor.shape), scales[name], np.float32).tobytes()
+            )
+            if name in scales
+            else tensor
+            for name, tensor in layer.tensors.items()
+        }
+        return layer.write(tmp_path / folder, tensors)
+
+    return layer, with_scales("rows", lambda shape: shape), with_scales("whole", lambda shape: (1,))
+
+
+# --- the made-up method ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_it_computes(parts: int, toy: Method, layers: tuple[native.Native, Path, Path]) -> None:
+    layer, rows, whole = layers
+    expected = Experts.load(rows, 0, parts=parts).forward(layer.hidden, layer.ids, layer.weights)
+    experts = Experts.load(whole, 0, parts=parts)
+    assert experts.method == toy.name
+    np.testing.assert_array_equal(experts.forward(layer.hidden, layer.ids, layer.weights), expected)
+    wrapper = KTMoEWrapper(0, 2, 2, 256, 256, None, 2, parts, str(whole), 512, method=toy.name)
+    wrapper.load_weights()
+    hidden = torch.from_numpy(layer.hidden.copy()).view(torch.bfloat16)
+    out = wrapper.forward(hidden, *(torch.from_numpy(x.copy()) for x in (layer.ids, layer.weights)))
+    np.testing.assert_array_equal(out.view(torch.uint16).numpy(), expected)
+
+
+def test_commands_know_it(toy: Method, layers: tuple[native.Native, Path, Path]) -> None:
+    document = json.loads(CliRunner().invoke(bench, [str(layers[2]), "--tokens", "1", "--json"]).stdout)
+    assert (document["method"], document["weights"], document["activations"]) == (toy.name, toy.weights, "BF16")
+    assert toy.name in computed_methods()
+
+
+def test_what_it_cannot_do_is_said(toy: Method, layers: tuple[native.Native, Path, Path]) -> None:
+    _, rows, whole = layers
+    with pytest.raises(ValueError, match=r"swiglu_limit=7\.0 must be 0 for method='FP8_PERTENSOR'"):
+        Experts.load(whole, 0, swiglu_limit=7.0)
+    with pytest.raises(UnsupportedError, match="which method FP8_PERCHANNEL computes, not FP8_PERTENSOR"):
+        Experts.load(rows, 0, method=toy.name)
+    wrapper = KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(whole), 512, method=toy.name)
+    with pytest.raises(NotImplementedError, match="is read from checkpoints only"):
+        wrapper.load_weights_from_tensors(*[torch.zeros((2, 256, 256))] * 3)
+
+
+def test_without_its_row_it_is_refused(layers: tuple[native.Native, Path, Path]) -> None:
+    with pytest.raises(UnsupportedError, match="a scale for each 256 x 256, which no method of this runtime computes"):
+        Experts.load(layers[2], 0)
+    with pytest.raises(ValueError, match="Unknown method 'FP8_PERTENSOR'"):
+        KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(layers[2]), 512, method=TOY.name)
+
+
+def test_a_row_that_is_not_what_c_computes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, layers: tuple[native.Native, Path, Path]
+) -> None:
+    """Before C reads past the end of an array."""
+    monkeypatch.setitem(METHODS, TOY.name, replace(TOY, number=lib.KTQ_FORMAT_BF16))
+    with pytest.raises(ValueError, match=r"a part \[256, 256\] of FP8_PERTENSOR has 131072 bytes, not 66560"):
+        Experts.load(layers[2], 0)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_every_number_of_c_is_a_row() -> None:
+    numbers = {name: getattr(lib, name) for name in dir(lib) if name.startswith("KTQ_FORMAT_")}
+    assert {f"KTQ_FORMAT_{name}": method.number for name, method in METHODS.items()} == numbers
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_a_row_says_what_c_reads(method: Method) -> None:
+    codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
+    for n, k in ((1, 1), (2, 3), (6, 1)):
+        shape = method.multiple * n, method.multiple * k
+        assert lib.ktq_weight_bytes(method.number, *shape, codes, scales) == lib.KTQ_OK
+        sizes = [tensor.nbytes for tensor in method.tensors(*shape)]
+        assert [codes[0], scales[0]] == [sizes[0], sum(sizes[1:])]
+    half = method.multiple // 2
+    for shape in ((half, half), (half, 2 * half), (2 * half, half)):
+        is_legal = lib.ktq_weight_bytes(method.number, *shape, codes, scales) == lib.KTQ_OK
+        assert not is_legal or method.activations == "int8"  # whose rows may be fewer, which no output makes use of
+    too_many = 2 * lib.KTQ_MOST_COLUMNS
+    assert lib.ktq_weight_bytes(method.number, method.multiple, too_many, codes, scales) == lib.KTQ_EINVAL
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_c_takes_the_settings_of_bf16_activations_only(method: Method) -> None:
+    pool, expert = ffi.new("ktq_pool **"), ffi.new("ktq_expert *")
+    assert lib.ktq_pool_new(1, ffi.new("int[]", [1]), ffi.NULL, pool) == lib.KTQ_OK
+    sizes = {"experts": 1, "parts": 1, "hidden": 256, "width": 256, "expert": expert}
+    moe = ffi.new("ktq_moe *", {"format": method.number, **sizes, "swiglu_limit": 7.0})
+    result = lib.ktq_forward(pool[0], moe, ffi.new("ktq_call *", {"topk": 1}))
+    lib.ktq_pool_free(pool[0])
+    assert result == (lib.KTQ_OK if method.activations == "BF16" else lib.KTQ_EINVAL)
+    assert not method.swiglu or method.activations == "BF16"
+
+
+def test_outputs_hold_the_encodings_of_the_rows() -> None:
+    in_parts = {fmt.name: fmt.encoding for fmt in FORMATS.values() if fmt.can_resplit}
+    assert in_parts == {name: method.encoding for name, method in METHODS.items() if method.encoding is not None}
+    for method in METHODS.values():
+        assert method.encoding is not None or (method.reads and method.write)
+
+
+def test_the_page_shows_the_rows() -> None:
+    lines = [line.strip("| ").split(" | ") for line in RUNTIME_PAGE.read_text().splitlines() if line.startswith("| `")]
+    shown = {cells[0].strip("`"): cells[1:] for cells in lines}
+
+    def row(method: Method) -> list[str]:
+        checkpoint, output = method.reads is not None, method.encoding is not None
+        sources = ["checkpoints"] * checkpoint + ["outputs, tensors"] * output
+        settings = [f"`{setting}`" for setting in (LIMIT, ALPHA) if setting in method.swiglu]
+        size = re.sub(r"0+$", "", f"{method.bytes_per_weight(2048, 2048):.4f}").rstrip(".")
+        return [
+            method.weights,
+            size,
+            method.activations,
+            ", ".join(sources),
+            str(method.multiple),
+            ", ".join(settings) or "–",
+        ]
+
+    for name, method in METHODS.items():
+        assert shown[name] == row(method), name
