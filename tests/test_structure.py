@@ -1,0 +1,299 @@
+"""How the tree is built: imports run one way and in no circle, names are plain and stand once, the glossary is used.
+
+This is the only file where the direction of imports is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import graphlib
+import os
+import re
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ktconvert.layouts.encodings.encoding import Encoding
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("pipeline", "layouts", "quantizers", "native_quant")
+
+# A module may import from its own floor and from those below it.
+BELOW = {
+    "native_quant": {"native_quant"},
+    "native_quant.runtime": {"native_quant", "quantizers", "layouts"},
+    "quantizers": {"quantizers", "native_quant"},
+    "layouts": {"layouts", "quantizers", "native_quant"},
+    "pipeline": {"pipeline", "layouts", "quantizers", "native_quant"},
+}
+# Of the folders of the pipeline, what each must not know, inside functions neither; all others must not know the command
+# line.
+ABOVE = {
+    "engine": {"plans", "stages", "walk", "verify", "models", "cli"},
+    "stages": {"plans", "cli"},
+    "cli": set[str](),
+}
+HEAVY = {
+    "torch",
+    "huggingface_hub",
+    "rich",
+    "transformers",
+    "llmcompressor",
+    "gguf",
+    "accelerate",
+    "datasets",
+    "matplotlib",
+    "dask",
+    "distributed",
+}
+# They subclass or replace what transformers has, or define torch's operators, so they import these at the top; other
+# modules import them inside a function.
+SUBCLASSING = {
+    f"ktconvert.native_quant.runtime.{name}" for name in ("hf", "hf_modules", "hf_operator", "hf_output")
+} | {f"ktconvert.pipeline.models.serving.{name}" for name in ("model_manager", "scheduler", "stream_decoder")}
+TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
+FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+MODULES = {
+    ".".join(("ktconvert", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in FILES
+}
+
+
+def floor_of(path: Path) -> str:
+    """The floor on which a file stands: its folder, or the runtime, which stands beside the pipeline."""
+    parts = path.relative_to(ROOT).parts
+    return "native_quant.runtime" if parts[:2] == ("native_quant", "runtime") else parts[0]
+
+
+def imports(tree: ast.AST) -> list[tuple[str, int]]:
+    """Every imported module with its line."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append((node.module, node.lineno))
+            names += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return names
+
+
+def none(offenders: list[str]) -> None:
+    """Fails with all of them, a line each."""
+    if offenders:
+        pytest.fail(f"{len(offenders)} of {len(FILES)} files and their names:\n" + "\n".join(offenders), pytrace=False)
+
+
+def test_direction() -> None:
+    wrong = []
+    for path, tree in TREES.items():
+        floor = floor_of(path)
+        for module, line in imports(tree):
+            parts = module.split(".")
+            at = f"{path.relative_to(ROOT)}:{line}: "
+            if parts[0] in FOLDERS:
+                wrong.append(f"{at}imports {module} by its bare name; say ktconvert.{module}")
+            if parts[0] == "ktconvert" and len(parts) > 1 and parts[1] not in BELOW[floor]:
+                wrong.append(f"{at}{floor} must not import {module}")
+            if (
+                module.startswith("ktconvert.native_quant.runtime")
+                and path.name != "__init__.py"
+                and (floor not in ("pipeline", "native_quant.runtime"))
+            ):
+                wrong.append(f"{at}{floor} must not know the runtime")
+            if parts[0] == "torch" and floor not in ("pipeline", "native_quant.runtime") and path != TENSORS:
+                wrong.append(f"{at}{floor} must not know torch")
+            if parts[:2] == ["ktconvert", "pipeline"] and floor == "pipeline":
+                folder = path.relative_to(ROOT / "pipeline").parts[0]
+                if ABOVE.get(folder, {"cli"}).intersection(parts[2:3]):
+                    wrong.append(f"{at}{folder} must not import {module}")
+    none(wrong)
+
+
+def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything that runs when a module is imported, and what is imported for types."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from outside_functions(child)
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    """Our modules that a module imports as such; of `from package import module`, the module, not the package."""
+    names = set()
+    for node in outside_functions(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                names.add(name if name in MODULES else node.module)
+    return names & MODULES.keys()
+
+
+def test_no_circles() -> None:
+    """No module needs itself, TYPE_CHECKING included: what two modules share has a module of its own."""
+    graph = {name: imported_modules(TREES[path]) - {name} for name, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > 100
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+CSRC = ROOT / "native_quant" / "csrc"
+
+
+def definitions(text: str) -> Iterator[str]:
+    """The functions and variables that preprocessed C defines, whole, but no declarations and no types."""
+    depth, start, is_function = 0, 0, False
+    for mark in re.finditer(r"[{};]", text):
+        if mark[0] == "{":
+            is_function = is_function or (depth == 0 and text[start : mark.start()].rstrip().endswith(")"))
+        depth += {"{": 1, "}": -1, ";": 0}[mark[0]]
+        if depth == 0 and (mark[0] == ";" or is_function):
+            item, start, is_function = text[start : mark.end()].strip(), mark.end(), False
+            if "{" in item and not item.startswith(("typedef", "enum", "struct")):
+                yield item
+
+
+def test_no_circles_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No C file needs, by way of others, one that needs it; no header includes itself."""
+    monkeypatch.chdir(ROOT)
+    build = runpy.run_path("native_quant/_build.py")
+    (tmp_path / "immintrin.h").touch()  # the compiler's own is long
+    command = [os.environ.get("CC", "cc"), "-E", "-P", f"-I{tmp_path}", f"-I{CSRC}", f"-I{build['ARCH']}"]
+    home: dict[str, str] = {}
+    used: dict[str, set[str]] = {}
+    for path in build["sources"]():
+        text = subprocess.run([*command, path], capture_output=True, text=True, check=True).stdout
+        text = re.sub(r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)", "", text)
+        items = list(definitions(text))
+        heads = [re.split(r"[(=\[]", item, maxsplit=1)[0].replace("*", " ").split() for item in items]
+        home |= {head[-1]: path for head in heads if "static" not in head}
+        used[path] = {name for item in items for name in re.findall(r"\bktq?_\w+", item)}
+    assert {"ktq_decode", "kt_current", "kt_decode_scalar", "kt_bf16_arithmetic"} <= home.keys()
+    files = {path: {home[name] for name in names & home.keys()} - {path} for path, names in used.items()}
+    headers = {
+        path.name: set(re.findall(r'#include "(?:.*/)?(\w+\.h)"', path.read_text())) for path in CSRC.rglob("*.h")
+    }
+    for graph in (files, headers):
+        assert sum(map(len, graph.values())) > 50
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            pytest.fail(f"a circle of C files: {' <- '.join(error.args[1])}")
+
+
+def test_heavy_packages_are_imported_where_they_are_used() -> None:
+    wrong = []
+    for name, path in MODULES.items():
+        tree = TREES[path]
+        typing_only = {n for block in ast.walk(tree) if isinstance(block, ast.If) for n in ast.walk(block)}
+        tops = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and n not in typing_only]
+        wrong += [
+            f"{path.relative_to(ROOT)}:{line}: import {module} inside the function that uses it"
+            for node in tops
+            for module, line in imports(node)
+            if name not in SUBCLASSING and (module.split(".")[0] in HEAVY or module in SUBCLASSING)
+        ]
+    none(wrong)
+
+
+# Words that say nothing to somebody who is new here. Say runner, threads, remote, side output, other tensors, request
+# options, fair lock, scheduler, model manager, chunk, expected, declared, reported, paths, space, panel, pack.
+GONE = set(
+    re.findall(
+        r"\w+",
+        """apart beside carried asked keeper keepers crew crews lane lanes lay lays laid piece pieces places room rooms
+        stated strip strips told turns wanted""",
+    )
+)
+VECTORS = ("native_quant/", "quantizers/scale_search.py")  # where a lane is one of a vector
+# Files of a table may have the name of another file: commands, encodings of the numbers that quantizers define.
+ROWS = (("pipeline", "cli"), ("layouts", "encodings"))
+# What is still to be renamed.
+STILL_GONE: set[str] = {"BESIDE", "CARRIED", "PIECE", "PIECES", "READ_AHEAD_PIECE", "STATED", "WANTED", "_asked", "_beside", "_carried", "_check_stated", "_is_stated", "_lay_fp8", "_pieces", "_places", "_require_stated_dtype", "_told", "_turns", "_wanted", "apart", "asked", "beside", "beside_experts", "beside_weight", "beside_weights", "carried", "carried_difference", "compare_carried", "decode_piece", "files_told", "keeper", "kt_lay_mxfp4_fn", "kt_lay_mxfp4_scalar", "kt_lay_panel", "ktq_lay_fp8", "laid", "laid_out", "lay", "lay_blocks", "lay_codes", "lay_exponents", "lay_fp8", "lay_mxfp4", "lay_mxfp4_avx2", "lay_mxfp4_avx512", "lay_mxfp4_scalar", "lay_mxfp4_template", "lay_out", "lay_out_group", "lay_out_sorting", "lay_out_workers", "load_apart", "no_room", "piece", "pieces", "places", "places_memory", "ranks_asked", "require_room", "room", "room_sentence", "stated", "told", "told_others", "turns", "wanted"}  # fmt: skip
+STILL_TWICE: set[str] = {"class Choice", "class Counts", "class Expert", "class Experts", "class Kind", "class Layer", "class LayerWork", "class Opened", "class Part", "class Place", "class Request", "class Written", "errors.py", "experts.py", "ggml.py", "importance.py", "resplit.py", "scales.py", "settings.py", "statistics.py"}  # fmt: skip
+
+
+def parts_of(name: str) -> set[str]:
+    """The words of an identifier: of my_name, MyName, MY_NAME."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The names that a module gives: to functions, classes, variables, attributes, parameters."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name, node.lineno
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name, node.lineno
+            case ast.alias(asname=str(name)):
+                yield name, node.lineno
+
+
+def identifiers() -> Iterator[tuple[str, str]]:
+    """(name, where) of all identifiers of the product, and of its files."""
+    for path, tree in TREES.items():
+        where = str(path.relative_to(ROOT))
+        yield from ((name, f"{where}:{line}") for name, line in [*defined(tree), (path.stem, 1)])
+    for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
+        text = re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"", " ", path.read_text(), flags=re.S)
+        where = str(path.relative_to(ROOT))
+        yield from ((name, where) for name in {*re.findall(r"[A-Za-z_]\w*", text), path.stem})
+
+
+def test_names_are_plain() -> None:
+    wrong: dict[str, list[str]] = {}
+    for name, where in identifiers():
+        if parts_of(name) & (GONE - ({"lane", "lanes"} if where.startswith(VECTORS) else set())):
+            wrong.setdefault(name, []).append(where)
+    none([f"{name}: {' '.join(where[:4])}" for name, where in sorted(wrong.items()) if name not in STILL_GONE])
+
+
+def test_no_class_and_no_file_twice() -> None:
+    """Of public classes; a file that is a row of a table may have the name of another."""
+    found: dict[str, list[str]] = {}
+    for path, tree in TREES.items():
+        where = path.relative_to(ROOT)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(f"class {node.name}", []).append(str(where))
+        command = where.parts[1] == "plans" and (ROOT / "pipeline" / "cli" / path.name).exists()
+        if path.stem != "__init__" and where.parts[:2] not in ROWS and not command:
+            found.setdefault(path.name, []).append(str(where))
+    none([f"{name}: {' '.join(w)}" for name, w in sorted(found.items()) if len(w) > 1 and name not in STILL_TWICE])
+
+
+def test_every_file_says_what_it_is() -> None:
+    none([str(p.relative_to(ROOT)) for p, tree in TREES.items() if p.stat().st_size and not ast.get_docstring(tree)])
+
+
+def test_the_core_of_an_encoding_is_small() -> None:
+    members = [field.name for field in dataclasses.fields(Encoding)]
+    members += [name for name, value in vars(Encoding).items() if callable(value) and not name.startswith("_")]
+    assert len(set(members)) <= 12, members
+
+
+def test_glossary() -> None:
+    """At most 40 words, each of them used: in identifiers, or in the docs outside the glossary."""
+    design = (ROOT / "docs" / "design.md").read_text()
+    before, heading, glossary = design.partition("\n## Glossary\n")
+    assert heading, "docs/design.md has no Glossary"
+    words = re.findall(r"^\| ([^|*`]+?) \|", glossary.partition("| --")[2] or glossary.partition("|---")[2], re.M)
+    assert 20 <= len(words) <= 40, words
+    names = {name for name, _ in identifiers()}
+    used = set().union(*map(parts_of, names)) | {name.lower().replace("_", " ") for name in names}
+    docs = before + "".join(p.read_text() for p in (ROOT / "docs").glob("*.md") if p.name != "design.md")
+    docs += "".join(p.read_text() for p in (ROOT / "README.md", *ROOT.glob("*/*.md")) if "docs" not in p.parts)
+
+    def is_used(word: str) -> bool:
+        return not used.isdisjoint({word, f"{word}s"}) or re.search(rf"\b{re.escape(word)}s?\b", docs, re.I) is not None
+
+    none([word for entry in words for word in entry.split(", ") if not is_used(word)])
