@@ -19,7 +19,7 @@ from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.inputs import VerifyOptions
 from ktconvert.pipeline.verify.verify import verify
 from ktconvert.quantizers import groups, reference
-from rig import families, integers, killpoint, microscaling
+from rig import encodings, families, killpoint
 from rig.conversion import KTCONVERT, edit, tree
 from rig.safetensors import Tensor, Tensors, header_of, read_file, read_folder, write_file
 
@@ -176,43 +176,33 @@ def test_every_encoding_becomes_its_bf16_release(kind: str, tmp_path: Path) -> N
     assert index["weight_map"].keys() == release.keys()
 
 
-@pytest.mark.parametrize("name", microscaling.KINDS)
-def test_microscaling_formats_become_bf16(name: str, tmp_path: Path) -> None:
-    """Under their own names; a stack of blocks transposed, as transformers holds gpt-oss."""
-    kind = microscaling.KINDS[name]
-    source, values = microscaling.make(kind, tmp_path / "model")
+@pytest.mark.parametrize("name", encodings.ENCODINGS)
+def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
+    """Zero points, orders of columns, words along rows or columns: all of it goes. Under their own names; a stack of
+    blocks transposed, as transformers holds gpt-oss.
+    """
+    encoding = encodings.ENCODINGS[name]
+    head: Any = {"lm_head.weight": ("F16", np.ones((3, 5), np.uint16))}
+    source, values = encodings.write(name, tmp_path / "model", lambda tensors, _: tensors.update(head))
+    (source / "quantize_config.json").write_text("{}")
     ours = {key: tensor.bits for key, tensor in dequantized(source, tmp_path / "out").items()}
-    assert not ours.pop("model.layers.0.mlp.gate.weight").any()
+    assert (ours.pop("lm_head.weight") == 1).all() and not ours.pop("model.layers.0.mlp.gate.weight").any()
     for (expert, projection), bits in values.items():
-        if not kind.stacked:
-            assert (ours.pop(f"{microscaling.base_of(kind, expert, projection)}.weight") == bits).all()
+        if not encoding.stacked:
+            assert (ours.pop(f"{encoding.base(expert, projection)}.weight") == bits).all()
             continue
         half = ours[f"model.layers.0.mlp.experts.{'down' if projection == 'down' else 'gate_up'}_proj"][expert]
         columns = {"gate": slice(0, len(bits)), "up": slice(len(bits), None), "down": slice(None)}[projection]
         assert (half[:, columns] == bits.T).all()
-    assert len(ours) == 2 * kind.stacked
-
-
-@pytest.mark.parametrize("name", integers.FORMATS)
-def test_integers_of_every_format_become_bf16(name: str, tmp_path: Path) -> None:
-    """Zero points, orders of columns, words along rows or columns: all of it goes."""
-    form = integers.FORMATS[name]
-    tensors, values = integers.experts(form)
-    stored: Any = {**tensors, "lm_head.weight": ("F16", np.ones((3, 5), np.uint16))}
-    source = integers.checkpoint(tmp_path / "model", stored, form.config)
-    (source / "quantize_config.json").write_text("{}")
-    ours = {key: tensor.bits for key, tensor in dequantized(source, tmp_path / "out").items()}
-    assert (ours.pop("lm_head.weight") == 1).all() and ours.keys() == {f"{base}.weight" for base in values}
-    for base, bits in values.items():
-        assert (ours[f"{base}.weight"] == bits).all()
+    assert len(ours) == 2 * encoding.stacked
     assert not (tmp_path / "out" / "quantize_config.json").exists()
 
 
 def test_a_scale_of_inputs_is_refused(cli: Callable[..., Any], tmp_path: Path) -> None:
     """modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model."""
-    form, name = integers.FORMATS["ct 4 bytes"], "model.layers.0.self_attn.o_proj.pre_quant_scale"
-    stored: Any = {**integers.experts(form)[0], name: ("F16", np.ones(8, np.uint16))}
-    source = integers.checkpoint(tmp_path / "model", stored, form.config)
+    name = "model.layers.0.self_attn.o_proj.pre_quant_scale"
+    scale = ("F16", np.ones(8, np.uint16))
+    source, _ = encodings.write("ct 4 bytes", tmp_path / "model", lambda tensors, _: tensors.update({name: scale}))
     assert f"tensor '{name}' is a scale of inputs" in cli("dequantize", source, tmp_path / "out", code=3).stderr
 
 
@@ -532,8 +522,7 @@ def test_what_cannot_be_dequantized(blocks: tuple[Path, Tensors], cli: Callable[
 
 def test_inspect_names_no_folder_twice(cli: Callable[..., Any], tmp_path: Path) -> None:
     """`cpu --quant-method bf16` and `dequantize` make different things."""
-    form = integers.FORMATS["awq"]
-    source = integers.checkpoint(tmp_path / "model", integers.experts(form)[0], form.config)
+    source, _ = encodings.write("awq", tmp_path / "model")
     seen = json.loads(cli("inspect", source, "--json").stdout)
     words = [line.split() for line in (*seen["convert"], *seen["convert_gpu"], *seen["dequantize"])]
     folders = [line[line.index("-o") + 1] if "-o" in line else line[-1] for line in words]

@@ -8,61 +8,30 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.checkpoints.config import quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
-from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
+from ktconvert.layouts.checkpoints.experts import recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
-from rig import integers, microscaling
+from rig.encodings import ENCODINGS, PROJECTIONS, write
 
 MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
 
 
-def fp8(suffix: str, rows: int, columns: int) -> Callable[[Path], Path]:
-    """Makes a checkpoint in FP8 with scales of such blocks."""
-
-    def make(folder: Path) -> Path:
-        tensors: Any = {}
-        for expert in range(integers.E):
-            for projection in PROJECTIONS:
-                n, k = (integers.H, integers.I)[:: 1 if projection == "down" else -1]
-                name = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
-                tensors[name] = ("F8_E4M3", np.full((n, k), 0x38, np.uint8))
-                tensors[name + suffix] = ("F32", np.ones((-(-n // rows), -(-k // columns)), np.float32))
-        return integers.checkpoint(folder, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
-
-    return make
-
-
-def of_integers(form: integers.Format) -> Callable[[Path], Path]:
-    return lambda folder: integers.checkpoint(folder, integers.experts(form)[0], form.config)
-
-
-def of_microscaling(kind: microscaling.Kind) -> Callable[[Path], Path]:
-    return lambda folder: microscaling.make(kind, folder)[0]
-
-
-MAKERS = {
-    "FP8 in blocks": fp8("_scale_inv", 128, 128),
-    "FP8 in rows": fp8("_scale", 1, 1 << 20),
-    **{name: of_integers(form) for name, form in integers.FORMATS.items()},
-    **{name: of_microscaling(kind) for name, kind in microscaling.KINDS.items()},
-}
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 KEYS = (
     *("quant_method", "bits", "group_size", "checkpoint_format", "version", "format", "is_marlin_format"),
@@ -146,10 +115,10 @@ def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
         yield error
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_contradictory_headers_give_one_sentence(name: str, tmp_path: Path) -> None:
     """Tensors that are missing or of another type, shape or name, and other words in the config."""
-    with open_checkpoint(MAKERS[name](tmp_path / "model")) as source:
+    with open_checkpoint(write(name, tmp_path)[0]) as source:
         config, tensors = json.dumps(source.config), source.tensors
 
         @settings(max_examples=60 * MORE, deadline=None, database=None, derandomize=MORE == 1)

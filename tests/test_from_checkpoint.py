@@ -22,7 +22,7 @@ from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
-from rig import floats, microscaling, native
+from rig import encodings, floats, native
 from rig.files import rewrite
 from rig.native import Native, distance
 from rig.safetensors import Tensor, Tensors, read_file, write_file
@@ -163,11 +163,11 @@ def nvfp4(path: Path, divides: bool) -> Native:
     tensors, linears = {}, {}
     for expert in range(2):
         for projection, (n, k) in (("gate", (128, 384)), ("up", (128, 384)), ("down", (384, 128))):
-            codes, numbers = microscaling.fp4(rng, n, k)
+            codes, numbers = encodings.fp4(rng, n, k)
             steps = rng.integers(1, 127, (n, k // 16)).astype(np.uint8)
             whole = np.float32(4e-5 * (1 + rng.random()))
             stored = np.array(1 / whole if divides else whole, np.float32)
-            linears[expert, projection] = numbers * np.repeat(microscaling.E4M3[steps], 16, axis=1) * float(whole)
+            linears[expert, projection] = numbers * np.repeat(encodings.E4M3[steps], 16, axis=1) * float(whole)
             base = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
             tensors[f"{base}_packed" if divides else base] = Tensor("U8", codes.shape, codes.tobytes())
             tensors[f"{base}_scale"] = Tensor("F8_E4M3", steps.shape, steps.tobytes())
@@ -436,7 +436,7 @@ def test_experts_that_compute_something_else_are_refused(config: dict[str, Any],
 
 
 def test_scales_that_no_method_has(tmp_path: Path) -> None:
-    path, _ = microscaling.make(microscaling.KINDS["E8M0 of 32x64"], tmp_path / "model")
+    path, _ = encodings.write("E8M0 of 32x64", tmp_path / "model")
     message = "layer 0 are MXFP8 with a scale for each 32 x 64, which no method of this runtime computes"
     with pytest.raises(UnsupportedError, match=f"{message}; convert"):
         Experts.load(path, 0)
@@ -444,12 +444,10 @@ def test_scales_that_no_method_has(tmp_path: Path) -> None:
         Experts.load(path, 0, method="MXFP8")
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), [("compressed-tensors MXFP4", "MXFP4"), ("blocks", "MXFP4"), ("E8M0 of 128x128", "FP8")]
-)
+@pytest.mark.parametrize(("kind", "method"), [("ct MXFP4", "MXFP4"), ("blocks", "MXFP4"), ("E8M0 of 128x128", "FP8")])
 def test_other_storage_of_the_same_numbers(kind: str, method: str, tmp_path: Path) -> None:
     """The same as from a checkpoint of BF16 with these values."""
-    path, values = microscaling.make(microscaling.KINDS[kind], tmp_path / "a")
+    path, values = encodings.write(kind, tmp_path / "a")
     base = "model.layers.0.mlp.experts"
     plain = {f"{base}.{e}.{p}_proj.weight": ("BF16", bits) for (e, p), bits in values.items()}
     (tmp_path / "b").mkdir()

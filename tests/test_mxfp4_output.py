@@ -18,19 +18,18 @@ from ktconvert.layouts.outputs.parts import take_part
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages import experts
 from ktconvert.quantizers import mxfp4, reference
-from rig import conversion, killpoint, microscaling
+from rig import conversion, encodings, killpoint
 from rig import gguf as ggml
 from rig.safetensors import bits_of, data_start, header_of, read_folder
 
 FORM = FORMATS["MXFP4"].encoding
-OF_SAFETENSORS = ("DeepSeek-V4", "V4 in unsigned bytes", "compressed-tensors MXFP4", "blocks")
+OF_SAFETENSORS = ("DeepSeek-V4", "V4 in unsigned bytes", "ct MXFP4", "blocks")
 
 
 @pytest.mark.parametrize("name", OF_SAFETENSORS)
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", [1, 6])
 def test_sources_keep_codes_and_exponents(name: str, parts: int, tmp_path: Path) -> None:
-    kind = microscaling.KINDS[name]
-    folder, values = microscaling.make(kind, tmp_path / "model")
+    folder, values = encodings.write(name, tmp_path / "model")
     model = recognise(open_checkpoint(folder))
     assert FORM.is_exact(model)
     stage = experts.stage(model, FORMATS["MXFP4"], [0], numa=parts, max_shard_size=None, metadata={})
@@ -136,7 +135,7 @@ def test_nothing_is_lost(stored_in: str, cli: Any, tmp_path: Path) -> None:
         types = [("MXFP4",) * 3]
         source = ggml.write(tmp_path / "model.gguf", ggml.model(types, hidden=192, width=128), of_gguf())
     else:
-        source, _ = microscaling.make(microscaling.KINDS["DeepSeek-V4"], tmp_path / "model")
+        source, _ = encodings.write("DeepSeek-V4", tmp_path / "model")
     done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "mxfp4")
     assert "the experts are MXFP4 already: every number stays what it is" in done.stderr
     assert "rounds twice" not in done.stderr and "int8 is the better choice" not in done.stderr
@@ -154,7 +153,7 @@ def of_gguf() -> dict[str, Any]:
 
 
 def test_nvfp4_is_rounded(cli: Any, tmp_path: Path) -> None:
-    source, _ = microscaling.make(microscaling.KINDS["modelopt NVFP4"], tmp_path / "model")
+    source, _ = encodings.write("modelopt NVFP4", tmp_path / "model")
     done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "mxfp4")
     assert "NVFP4 to MXFP4 rounds twice" in done.stderr and "already" not in done.stderr
     cli("verify", tmp_path / "out", "--against", source, "--full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,19 @@ def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weig
     if name == "MXFP8":
         return mxfp8(e4m3, exponents.astype(np.uint8))
     return mxfp4(rng.integers(0, 16, (n, k), np.uint8), exponents.astype(np.uint8))
+
+
+def forward(linear: Callable[[int, str], Any], hidden: Any, ids: Any, weights: Any) -> npt.NDArray[np.float64]:
+    """What experts with these linears (float64 [n, k], by expert and projection) give each token, in float64; hidden: BF16
+    bits [m, H], ids and weights [m, chosen experts].
+    """
+    out = np.zeros(hidden.shape)
+    for token, x in enumerate(from_bits(hidden)):
+        for expert, weight in zip(ids[token], weights[token], strict=True):
+            gate, up, down = (linear(int(expert), projection) for projection in ("gate", "up", "down"))
+            g = gate @ x
+            out[token] += float(weight) * (down @ (g / (1 + np.exp(-g)) * (up @ x)))
+    return out
 
 
 def activations(m: int, k: int, seed: int = 1) -> npt.NDArray[np.uint16]:
