@@ -6,7 +6,8 @@ TREE is a checkout to spoil and restore, with an environment of its own in .venv
 `.venv/bin/python setup.py build_ext --inplace --build-temp build/temp`. A line is drawn among the lines of code, then a
 change among those the line allows. Tests run file by file, those first that share rare words with the changed function,
 until one fails or TIERS is spent; a failure counts if the same test passes without the change. --again runs the
-survivors of a log with more time. One line of output per mutant: killed, survived, or not compiled (drawn again).
+survivors of a log with more time. As the first process of a namespace (unshare --pid --fork --mount-proc) it also ends
+what tests leave running. One line of output per mutant: killed, survived, or not compiled (drawn again).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -221,14 +223,16 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> str:
     command = [tree / ".venv/bin/python", Path(__file__).resolve(), "--run", str(seconds), *tests]
     # A process that loops or grows for ever ends by itself (see __main__).
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(command, cwd=tree, env=environment, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=WALL)
-    except subprocess.TimeoutExpired:
-        output, _ = (os.killpg(process.pid, signal.SIGKILL), process.communicate())[1]
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left running
+    with tempfile.TemporaryFile("w+") as log:  # no pipe, which what it leaves running would keep open
+        process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
+                                   stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=WALL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL) if os.getpid() == 1 else os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log.seek(0)
+        output = log.read()
     failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", output, re.M)
     begun = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", output, re.M)
     if failed or process.returncode == 0:
@@ -288,6 +292,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--skip", type=int, default=0, help="how many draws to leave out")
     parser.add_argument("--list", action="store_true", help="only print what would be changed")
     parser.add_argument("--again", type=Path, help="a log of the same seed, of which the survivors get more time")
     arguments = parser.parse_args()
@@ -302,6 +307,9 @@ def main() -> None:
     while number < arguments.count:
         mutant = draws.choice(by_line[draws.choice(sorted(by_line))])
         start, before = time.monotonic(), sum(os.times()[:4])
+        if arguments.skip > 0:
+            arguments.skip, number = arguments.skip - 1, number + 1
+            continue
         if arguments.list:
             fate = "listed " + " ".join(Path(f).stem for f in ranked(tree, mutant)[:4])
         elif arguments.again and str(mutant).rpartition("]")[0] + "]" not in survived:

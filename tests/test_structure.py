@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import os
 import re
@@ -57,11 +58,16 @@ SUBCLASSING = {
 } | {f"ktconvert.pipeline.models.serving.{name}" for name in ("model_manager", "scheduler", "stream_decoder")}
 TENSORS = ROOT / "quantizers" / "gptq.py"  # torch tensors in, torch tensors out
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 MODULES = {
     ".".join(("ktconvert", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in FILES
 }
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The product's modules, parsed."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def floor_of(path: Path) -> str:
@@ -90,7 +96,7 @@ def none(offenders: list[str]) -> None:
 
 def test_direction() -> None:
     wrong = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         floor = floor_of(path)
         for module, line in imports(tree):
             parts = module.split(".")
@@ -137,7 +143,7 @@ def imported_modules(tree: ast.AST) -> set[str]:
 
 def test_no_circles() -> None:
     """No module needs itself, TYPE_CHECKING included: what two modules share has a module of its own."""
-    graph = {name: imported_modules(TREES[path]) - {name} for name, path in MODULES.items()}
+    graph = {name: imported_modules(trees()[path]) - {name} for name, path in MODULES.items()}
     assert sum(map(len, graph.values())) > 100
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -192,7 +198,7 @@ def test_no_circles_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_heavy_packages_are_imported_where_they_are_used() -> None:
     wrong = []
     for name, path in MODULES.items():
-        tree = TREES[path]
+        tree = trees()[path]
         typing_only = {n for block in ast.walk(tree) if isinstance(block, ast.If) for n in ast.walk(block)}
         tops = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and n not in typing_only]
         wrong += [
@@ -240,7 +246,7 @@ def defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def identifiers() -> Iterator[tuple[str, str]]:
     """(name, where) of all identifiers of the product, and of its files."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         where = str(path.relative_to(ROOT))
         yield from ((name, f"{where}:{line}") for name, line in [*defined(tree), (path.stem, 1)])
     for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
@@ -260,7 +266,7 @@ def test_names_are_plain() -> None:
 def test_no_class_and_no_file_twice() -> None:
     """Of public classes; a file that is a row of a table may have the name of another."""
     found: dict[str, list[str]] = {}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         where = path.relative_to(ROOT)
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -272,7 +278,7 @@ def test_no_class_and_no_file_twice() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    none([str(p.relative_to(ROOT)) for p, tree in TREES.items() if p.stat().st_size and not ast.get_docstring(tree)])
+    none([str(p.relative_to(ROOT)) for p, tree in trees().items() if p.stat().st_size and not ast.get_docstring(tree)])
 
 
 def test_the_core_of_an_encoding_is_small() -> None:
