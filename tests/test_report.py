@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.encoding import scale_values
@@ -33,13 +33,12 @@ from ktconvert.pipeline.cli.dequantize import dequantize
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.ui.heat_maps import MOST_TITLES
-from ktconvert.pipeline.ui.markup import element
-from ktconvert.pipeline.ui.page import page, percent
+from ktconvert.pipeline.ui.page import TEMPLATES, page, percent
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
 from ktconvert.pipeline.verify.inputs import VerifyOptions
-from ktconvert.pipeline.verify.page_data import Figures
-from ktconvert.pipeline.verify.scale_survey import LinearScales, Scales
+from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
+from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
 from ktconvert.quantizers import reference
 from rig.safetensors import Tensor, data_start, header_of, read_folder, write_file
@@ -145,6 +144,11 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("statistics")
     write_file(folder / "counts.safetensors", {"counts": ("I64", COUNTS)})
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(output: Path) -> Report:
+    return verify_output(VerifyOptions(output, page=True), Reporter(verbosity=-1))
 
 
 # --- the page says what the JSON says -------------------------------------------------------------
@@ -279,16 +283,13 @@ def test_names_that_are_no_text(output: Path, tmp_path: Path) -> None:
     assert "INT4-\\udcffverified" in found.words
 
 
-@given(text=st.text("<>&\"'/!-=;#xlt0 é"), value=st.text("<>&\"'/!-=;#xlt0 é"))
-def test_text_is_escaped(text: str, value: str) -> None:
+@settings(max_examples=25, deadline=None)
+@given(text=st.text("<>&\"'/!-=;#xlt0 é{}%", min_size=1))
+def test_text_is_escaped(whole: Report, text: str) -> None:
     """What a parser reads back is what was given, and no tag but ours."""
-    found: list[Any] = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attributes: found.append((tag, attributes))  # type: ignore[method-assign]
-    parser.handle_data = lambda data: found.append(data)  # type: ignore[method-assign]
-    parser.feed(element("p", text, title=value))
-    parser.close()
-    assert found[0] == ("p", [("title", value)]) and "".join(found[1:]) == text
+    found = Page(page(replace(whole, against=text, notes=(f"note {text}",))))
+    assert f", against {text}" in found.words and f"note {text}" in found.words
+    assert found.tags == Page(page(replace(whole, against="x", notes=("y",)))).tags
 
 
 def test_a_checkpoint_and_another_output(output: Path, example: Path, tmp_path: Path) -> None:
@@ -361,15 +362,23 @@ def test_the_same_page_again(output: Path, example: Path, tmp_path: Path) -> Non
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
 
 
+def test_the_templates_are_in_the_package(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
+    here = tmp_path / "ktconvert" / "pipeline" / "ui"
+    assert {path.name for path in TEMPLATES.iterdir() if path.suffix in (".html", ".css")} < {
+        path.name for path in here.iterdir()
+    }
+
+
 # --- large models, browsers -----------------------------------------------------------------------
 
 Made = Callable[[int, int], str]
 
 
 @pytest.fixture(scope="module")
-def large(output: Path) -> Made:
+def large(whole: Report) -> Made:
     """The page of so many layers and experts with errors of all, as --full measures them."""
-    whole = verify_output(VerifyOptions(output, page=True), Reporter(verbosity=-1))
 
     def make(layers: int, experts: int) -> str:
         rng, errors = np.random.default_rng(1), []
@@ -383,9 +392,9 @@ def large(output: Path) -> Made:
         counts = rng.integers(0, 5000, (3 + layers, experts))
         linears = [LinearScales(3, 0, "up", 0.001, 0.002, 0, 0)]
         measure = replace(whole.measure, shapes=dict.fromkeys(range(3, 3 + layers), (experts, 7168, 2048)))
-        assert whole.figures is not None and whole.figures.scales is not None
-        figures = Figures((), Scales(linears, whole.figures.scales.counts), counts)
-        return page(replace(whole, measure=measure, errors=tuple(errors), figures=figures))
+        assert whole.page_data is not None and whole.page_data.scales is not None
+        data = PageData((), Scales(linears, whole.page_data.scales.counts), counts)
+        return page(replace(whole, measure=measure, errors=tuple(errors), page_data=data))
 
     return make
 

@@ -1,29 +1,86 @@
-"""What the page of `ktconvert verify` shows beyond the checks: worst rows, scales, use of experts."""
+"""What the page of `ktconvert verify` shows beyond the checks: the worst rows of linears, all scales, the use of
+experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.encodings.encoding import Bytes, scale_values
 from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.outputs import PROJECTIONS, Format, legal
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.counts import FILE
 from ktconvert.layouts.statistics.folder import counts_of
 from ktconvert.layouts.statistics.imatrix import I64
-from ktconvert.pipeline.verify.checks import ProjectionErrors, worst
-from ktconvert.pipeline.verify.scale_survey import Scales, survey
+from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
-from ktconvert.pipeline.verify.worst_rows import WorstRow, worst_rows
+from ktconvert.quantizers import fp8
+from ktconvert.quantizers.errors import source_values
 
 LINEARS = 12  # whose rows are looked at
+CHUNK = 64  # rows in memory as float64 at a time
+STEPS = 16  # bins of scales for each power of two
+LOWEST = -150  # a power of two below every positive float32
+BINS = STEPS * (128 - LOWEST)
+
+Linear = tuple[int, int, str]  # layer, expert, projection
+F32 = npt.NDArray[np.float32]
+
+
+class WorstRow(NamedTuple):
+    """A linear, and of its rows in each NUMA part the one with the largest ||x-y||/||x||."""
+
+    linear: LinearError
+    numa: int
+    row: int
+    relative_error: float
+
+
+class LinearScales(NamedTuple):
+    """The positive scales of one projection of one expert, in all its parts; numa and row: where the largest is, the
+    first row of those that share it. NaN and -1 where there is no positive scale.
+    """
+
+    layer: int
+    expert: int
+    projection: str
+    median: float
+    largest: float
+    numa: int
+    row: int
 
 
 @dataclass(frozen=True)
-class Figures:
+class Scales:
+    """Those of all experts.
+
+    linears    in the order of layers, experts and projections
+    counts     projection -> how many positive scales lie in each bin: bin i begins at 2^(i / STEPS + LOWEST)
+    zeros      how many scales are zero, others: negative, infinite or not a number
+    """
+
+    linears: list[LinearScales] = field(default_factory=list)
+    counts: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    zeros: int = 0
+    others: int = 0
+
+
+@dataclass(frozen=True)
+class PageData:
     """rows: of the linears with the largest errors, if errors were measured. scales: None where there are none. counts:
     int64 [decoder layers, experts], None where no statistics were given.
     """
@@ -33,17 +90,118 @@ class Figures:
     counts: I64 | None = None
 
 
-def figures(
+def page_data(
     output: Output,
     measure: Measure,
     model: MoeModel | None,
     errors: Sequence[ProjectionErrors],
     counts: I64 | None,
     threads: int,
-) -> Figures:
+) -> PageData:
     """All of it, of an output whose weight files are whole. Raises VerificationError if the disk cannot be read."""
-    rows = () if model is None else tuple(worst_rows(output, measure, model, worst(errors, LINEARS)))
-    return Figures(rows, survey(output, measure, threads), counts)
+    rows = () if model is None else tuple(_worst_rows(output, measure, model, worst(errors, LINEARS)))
+    return PageData(rows, _scales(output, measure, threads), counts)
+
+
+def _parts(output: Output, measure: Measure, fmt: Format, linear: Linear) -> Iterator[Part]:
+    """The parts of a linear whose errors count."""
+    layer, expert, projection = linear
+    _, hidden, intermediate = measure.shapes[layer]
+    grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    return filter(grid.is_measured, grid.parts(expert, projection))
+
+
+def _read(output: Output, fmt: Format, part: Part, tensors: slice = slice(None)) -> list[Bytes]:
+    """Some of a part's tensors; none where one is missing or has another size."""
+    wanted = fmt.encoding.tensors(part.n, part.k)[tensors]
+    stored = [output.tensors.get((part.place, tensor.name)) for tensor in wanted]
+    if any(s is None or s.nbytes != tensor.nbytes for s, tensor in zip(stored, wanted, strict=True)):
+        return []
+    return [output.read(s) for s in stored if s is not None]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _worst_rows(
+    output: Output, measure: Measure, model: MoeModel, linears: Iterable[LinearError]
+) -> Iterator[WorstRow]:
+    """For each of these linears; its parts are in memory one at a time, as float32."""
+    assert measure.fmt is not None
+    fmt = measure.fmt.configured(output.facts)
+    # BF16 would round codes that are kept
+    source = fp8.source_values if fmt.encoding.is_exact(model) else source_values
+    for linear in linears:
+        whole, found = model.linear(*linear[:3]), []
+        for part in _parts(output, measure, fmt, linear[:3]):
+            if not (stored := _read(output, fmt, part)):
+                continue
+            values, matrix = fmt.encoding.decode(stored, part.n, part.k, slice(None)), part.of(whole, measure.numa)
+            errors = np.concatenate(
+                [
+                    _relative(source(matrix.rows(start, min(start + CHUNK, part.n))), values[start : start + CHUNK])
+                    for start in range(0, part.n, CHUNK)
+                ]
+            )
+            row = int(np.argmax(errors))
+            found.append(WorstRow(linear, part.numa, row, float(errors[row])))
+        if found:
+            yield max(found, key=lambda row: row.relative_error)
+
+
+def _relative(x: F32, y: F32) -> npt.NDArray[np.float64]:
+    """Each row's ||x-y||/||x||: float64 [rows]; of a row of zeros 0 or 1, as of linears."""
+    wide = x.astype(np.float64)
+    norm, away = (np.sqrt(np.square(values).sum(axis=1)) for values in (wide, wide - y))
+    errors: npt.NDArray[np.float64] = np.divide(away, norm, out=(away > 0).astype(np.float64), where=norm > 0)
+    return errors
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
+    """The scales of every expert, one expert per thread in memory; None where the format has none, or is not known."""
+    fmt = measure.fmt
+    if fmt is None or fmt.encoding.scales is None:
+        return None
+    sound = {n for n, (_, h, i) in measure.shapes.items() if legal.illegal_reason(fmt, [(h, i)], measure.numa) is None}
+    linears = {place[:3] for place, _ in output.tensors if place.layer in sound}
+    ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
+    found, zeros, others = [], 0, 0
+    counts = {projection: np.zeros(BINS, np.int64) for projection in PROJECTIONS}
+
+    def read(linear: Linear, _slot: int) -> list[tuple[Part, F32]]:
+        return [
+            (part, scale_values(fmt.encoding, stored[0], part.n, part.k))
+            for part in _parts(output, measure, fmt, linear)
+            if (stored := _read(output, fmt, part, slice(-1, None)))
+        ]
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=use_own_cpus) as pool:
+        for linear, _, parts in in_order(pool, ordered, list(range(2 * threads)), read):
+            if not parts:
+                continue
+            values = np.concatenate([scales.reshape(-1) for _, scales in parts])
+            positive = values[np.isfinite(values) & (values > 0)]
+            none = int((values == 0).sum())
+            zeros, others = zeros + none, others + values.size - positive.size - none
+            bins = (STEPS * (np.log2(positive.astype(np.float64)) - LOWEST)).astype(np.int64)
+            counts[linear[2]] += np.bincount(bins, minlength=BINS)
+            found.append(_of_linear(linear, positive, parts))
+    return Scales(found, counts, zeros, others)
+
+
+def _of_linear(linear: Linear, positive: F32, parts: Sequence[tuple[Part, F32]]) -> LinearScales:
+    if not positive.size:
+        return LinearScales(*linear, np.nan, np.nan, -1, -1)
+    largest = positive.max()
+    part, scales = next((part, scales) for part, scales in parts if (scales == largest).any())
+    row = int(np.argmax((scales == largest).any(axis=1))) * (part.n // len(scales))
+    return LinearScales(*linear, float(np.median(positive)), float(largest), part.numa, row)
+
+
+# --- use of experts -------------------------------------------------------------------------------
 
 
 def counts_for(folder: Path, measure: Measure, output: Output) -> I64 | None:

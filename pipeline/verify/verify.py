@@ -27,7 +27,7 @@ from ktconvert.pipeline.verify.dequantized import MEASURE, check_decoded, compar
 from ktconvert.pipeline.verify.hashes import check_hashes
 from ktconvert.pipeline.verify.inputs import Inputs, VerifyOptions, open_inputs, require_finished
 from ktconvert.pipeline.verify.numbers import check_numbers
-from ktconvert.pipeline.verify.page_data import Figures, counts_for, figures
+from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
 from ktconvert.pipeline.verify.reload import check_reload
 from ktconvert.pipeline.verify.structure import (
@@ -50,7 +50,7 @@ class Report:
     errors: tuple[ProjectionErrors, ...] = ()
     against: str | None = None
     predictions: Predictions | None = None
-    figures: Figures | None = None
+    page_data: PageData | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -108,7 +108,7 @@ def _verify(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
     total += source_bytes(output, measured, model) if model is not None else 0
     notes: list[str] = []
     errors: list[ProjectionErrors] = []
-    closer: Figures | None = None
+    closer: PageData | None = None
     reporter.begin(total, 0)
     try:
         if whole:
@@ -126,7 +126,7 @@ def _verify(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
         elif model is not None:
             notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
         if options.page and whole:
-            closer = figures(output, measured, model, errors, counts, options.threads)
+            closer = page_data(output, measured, model, errors, counts, options.threads)
     finally:
         reporter.end()
     predictions: Predictions | None = None
