@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,13 +196,13 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     if config is not None and not container.experts_only:
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
     names = chosen.names
-    headers: list[Header] = []
-    shards: list[Shard] = []
+    headers = read_headers(root, names, container)
+    shards = [
+        Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name))
+        for name, header in headers.items()
+    ]
     tensors: dict[str, TensorInfo] = {}
-    for name in names:
-        header = container.read_header(root / name, name)
-        headers.append(header)
-        shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
+    for name, header in headers.items():
         for info in header.entries:
             if info.name in tensors:
                 other = tensors[info.name].file
@@ -211,8 +212,8 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
             tensors[info.name] = info
     if chosen.index is not None:
         _agree(root, chosen.index, tensors)
-    container.check(root, names, headers)
-    stated = next((header.config for header in headers if header.config), {})
+    container.check(root, names, tuple(headers.values()))
+    stated = next((header.config for header in headers.values() if header.config), {})
     beside = root if config is None else hub.resolve(config, companions_only=True)
     own = _config_of(beside, required=config is not None) or stated
     return TensorSource(
@@ -227,6 +228,24 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         companion_root=beside,
         quantization=_quantization(beside, own),
     )
+
+
+def read_headers(
+    root: Path,
+    names: Iterable[str],
+    container: Container = SAFETENSORS,
+    damaged: dict[str, InputError] | None = None,
+) -> dict[str, Header]:
+    """The headers of these files. damaged: receives the errors of files that cannot be read; else they are raised."""
+    headers: dict[str, Header] = {}
+    for name in names:
+        try:
+            headers[name] = container.read_header(root / name, name)
+        except InputError as error:
+            if damaged is None:
+                raise
+            damaged[name] = error
+    return headers
 
 
 def _config_of(root: Path, *, required: bool) -> dict[str, Any]:

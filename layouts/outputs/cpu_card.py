@@ -17,7 +17,7 @@ QUANT_METHOD = "kt_amx"
 NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
 
 # What the folder holds besides, by --non-experts.
-BESIDE = {
+CONTENTS = {
     "skip": "nothing else: attention, router and shared experts stay in the original checkpoint",
     "copy": "everything else under kt-kernel's names",
     "keep": "everything else under its own names: it is a whole model",
@@ -58,30 +58,21 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
 
 def amx_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
     """The model card of kt-kernel's own formats."""
-    method, numa, layers = facts["method"], facts["numa"], facts["layers"]
-    before = facts.get("resplit_from", ())
-    what = BESIDE[non_experts]
-    return Card(
-        head=("library_name: kt-kernel",),
-        tags=("kt-kernel", "mixture-of-experts"),
-        title=f"{method} expert weights of {base_model or 'this model'}",
-        about=(
-            f"Routed experts of {len(layers)} layers ({ranges(layers)}), quantized to {method} in {numa} NUMA "
-            f"part{'s' if numa != 1 else ''},",
-            f"in the format that kt-kernel 0.7 loads{' (loose .kt folders)' if loose else ''}. The folder holds "
-            f"{what}.",
-        ),
-        rows=(
-            ("method", f"{method} ({facts['bits']} bits, {numbers})"),
-            *([("scales", f"`--scale {facts['scale']}`")] if "scale" in facts else []),
-            *([("importance matrix", f"sha256 `{facts['imatrix']}`")] if "imatrix" in facts else []),
-            *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
-            ("NUMA parts", f"{numa}: load with `--kt-threadpool-count {numa}` and no other"),
-            *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
-            *_of_model(facts),
-        ),
-        use=launch(base_model, method, str(numa)),
+    numa = facts["numa"]
+    about = (
+        f"{_experts(facts)}, quantized to {facts['method']} in {_parts(facts)},",
+        f"in the format that kt-kernel 0.7 loads{' (loose .kt folders)' if loose else ''}. The folder holds "
+        f"{CONTENTS[non_experts]}.",
     )
+    rows = (
+        ("method", f"{facts['method']} ({facts['bits']} bits, {numbers})"),
+        *([("scales", f"`--scale {facts['scale']}`")] if "scale" in facts else []),
+        *([("importance matrix", f"sha256 `{facts['imatrix']}`")] if "imatrix" in facts else []),
+        *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
+        ("NUMA parts", f"{numa}: load with `--kt-threadpool-count {numa}` and no other"),
+        *_resplit(facts),
+    )
+    return _card("kt-kernel", facts, base_model, about, rows, launch(base_model, facts["method"], str(numa)))
 
 
 def launch(base_model: str | None, method: str, numa: str) -> tuple[str, ...]:
@@ -103,83 +94,84 @@ def launch(base_model: str | None, method: str, numa: str) -> tuple[str, ...]:
 
 def own_card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
     """The model card of experts that this project's runtime alone computes."""
-    method, numa, layers = facts["method"], facts["numa"], facts["layers"]
-    before, what = facts.get("resplit_from", ()), BESIDE[non_experts]
-    return Card(
-        head=("library_name: ktconvert",),
-        tags=("mixture-of-experts",),
-        title=f"{method} expert weights of {base_model or 'this model'}",
-        about=(
-            f"Routed experts of {len(layers)} layers ({ranges(layers)}) as {method} in {numa} NUMA "
-            f"part{'s' if numa != 1 else ''}, for the CPU",
-            f"runtime of ktconvert. kt-kernel does not load this layout. The folder holds {what}.",
-        ),
-        rows=(
-            ("method", f"{method} ({numbers})"),
-            ("NUMA parts", f"{numa}"),
-            *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
-            *_of_model(facts),
-        ),
-        use=("```bash", *_use(base_model, non_experts), "```"),
+    about = (
+        f"{_experts(facts)} as {facts['method']} in {_parts(facts)}, for the CPU",
+        f"runtime of ktconvert. kt-kernel does not load this layout. The folder holds {CONTENTS[non_experts]}.",
     )
+    rows = (("method", f"{facts['method']} ({numbers})"), ("NUMA parts", f"{facts['numa']}"), *_resplit(facts))
+    run = f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder"
+    whole = ("ktconvert run /path/to/this/folder", "ktconvert serve /path/to/this/folder")
+    use = ("```bash", *((run,) if non_experts == "skip" else whole), "```")
+    return _card("ktconvert", facts, base_model, about, rows, use)
 
 
 def native_card(
     method: str, facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str
 ) -> Card:
     """The model card of experts as this native method of kt-kernel reads them."""
-    layers = facts["layers"]
-    return Card(
-        head=("library_name: kt-kernel",),
-        tags=("kt-kernel", "mixture-of-experts"),
-        title=f"{method} expert weights of {base_model or 'this model'}",
-        about=(
-            f"Routed experts of {len(layers)} layers ({ranges(layers)}) as kt-kernel's method {method} reads them, for",
-            f"any number of NUMA nodes. The folder holds {BESIDE[non_experts]}.",
-        ),
-        rows=(("method", f"{method} ({numbers})"), *_of_model(facts)),
-        use=launch(base_model, method, "NUMA_NODES"),
+    about = (
+        f"{_experts(facts)} as kt-kernel's method {method} reads them, for",
+        f"any number of NUMA nodes. The folder holds {CONTENTS[non_experts]}.",
     )
+    rows = (("method", f"{method} ({numbers})"),)
+    use = launch(base_model, method, "NUMA_NODES")
+    return _card("kt-kernel", {**facts, "method": method}, base_model, about, rows, use)
 
 
 def backward_card(
     facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str
 ) -> Card:
     """The model card of backward matrices without the experts themselves."""
-    method, numa, layers = facts["method"], facts["numa"], facts["layers"]
-    return Card(
-        head=("library_name: kt-kernel",),
-        tags=("kt-kernel", "mixture-of-experts"),
-        title=f"Backward matrices of {base_model or 'this model'}",
-        about=(
-            f"The transposed routed experts of {len(layers)} layers ({ranges(layers)}) in BF16 and {numa} NUMA "
-            f"part{'s' if numa != 1 else ''}, for",
-            "fine-tuning: the files `BF16_*_bwd_*` that kt-kernel 0.7 writes (loose .kt folders). The folder holds "
-            "nothing else.",
-        ),
-        rows=(("method", f"{method} ({numbers})"), ("NUMA parts", f"{numa}"), *_of_model(facts)),
-        use=(
-            "kt-kernel's method AMXBF16_SFT takes the experts themselves from a checkpoint in BF16. kt-kernel 0.7.2 "
-            "writes these",
-            "files, but does not load a folder of them alone.",
-        ),
+    about = (
+        f"The transposed r{_experts(facts)[1:]} in BF16 and {_parts(facts)}, for",
+        "fine-tuning: the files `BF16_*_bwd_*` that kt-kernel 0.7 writes (loose .kt folders). The folder holds "
+        "nothing else.",
     )
+    rows = (("method", f"{facts['method']} ({numbers})"), ("NUMA parts", f"{facts['numa']}"))
+    use = (
+        "kt-kernel's method AMXBF16_SFT takes the experts themselves from a checkpoint in BF16. kt-kernel 0.7.2 "
+        "writes these",
+        "files, but does not load a folder of them alone.",
+    )
+    return _card("kt-kernel", facts, base_model, about, rows, use, "Backward matrices")
 
 
-def _use(base_model: str | None, non_experts: str) -> tuple[str, ...]:
-    """What runs the model: this folder by itself, unless it holds experts alone."""
-    if non_experts != "skip":
-        return "ktconvert run /path/to/this/folder", "ktconvert serve /path/to/this/folder"
-    return (f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder",)
-
-
-def _of_model(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    return (
+def _card(
+    library: str,
+    facts: Mapping[str, Any],
+    base_model: str | None,
+    about: tuple[str, ...],
+    rows: tuple[tuple[str, str], ...],
+    use: tuple[str, ...],
+    title: str = "{method} expert weights",
+) -> Card:
+    of_model = (
         ("experts per layer", f"{facts['experts']}"),
         ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
         ("activation", f"{facts['activation']}"),
         ("source dtypes", ", ".join(facts["dtypes"])),
     )
+    return Card(
+        head=(f"library_name: {library}",),
+        tags=(*((library,) if library == "kt-kernel" else ()), "mixture-of-experts"),
+        title=f"{title.format(**facts)} of {base_model or 'this model'}",
+        about=about,
+        rows=(*rows, *of_model),
+        use=use,
+    )
+
+
+def _experts(facts: Mapping[str, Any]) -> str:
+    return f"Routed experts of {len(facts['layers'])} layers ({ranges(facts['layers'])})"
+
+
+def _parts(facts: Mapping[str, Any]) -> str:
+    return f"{facts['numa']} NUMA part{'s' if facts['numa'] != 1 else ''}"
+
+
+def _resplit(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    before = facts.get("resplit_from", ())
+    return [("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []
 
 
 AMX = Description("one scale per output row and part", amx_card, config_entries, check_config)

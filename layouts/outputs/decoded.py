@@ -5,40 +5,16 @@ names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.outputs.card import STORED_KEYS, encoded, unquantized
 from ktconvert.layouts.outputs.format import Card
-from ktconvert.layouts.outputs.parts import Place
 
 COMMAND = "dequantize"
 METHOD, VERSION = "BF16", 1
 ARRANGEMENT = "unquantized"
 DTYPE_KEYS = ("dtype", "torch_dtype")
-
-
-@dataclass(frozen=True)
-class NoExperts:
-    """The names of an output whose tensors are all called as in a checkpoint: none is a part of an expert in one of our
-    formats."""
-
-    def key(self, place: Place, suffix: str) -> str:
-        """There is no such part."""
-        return ""
-
-    def find(self, name: str) -> tuple[Place, str] | None:
-        """There is no such part."""
-        return None
-
-    def stray(self, name: str) -> str | None:
-        """Any tensor may be here."""
-        return None
-
-    def describe(self, place: Place, suffix: str) -> str:
-        """There is no such part."""
-        return ""
 
 
 def config_json(original: Mapping[str, Any]) -> bytes:

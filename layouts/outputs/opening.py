@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ktconvert.layouts.checkpoints.containers.container import Header
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, read_index
+from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
-from ktconvert.layouts.files import documents, manifest
+from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, decoded, loose
 from ktconvert.layouts.outputs.arrangement import Names
+from ktconvert.layouts.outputs.native import NativeNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
@@ -23,6 +25,8 @@ WORK_INSIDE = ".ktconvert"
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 FOREIGN_NAME = "not a name that kt-kernel reads"
 
+Item = TypeVar("Item")
+
 
 def is_output(path: Path) -> bool:
     """Whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint.
@@ -31,23 +35,16 @@ def is_output(path: Path) -> bool:
     """
     if not path.is_dir():
         return False
-    try:
-        if (about := manifest.read(path)) is not None:
-            return bool(about["command"] != decoded.COMMAND)
-    except VerificationError:
-        pass  # not our manifest.json; the weights decide
+    if (about := _readable_manifest(path)) is not None:  # else the weights decide
+        return bool(about["command"] != decoded.COMMAND)
     if loose.layers_in(path):
         return True
     kinds = _by_names({})
-    try:
-        return _named_by(kinds, read_index(path / INDEX)) is not None
-    except InputError:
-        pass
+    with contextlib.suppress(InputError):
+        return _named_by(kinds, read_index(path / INDEX)[0]) is not None
     for shard in sorted(path.glob("*.safetensors")):
-        try:
+        with contextlib.suppress(InputError):
             return _named_by(kinds, (entry.name for entry in read_header(shard).entries)) is not None
-        except InputError:
-            continue
     return False
 
 
@@ -61,11 +58,15 @@ def is_decoded(path: Path) -> bool:
 
 def is_whole_model(path: Path) -> bool:
     """Whether a directory is an output that is a whole model, as its manifest says."""
-    try:
-        about = manifest.read(path)
-    except VerificationError:
-        return False
+    about = _readable_manifest(path)
     return about is not None and _format_of(about).arrangement.whole
+
+
+def _readable_manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        return manifest.read(path)
+    except VerificationError:
+        return None
 
 
 def open_output(root: Path) -> Output:
@@ -73,73 +74,83 @@ def open_output(root: Path) -> Output:
 
     Raises UnsupportedError for a directory that holds no experts in one of our formats, VerificationError for a
     manifest that cannot be read."""
-    if not root.is_dir() or not is_output(root):
-        quantized = _json(root, "config.json", {}).get("quantization_config")
-        if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
-            manifest.read(root)  # raises where it is damaged
-            raise UnsupportedError(
-                f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that file "
-                "back or convert again, else give the directory of an output."
-            )
+    if not is_output(root):
+        with contextlib.suppress(InputError):
+            quantized = read_config(root).get("quantization_config")
+            if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
+                manifest.read(root)  # raises where it is damaged
+                raise UnsupportedError(
+                    f"{root}: is packed by {PACKER} and has no {manifest.NAME}; if `ktconvert gpu` wrote it, put that "
+                    "file back or convert again, else give the directory of an output."
+                )
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
     about = _trusted(root)
-    shards = _shards(root)
-    folders = loose.layers_in(root)
-    is_loose = bool(folders) and not shards
-    if about is not None:
-        is_loose = bool(about["settings"].get("no_merge_safetensor"))
-    damaged: dict[str, str] = {}
-    headers = {} if is_loose else dict(_headers(root, shards, damaged))
-    kinds = _by_names({} if about is None else about["model"], None if about is None else _format_of(about))
-    entries = (entry.name for header in headers.values() for entry in header.entries)
-    names = _named_by(kinds, entries) or next(iter(kinds))
-    output = Output(
-        root,
-        is_loose,
-        tuple(fmt.name for fmt in kinds[names]),
-        names,
-        kinds[names][0].arrangement.whole,
-        about,
-        _json(root, "config.json", damaged),
-        *_index(root, damaged),
-        shards,
-        damaged=damaged,
-    )
+    kinds = _by_names({}) if about is None else _by_names(about["model"], _format_of(about))
+    folders, shards = loose.layers_in(root), _shards(root)
+    is_loose = bool(about["settings"].get("no_merge_safetensor")) if about else bool(folders) and not shards
+    output = _opened(root, about, shards, kinds, is_loose)
     if is_loose:
         _walk_loose(output, folders)
-    else:
-        _walk_shards(output, headers)
     return output
 
 
 def open_decoded(root: Path) -> Output:
-    """Open an output of `ktconvert dequantize`, finished or damaged; its defects are recorded in the result, not
-    raised.
-    """
-    damaged: dict[str, str] = {}
-    shards = _shards(root)
+    """Open an output of `ktconvert dequantize` in the same way."""
+    return _opened(root, manifest.read(root), _shards(root), {NativeNames(()): ()}, False)
+
+
+def _opened(
+    root: Path, about: dict[str, Any] | None, shards: list[str], kinds: dict[Names, tuple[Format, ...]], is_loose: bool
+) -> Output:
+    """The output with what lies in its shards; kinds: what names its tensors may have, and the formats of each."""
+    damaged: dict[str, InputError] = {}
+    headers = {} if is_loose else read_headers(root, shards, damaged=damaged)
+    names = _named_by(kinds, (entry.name for header in headers.values() for entry in header.entries))
+    names = names or next(iter(kinds))
+    formats = kinds[names]
+    config = _or_damaged(damaged, root / "config.json", lambda path: read_config(path.parent)) or {}
+    weight_map, total_size = _or_damaged(damaged, root / INDEX, read_index) or (None, None)
     output = Output(
         root,
-        False,
-        (),
-        decoded.NoExperts(),
-        True,
-        manifest.read(root),
-        _json(root, "config.json", damaged),
-        *_index(root, damaged),
+        is_loose,
+        tuple(fmt.name for fmt in formats),
+        names,
+        not formats or formats[0].arrangement.whole,
+        about,
+        config,
+        weight_map,
+        total_size,
         shards,
-        damaged=damaged,
+        damaged={name: f"{name}: {error.problem}" for name, error in damaged.items()},
     )
-    _walk_shards(output, dict(_headers(root, shards, damaged)))
+    for shard, header in headers.items():
+        output.metadata[shard] = header.metadata
+        for entry in header.entries:
+            recognised = names.find(entry.name)
+            if recognised is None:
+                if (why := names.stray(entry.name)) is not None:
+                    output.strays.append((entry.name, shard, why))
+                _add(output, output.others, entry.name, entry)
+                continue
+            if names.key(*recognised) != entry.name:  # numbers with leading zeros
+                output.strays.append((entry.name, shard, FOREIGN_NAME))
+            _add(output, output.tensors, recognised, entry)
     return output
 
 
+def _or_damaged(damaged: dict[str, InputError], path: Path, read: Callable[[Path], Item]) -> Item | None:
+    """What a file holds; None where there is none, or where it is damaged, which is recorded."""
+    try:
+        return read(path) if path.exists() else None
+    except InputError as error:
+        damaged[path.name] = error
+        return None
+
+
 def _shards(root: Path) -> list[str]:
-    return sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.safetensors")
-        if WORK_INSIDE not in path.relative_to(root).parts
-    )
+    """Every safetensors file below a directory, but for those of an unfinished conversion."""
+    files = (path.relative_to(root) for path in root.rglob("*.safetensors"))
+    return sorted(file.as_posix() for file in files if WORK_INSIDE not in file.parts)
 
 
 def _format_of(about: Mapping[str, Any]) -> Format:
@@ -164,14 +175,6 @@ def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
     return next((names for tensor in tensors for names in kinds if names.find(tensor) is not None), None)
 
 
-def _headers(root: Path, shards: Iterable[str], damaged: dict[str, str]) -> Iterator[tuple[str, Header]]:
-    for shard in shards:
-        try:
-            yield shard, read_header(root / shard, shard)
-        except InputError as error:
-            damaged[shard] = f"{shard}: {error.problem}"
-
-
 def _trusted(root: Path) -> dict[str, Any] | None:
     """The manifest, None if there is none.
 
@@ -191,50 +194,6 @@ def _trusted(root: Path) -> dict[str, Any] | None:
             f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."
         )
     return about
-
-
-def _json(root: Path, name: str, damaged: dict[str, str]) -> dict[str, Any]:
-    try:
-        tree = documents.parse((root / name).read_bytes())
-        documents.require_plain(tree)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        damaged[name] = f"{name}: not valid JSON ({str(error)[:100]})"
-        return {}
-    if not isinstance(tree, dict):
-        damaged[name] = f"{name}: must hold a JSON object"
-        return {}
-    return tree
-
-
-def _index(root: Path, damaged: dict[str, str]) -> tuple[dict[str, str] | None, int | None]:
-    if not (root / INDEX).exists():
-        return None, None
-    try:
-        weight_map = read_index(root / INDEX)
-    except InputError as error:
-        damaged[INDEX] = f"{INDEX}: {error.problem}"
-        return None, None
-    about = _json(root, INDEX, damaged).get("metadata")
-    total = about.get("total_size") if isinstance(about, dict) else None
-    return weight_map, total if isinstance(total, int) else None
-
-
-def _walk_shards(output: Output, headers: Mapping[str, Header]) -> None:
-    for shard, header in headers.items():
-        output.metadata[shard] = header.metadata
-        for entry in header.entries:
-            recognised = output.names.find(entry.name)
-            if recognised is None:
-                why = output.names.stray(entry.name)
-                if why is not None:
-                    output.strays.append((entry.name, shard, why))
-                _add(output, output.others, entry.name, entry)
-                continue
-            if output.names.key(*recognised) != entry.name:  # numbers with leading zeros
-                output.strays.append((entry.name, shard, FOREIGN_NAME))
-            _add(output, output.tensors, recognised, entry)
 
 
 def _walk_loose(output: Output, folders: dict[int, Path]) -> None:

@@ -24,7 +24,7 @@ def select(root: Path, files: list[str]) -> Selection | None:
         raise InputError(f"{root}: several indexes ({', '.join(indexes)}); keep one, named {INDEX}")
     if indexes:
         chosen = INDEX if INDEX in indexes else indexes[0]
-        index = read_index(root / chosen)
+        index, _ = read_index(root / chosen)
         names = sorted(set(index.values()))
         for name in names:
             if not (root / name).exists():
@@ -38,8 +38,10 @@ def select(root: Path, files: list[str]) -> Selection | None:
     return Selection(main, None, tuple(f for f in present if f not in main))
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """The weight_map of an index: tensor name to shard, each shard a path inside the index's directory."""
+def read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    """The weight_map of an index: tensor name to shard, each shard a path inside the index's directory; and its
+    total_size, None where it has none.
+    """
     try:
         data = path.read_bytes()
         if data.startswith(LFS_MAGIC):
@@ -58,7 +60,9 @@ def read_index(path: Path) -> dict[str, str]:
             raise damaged_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
         if not shard.endswith(".safetensors"):
             raise damaged_file(path, f"places tensor {name!r} in {shard!r}, not a .safetensors file")
-    return weight_map
+    about = tree.get("metadata")
+    total = about.get("total_size") if isinstance(about, dict) else None
+    return weight_map, total if isinstance(total, int) else None
 
 
 def _inside(shard: str) -> bool:
