@@ -1,144 +1,493 @@
-"""Experts in panels: the bytes are those of the NumPy definition, in any number of parts, and can be read back."""
+"""Weights in panels, as BF16, FP8 and MXFP4: every kernel is the definition, the definition is the rule, and what is FP8 or
+MXFP4 already keeps its codes and scales.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
+import tracemalloc
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.experts import recognise
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.parts import PROJECTIONS, take_part
 from ktconvert.native_quant import kernels, kernels_panels
-from ktconvert.native_quant.matrix import BF16, F32, Matrix
-from ktconvert.quantizers import panels
-from ktconvert.quantizers.reference import decode
-from rig import conversion, killpoint
+from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MXFP4, KINDS, Matrix
+from ktconvert.pipeline.stages.experts import ROWS
+from ktconvert.quantizers import FLOAT_GRIDS, fp8, mxfp4, panels, reference
+from ktconvert.quantizers.scales import E4M3, e8m0
+from rig import gguf as ggml
+from rig.golden import FOLDER
+from rig.safetensors import bits_of, read_file
 
-SIZES = st.sampled_from((32, 64, 96, 160))
+Bits = Any
+Codes = npt.NDArray[np.uint8]
+ISAS = st.sampled_from(kernels.available_isas())
+MULTIPLES = {"BF16": 32, "FP8": 128, "MXFP4": 32}
 
 
-def bits(shape: tuple[int, int], seed: int) -> npt.NDArray[np.uint16]:
+def packed(method: str, matrix: Matrix, isa: str | None = None) -> list[Bits]:
+    """Codes [n, k] and scales (BF16: the bits alone) by the kernels."""
+    n, k = matrix.shape
+    before = kernels.isa()
+    kernels.set_isa(isa or before)
+    try:
+        if method == "BF16":
+            codes: Bits = np.empty((n // 32, 32 * k), np.uint16)
+            kernels_panels.pack_bf16(matrix, codes)
+            return [panels.unlay(codes)]
+        if method == "FP8":
+            codes, scales = (
+                np.full((n // 32, 32 * k), 0xAA, np.uint8),
+                np.full((n // 128, k // 128), np.nan, np.float32),
+            )
+            kernels_panels.pack_fp8(matrix, codes, scales)
+            return [panels.unlay(codes), scales]
+        codes, exponents = np.full((n // 32, 16 * k), 0xAA, np.uint8), np.full((n // 32, k), 0xAA, np.uint8)
+        kernels_panels.pack_mxfp4(matrix, codes, exponents)
+        return [mxfp4.unlay_codes(codes), mxfp4.unlay_exponents(exponents)]
+    finally:
+        kernels.set_isa(before)
+
+
+def defined(method: str, bits: Bits) -> list[Bits]:
+    return [bits] if method == "BF16" else [*(fp8 if method == "FP8" else mxfp4).quantize(bits)]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    for one, other in zip(reversed(ours), reversed(theirs), strict=True):
+        assert (one == other).all()
+
+
+# --- drawn --------------------------------------------------------------------------------------------------------------
+
+
+def any_bits(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
     """Any finite BF16 numbers, subnormal ones and -0 among them."""
-    values = np.random.default_rng(seed).integers(0, 1 << 16, shape, np.uint16)
+    values = rng.integers(0, 1 << 16, shape, np.uint16)
     values[(values & 0x7F80) == 0x7F80] = 0x8000
     return values
 
 
-@given(n=SIZES, k=SIZES, seed=st.integers(0, 9), turned=st.booleans(), isa=st.sampled_from(kernels.available_isas()))
-def test_bf16_panels_are_those_of_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
-    values = bits((n, k), seed)
-    matrix = Matrix(values.T.copy().T if turned else values, BF16)
-    codes = np.empty((n // 32, 32 * k), np.uint16)
-    kernels.set_isa(isa)
-    try:
-        kernels_panels.pack_bf16(matrix, codes)
-    finally:
-        kernels.set_isa(None)
-    assert (codes == panels.lay(values)).all()
-    assert (panels.unlay(codes) == values).all()
+def near_each_other(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+    """Numbers of about 20 exponents, so that codes of all kinds come out; and a block of zeros."""
+    values = rng.integers(0, 1 << 7, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
+    values |= (rng.integers(0, 20, shape, np.uint16) + np.uint16(rng.integers(1, 230))) << 7
+    values[:128, :128] &= 0x8000
+    return values
+
+
+def plain(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+    return reference.f32_to_bf16(rng.standard_normal(shape).astype(np.float32) * 0.02)
+
+
+EXPONENTS = st.integers(0, 254) | st.sampled_from((0, 1, 2, 3, 4, 15, 16, 17, 252, 253, 254))
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Bits:
+    """32 BF16 values within some powers of two of the largest, with many ties of E2M1; zeros and subnormal ones."""
+    top, spread = draw(EXPONENTS), draw(st.integers(0, 8))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 20)))
+    fractions = rng.choice([0, 32, 64, 96], 32) if draw(st.booleans()) else rng.integers(0, 128, 32)
+    magnitudes = np.maximum(top - rng.integers(0, spread + 1, 32), 0) << 7 | fractions
+    magnitudes[rng.random(32) < draw(st.sampled_from((0, 0.1, 1)))] = 0
+    return (magnitudes | rng.integers(0, 2, 32) << 15).astype(np.uint16)
+
+
+# --- the kernels --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    method=st.sampled_from(list(MULTIPLES)), n=st.integers(1, 5), k=st.integers(1, 5), turned=st.booleans(), isa=ISAS,
+    make=st.sampled_from((any_bits, near_each_other, plain)), data=st.data(),
+)  # fmt: skip
+def test_every_kernel_is_the_definition(
+    method: str, n: int, k: int, turned: bool, isa: str, make: Callable[..., Bits], data: st.DataObject
+) -> None:
+    rng, unit = np.random.default_rng(data.draw(st.integers(0, 99))), MULTIPLES[method]
+    values = make((n * unit, k * unit), rng)
+    if method == "MXFP4":
+        drawn = np.stack([data.draw(blocks()) for _ in range(6)])[rng.integers(0, 6, values.size // 32)]
+        drawn = drawn.reshape(values.shape) ^ rng.integers(0, 1 << 7, values.shape, np.uint16) * data.draw(
+            st.booleans()
+        )
+        values = np.where(rng.random((len(values), 1)) < 0.8, drawn, values)
+    ours = packed(method, Matrix(values.T.copy().T if turned else values, BF16), isa)
+    assert_same(ours, defined(method, values))
+    assert method != "FP8" or not ((ours[0] & 0x7F) == fp8.NAN).any()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "f32", "fp8_e4m3"])
+@pytest.mark.parametrize("grid", FLOAT_GRIDS.values(), ids=lambda grid: grid.name)
+def test_golden_bytes(grid: Any, kind: str) -> None:
+    """Red after a change to the numbers: raise the grid's version and run `make golden`."""
+    if not (path := FOLDER / f"{grid.name}.v{grid.version}.{kind}.safetensors").exists():
+        pytest.skip(f"{grid.name} has no golden file of this kind")
+    tensors = bits_of(read_file(path))
+    options: dict[str, Any] = {}
+    if "in.scales" in tensors:
+        options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
+    matrix = Matrix(tensors["in.values"], KINDS[kind], **options)
+    form = next(form.encoding for form in FORMATS.values() if form.encoding.grid == grid)
+    for tensor, made in zip(form.tensors(*matrix.shape), quantized(form, matrix), strict=True):
+        assert made.tobytes() == tensors[f"out.{tensor.name}"].tobytes()
+
+
+def quantized(form: Any, matrix: Matrix) -> list[Bits]:
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
+    form.quantize(matrix, out)
+    return out
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("method", MULTIPLES)
+@pytest.mark.parametrize("row", [0, 15, 31, 32, 127, 128, 255])
+def test_numbers_that_are_not_finite_are_named(method: str, row: int) -> None:
+    values = np.ones((256, 256), np.float32)
+    values[row, 191] = np.nan
+    values[255, 3] = np.inf
+    with pytest.raises(kernels.NonFinite) as raised:
+        packed(method, Matrix(values, F32))
+    assert (raised.value.row, raised.value.column) == (row, 3 if row == 255 else 191)
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (64, 80)])
+def test_wrong_sizes_are_refused(n: int, k: int) -> None:
+    with pytest.raises(ValueError, match="must be multiples of 32"):
+        packed("MXFP4", Matrix(np.zeros((n, k), np.float32), F32))
 
 
 def test_element_is_where_the_format_says() -> None:
-    """FORMAT.md's formula, element by element."""
+    """FORMAT.md's formulas, element by element."""
     n, k = 64, 96
+    rng = np.random.default_rng(0)
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
     flat = panels.lay(values).reshape(-1).view(np.uint8)
+    codes, exponents = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 255, (n, k // 32), np.uint8)
+    laid, scales = mxfp4.lay_codes(codes).reshape(-1), mxfp4.lay_exponents(exponents).reshape(-1)
     for r in range(n):
         for c in range(k):
             s, h, i, b, j = r // 32, r % 32 // 16, r % 16, c // 32, c % 32
             at = 64 * s * k + 2048 * b + 1024 * h + 64 * (j // 2) + 4 * i + 2 * (j % 2)
             assert flat[at : at + 2].view(np.uint16)[0] == values[r, c]
+            at = 16 * s * k + 512 * b + 256 * h + 64 * (j // 8) + 4 * i + 2 * (j % 2) + j % 8 // 4
+            assert laid[at] >> 4 * (j % 8 // 2 % 2) & 15 == codes[r, c]
+            assert scales[s * k + 32 * b + r % 32] == exponents[r, b]
+    assert (panels.unlay(panels.lay(values)) == values).all()
+    assert (mxfp4.unlay_codes(laid.reshape(2, -1)) == codes).all()
+    assert (mxfp4.unlay_exponents(scales.reshape(2, -1)) == exponents).all()
 
 
-@pytest.mark.parametrize("row", [0, 31, 32, 63])
-def test_numbers_that_are_not_finite_are_named(row: int) -> None:
-    values = np.ones((64, 96), np.float32)
-    values[row, 95] = np.inf
+# --- the definition of FP8 ----------------------------------------------------------------------------------------------
+
+
+def test_codes_are_the_nearest_with_ties_to_even() -> None:
+    """Against all 127 magnitudes, not by the formula."""
+    grid = E4M3[:127].astype(np.float64)
+    between = (grid[1:] + grid[:-1]) / 2
+    near = np.concatenate([between, np.nextafter(between, 0), np.nextafter(between, 1e9), grid, [448, 463, 1e9]])
+    x = near.astype(np.float32)
+    distance = np.abs(x.astype(np.float64)[:, None] - grid)
+    nearest = distance == distance.min(axis=1, keepdims=True)
+    even = np.arange(127) % 2 == 0
+    wanted = np.where(nearest.sum(axis=1) == 2, (nearest & even).argmax(axis=1), nearest.argmax(axis=1))
+    assert (fp8.codes_of(x) == wanted).all()
+    assert (fp8.codes_of(-x) == wanted + 0x80).all()
+    assert fp8.codes_of(np.array([0.0, -0.0], np.float32)).tolist() == [0, 0x80]
+
+
+def test_codes_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    bits = plain((256, 256), np.random.default_rng(1))
+    codes, scales = fp8.quantize(bits)
+    x = reference.bf16_to_f32(bits) / fp8.each(scales)
+    assert (codes == torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"),
+    [(0, 1.0), (0x3F80, np.float32(1) / np.float32(448)), (0x43E0, 1.0), (0x0001, 2.0**-126), (0x7F7F, None)],
+)
+def test_scales(amax: int, scale: float | None) -> None:
+    """1 for zeros; 448 / 448; the smallest one, and the largest."""
+    bits = np.zeros((128, 128), np.uint16)
+    bits[77, 3] = amax | 0x8000
+    codes, scales = packed("FP8", Matrix(bits, BF16))
+    wanted = reference.bf16_to_f32(np.array([amax], np.uint16))[0] / np.float32(448) if scale is None else scale
+    assert scales[0, 0] == np.float32(wanted) == fp8.block_scales(bits)[0, 0]
+    assert codes[77, 3] == {0: 0x80, 1: 0x84}.get(amax, 0xFE)
+
+
+# --- the definition of MXFP4 --------------------------------------------------------------------------------------------
+
+VALUES = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+
+
+def by_hand(block: Bits) -> tuple[int, list[int]]:
+    """Exponent and codes of 32 BF16 values, in fractions: NUMERICS.md, word by word."""
+    x = [Fraction(float(v)) for v in reference.bf16_to_f32(block & 0x7FFF)]
+    signs = [int(bits) >> 15 << 3 for bits in block]
+    if not any(x):
+        return 127, signs
+    power = max(e for e in range(-140, 128) if Fraction(2) ** e <= max(x))
+    best: tuple[Fraction, int, list[int]] | None = None
+    for e in (min(max(power - 2 + 127, 1), 252), min(max(power - 1 + 127, 1), 252)):
+        unit = Fraction(2) ** (e - 127)
+        codes = [min(range(8), key=lambda c: (abs(v / unit - VALUES[c]), c % 2)) for v in x]
+        error = sum((v - unit * VALUES[c]) ** 2 for v, c in zip(x, codes, strict=True))
+        if best is None or error < best[0]:
+            best = error, e, codes
+    assert best is not None
+    return best[1], [code | sign for code, sign in zip(best[2], signs, strict=True)]
+
+
+@given(block=blocks())
+def test_the_definition_is_the_rule(block: Bits) -> None:
+    codes, exponents = mxfp4.quantize(block[None])
+    assert (int(exponents[0, 0]), codes[0].tolist()) == by_hand(block)
+    assert np.isfinite(mxfp4.dequantize(codes, exponents)).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "exponent", "codes"),
+    [
+        ([6, 0.25, -0.25, 0.75, 1.25], 127, [7, 0, 8, 2, 2]),  # ties go to even codes, -0 stays
+        ([6, 1.75, 2.5, 3.5, 5], 127, [7, 4, 4, 6, 6]),
+        ([7, 0, 0, 0, 0], 127, [7, 0, 0, 0, 0]),  # as far from 6 as from 8: the smaller exponent
+        ([-7.5, 0, 0, 0, 0], 128, [14, 0, 0, 0, 0]),
+        ([0, -0.0, 0, 0, 0], 127, [0, 8, 0, 0, 0]),
+        ([2.0**-129, 0, 0, 0, 0], 1, [0, 0, 0, 0, 0]),
+    ],
+)
+def test_single_blocks(values: list[float], exponent: int, codes: list[int]) -> None:
+    bits = np.zeros((1, 32), np.uint16)
+    bits[0, :5] = reference.f32_to_bf16(np.array(values, np.float32))
+    assert by_hand(bits[0]) == (exponent, [*codes, *[0] * 27])
+    assert_same(mxfp4.quantize(bits), (np.array([[*codes, *[0] * 27]]), np.array([[exponent]])))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("normal", 0.112), ("t5", 0.123)])
+def test_error(name: str, limit: float) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((1024, 2048)) if name == "normal" else rng.standard_t(5, (1024, 2048))
+    bits = reference.f32_to_bf16((x * 0.02).astype(np.float32))
+    values = reference.bf16_to_f32(bits).astype(np.float64)
+    error = values - mxfp4.dequantize(*mxfp4.quantize(bits))
+    assert np.sqrt(np.square(error).sum() / np.square(values).sum()) < limit
+
+
+# --- what is FP8 or MXFP4 already ---------------------------------------------------------------------------------------
+
+
+def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
+    codes[(codes & 0x7F) == fp8.NAN] = 0
+    codes[:128, :128] = 0
+    return codes, rng.uniform(1e-40, 1e-2, (n // 128, k // 128)).astype(np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.sampled_from((128, 256, 384)),
+    k=st.sampled_from((128, 256, 384)),
+    seed=st.integers(0, 9),
+    turned=st.booleans(),
+    isa=ISAS,
+)
+def test_codes_and_scales_in_the_same_blocks_are_kept(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
+    codes, scales = stored_fp8(n + 128, k + 128, seed)
+    whole = Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128))
+    made, made_scales = packed("FP8", whole.rows(128, n + 128).columns(128, k + 128), isa)
+    assert (made == codes[128:, 128:]).all()
+    assert (made_scales == scales[1:, 1:]).all()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_nan_among_kept_codes_is_named(turned: bool) -> None:
+    codes, scales = stored_fp8(256, 256, 0)
+    codes[130, 77] = 0xFF
     with pytest.raises(kernels.NonFinite) as raised:
-        kernels_panels.pack_bf16(Matrix(values, F32), np.empty((2, 32 * 96), np.uint16))
-    assert (raised.value.row, raised.value.column) == (row, 95)
+        packed("FP8", Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128)))
+    assert (raised.value.row, raised.value.column) == (130, 77)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
-    """(source, output, parts) of a small checkpoint converted by the command."""
-    root = tmp_path_factory.mktemp("panels")
-    source = conversion.checkpoint(root / "source", layers=2, hidden=96, width=64)
-    done = ktconvert(
-        "cpu", "-i", source, "-o", root / "out", "--quant-method", "bf16", "--threadpool-count", request.param
-    )
-    assert done.returncode == 0, done.stderr
-    assert "the experts are BF16 already: every number stays what it is" in done.stderr
-    return source, root / "out", request.param
+def reader(out: list[Any]) -> Any:
+    return lambda tensor, start=0, stop=None: out[tensor][start:stop]
 
 
-def ktconvert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return conversion.ktconvert(*map(str, arguments))
+def written(matrix: Matrix) -> npt.NDArray[np.float32]:
+    """The numbers of a matrix as FP8."""
+    form = FORMATS["FP8"].encoding
+    out = quantized(form, matrix)
+    assert error_sums(form, matrix, out)[3] == 0
+    assert not any(defect(reader(out), *matrix.shape) for defect in form.defects if defect)
+    return form.decode(out, *matrix.shape)
 
 
-def test_output_holds_the_source(output: tuple[Path, Path, int]) -> None:
-    source, out, parts = output
-    model = recognise(open_checkpoint(source))
-    stored = {entry.name: entry.shape for shard in out.glob("*.safetensors") for entry in read_header(shard).entries}
-    form = FORMATS["BF16"].encoding
-    assert len(stored) == 2 * model.shape(0)[0] * 3 * parts
-    report = ktconvert("verify", out, "--against", source, "--full")
-    assert report.returncode == 0 and "verified" in report.stdout
-    linear = model.linear(1, 1, "down")
-    part = take_part(linear, "down", parts - 1, parts)
-    n, k = part.shape
-    assert stored[f"blk.1.ffn_down_exps.1.numa.{parts - 1}.codes"] == (n // 32, 32 * k)
-    packed = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
-    form.quantize(part, packed)
-    assert (packed[0].view(np.uint16) == panels.lay(decode(part)).reshape(-1)).all()
-    assert (form.decode(packed, n, k, slice(5, 40))[:, 0] == form.decode(packed, n, k)[5:40, 0]).all()
+def test_scales_that_are_not_positive_lose_no_number() -> None:
+    codes, scales = stored_fp8(256, 256, 1)
+    scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
+    numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+    wanted = E4M3[codes] * fp8.each(scales)
+    assert (numbers.view(np.uint32) == wanted.view(np.uint32)).all()
 
 
-def test_refusals(output: tuple[Path, Path, int], tmp_path: Path) -> None:
-    source, _, _ = output
-    for option, text in (
-        ("--no-merge-safetensor", "BF16 has no loose files; leave out --no-merge-safetensor, or add"),
-        ("--save-backward-weights", "in loose files only, without the experts; add --no-merge-safetensor"),
-    ):
-        done = ktconvert("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", "bf16", option)
-        assert done.returncode == 2 and text in done.stderr
-    done = ktconvert("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", "bf16", "--threadpool-count", 4)
-    assert done.returncode == 3 and "is not a multiple of 32" in done.stderr
+def test_kept_numbers_must_be_finite() -> None:
+    codes, scales = stored_fp8(256, 256, 1)
+    scales[1, 1] = 3e38
+    codes[128:, 128:] = 0
+    codes[200, 255] = 0x40
+    with pytest.raises(kernels.NonFinite) as raised:
+        written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+    assert (raised.value.row, raised.value.column) == (200, 255)
+    codes[200, 255] = 0x38  # 1
+    written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
 
 
-def test_killed_and_resumed_to_the_same_bytes(output: tuple[Path, Path, int], tmp_path: Path) -> None:
-    source, out, parts = output
-    shim, log = killpoint.build(tmp_path), tmp_path / "log"
-    options = ("--quant-method", "bf16", "--threadpool-count", str(parts), "-q")
-    command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(tmp_path / "out"), *options]
-    assert killpoint.run(command, tmp_path / "out", 40, shim, log).returncode == killpoint.KILLED
-    assert killpoint.run(command, tmp_path / "out", 0, shim, log).returncode == 0
-    assert conversion.tree(tmp_path / "out") == conversion.tree(out)
+@pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
+def test_scales_that_make_numbers_infinite(name: str) -> None:
+    """Only with the codes of their own block, here the second of the second row."""
+    codes, scales = stored_fp8(256, 384, 1)
+    form = FORMATS[name].encoding
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(256, 384)]
+    codes[128:, 128:256] &= 0x87  # below 1
+    form.quantize(Matrix(codes, FP8_E4M3, scales, (128, 128)), out)
+    held, (_, defect), read = out[1].view(np.float32), form.defects, reader(out)
+    assert not defect(read, 256, 384)
+    held[4] = 3e38
+    assert not defect(read, 256, 384)
+    held[5] = 3e38
+    assert defect(read, 256, 384) == "scale 5, 3e+38, makes a number infinite"
 
 
-def test_damage_is_found(output: tuple[Path, Path, int]) -> None:
-    _, out, _ = output
-    shard = next(out.glob("model-00001*"))
-    before = shard.read_bytes()
+@pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
+def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name: str) -> None:
+    form, (n, k) = FORMATS[name].encoding, (1024, 1024)
+    codes, scales = stored_fp8(n, k, 1)
+    codes[:128, :128] = 0x38  # 1
+    scales[0, 0], scales[1, 1], scales[2, 2] = 3e38, -1, 0
+    matrix = Matrix(codes, FP8_E4M3, scales, (128, 128))
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
+    form.quantize(matrix, out)
+    tracemalloc.start()
     try:
-        shard.write_bytes(before[:-2] + b"\x80\x7f")  # an infinity
-        done = ktconvert("verify", out)
-        assert done.returncode == 6 and "is infinite or not a number" in done.stdout + done.stderr
+        form.quantize(matrix, out)
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
-        shard.write_bytes(before)
+        tracemalloc.stop()
+    assert peak < 2 * ROWS * k + (16 << 10)  # what a plan counts, and Python's objects
 
 
-def test_projections_are_all_there(output: tuple[Path, Path, int]) -> None:
-    _, out, parts = output
-    names = json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]
-    assert {name.split("_")[1] for name in names} == set(PROJECTIONS)
-    assert {name.split(".numa.")[1].split(".")[0] for name in names} == {str(t) for t in range(parts)}
+def stored_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
+    """Codes [n, k] and exponents [n, k/32] as safetensors or ggml store them."""
+    n, k = codes.shape
+    if kind == "fp4":
+        return Matrix(codes[:, ::2] | codes[:, 1::2] << 4, FP4_E2M1, e8m0(exponents), (1, 32))
+    split = codes.reshape(n, k // 32, 2, 16)
+    return Matrix(
+        np.concatenate([exponents[..., None], split[:, :, 0] | split[:, :, 1] << 4], 2).reshape(n, -1), GGML_MXFP4
+    )
+
+
+@given(
+    kind=st.sampled_from(("fp4", "ggml")),
+    seed=st.integers(0, 99),
+    rows=st.sampled_from(((0, 128), (64, 128))),
+    columns=st.sampled_from(((0, 320), (64, 256), (256, 320))),
+    isa=st.sampled_from(kernels.available_isas()),
+)
+def test_codes_and_exponents_stay(
+    kind: str, seed: int, rows: tuple[int, int], columns: tuple[int, int], isa: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    codes, exponents = rng.integers(0, 16, (128, 320), np.uint8), rng.integers(0, 255, (128, 10), np.uint8)
+    exponents[7], exponents[9] = 0, 254
+    limit = np.repeat(np.select([exponents < 253, exponents == 253], [7, 5], 3), 32, axis=1)
+    codes = np.minimum(codes & 7, limit).astype(np.uint8) | codes & 8
+    matrix = stored_mxfp4(kind, codes, exponents).rows(*rows).columns(*columns)
+    wanted = codes[slice(*rows), slice(*columns)], exponents[slice(*rows), columns[0] // 32 : columns[1] // 32]
+    assert_same(packed("MXFP4", matrix, isa), wanted)
+    assert (reference.bf16_to_f32(kernels.decode(matrix)) == mxfp4.dequantize(*wanted)).all()
+
+
+@pytest.mark.parametrize("kind", ["fp4", "ggml"])
+@pytest.mark.parametrize(("code", "exponent"), [(6, 253), (15, 253), (4, 254), (12, 254)])
+def test_what_is_infinite_as_bf16_is_refused(kind: str, code: int, exponent: int) -> None:
+    codes, exponents = np.zeros((64, 64), np.uint8), np.full((64, 2), 120, np.uint8)
+    codes[33, 40], exponents[33, 1] = code, exponent
+    with pytest.raises(kernels.NonFinite) as raised:
+        packed("MXFP4", stored_mxfp4(kind, codes, exponents))
+    assert (raised.value.row, raised.value.column) == (33, 40)
+
+
+@pytest.mark.parametrize(("group", "factor"), [(16, 1), (32, 3)])
+def test_other_scales_are_rounded(group: int, factor: int) -> None:
+    """NVFP4 has the codes, and scales that MXFP4 has not."""
+    rng = np.random.default_rng(2)
+    codes = rng.integers(0, 256, (64, 64), np.uint8)
+    scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
+    matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
+    assert_same(packed("MXFP4", matrix), mxfp4.quantize(reference.decode(matrix)))
+
+
+def test_gguf_py_has_these_values() -> None:
+    """ggml's blocks, by gguf-py, are what is unpacked."""
+    blocks_of = ggml.blocks("MXFP4", 64, 128)
+    form = FORMATS["MXFP4"].encoding
+    values = gguf.quants.dequantize(blocks_of, gguf.GGMLQuantizationType.MXFP4)
+    assert (form.decode(quantized(form, Matrix(blocks_of, GGML_MXFP4)), 64, 128) == values).all()
+
+
+# --- codes alone, for scales of other blocks ---------------------------------------------------------------------------
+
+
+@given(
+    n=st.sampled_from((32, 96, 160)),
+    k=st.sampled_from((32, 64, 352)),
+    start=st.integers(0, 3),
+    isa=ISAS,
+    rest=st.booleans(),
+)
+def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, rest: bool) -> None:
+    """Also columns of a wider matrix, from any address on."""
+    rng = np.random.default_rng(n + k + start)
+    wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
+    values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
+    kernels.set_isa(isa)
+    try:
+        kernels_panels.lay_fp8(values, codes)
+    finally:
+        kernels.set_isa(None)
+    np.testing.assert_array_equal(codes, panels.lay(values))
+
+
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_a_nan_among_codes_alone_is_refused(nan: int) -> None:
+    values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)
+    values[33, 95] = nan
+    with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
+        kernels_panels.lay_fp8(values, codes)
+
+
+def test_codes_alone_that_do_not_fit_are_refused() -> None:
+    values, codes = np.zeros((32, 64), np.uint8), np.empty((1, 32 * 64), np.uint8)
+    for wrong, message in (
+        (values[:, ::2], "contiguous"),
+        (values.view(np.int8), "uint8"),
+        (values[:31], "multiples of 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels_panels.lay_fp8(wrong, codes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="codes"):
+        kernels_panels.lay_fp8(values, codes[:, :-1])

@@ -1,0 +1,412 @@
+"""`cpu` to MXFP4, FP8 and BF16, in NUMA parts and as kt-kernel's native methods read them (`--layout kt`): outputs hold the
+numbers of the definition, or those of a source that has them already; killed, resumed, damaged, computed with, refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.encodings import mxfp4 as encodings_of_mxfp4
+from ktconvert.layouts.encodings.encoding import is_zero
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.parts import take_part
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import BF16, Matrix
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.quantizers import fp8, mxfp4, panels, reference
+from rig import conversion, encodings, floats, killpoint
+from rig import gguf as ggml
+from rig.encodings import PROJECTIONS, W132
+from rig.files import rewrite
+from rig.safetensors import bits_of, data_start, edit_header, header_of, read_folder
+
+METHODS = ("mxfp4", "fp8", "bf16")
+KEPT = "the experts are {} already: every number stays what it is"
+Made = Callable[..., tuple[Path, str]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In BF16."""
+    return conversion.checkpoint(tmp_path_factory.mktemp("outputs") / "source", layers=2, hidden=256, width=256)
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, cli: Any) -> Made:
+    """Its output in a method, in this many parts or for kt-kernel, and what was said; made once, only to be read."""
+
+    @functools.cache
+    def convert(method: str, *how: object) -> tuple[Path, str]:
+        out = source.with_name(f"{method} {how}")
+        return out, cli("cpu", "-i", source, "-o", out, "--quant-method", method, *how).stderr
+
+    return convert
+
+
+NUMA1, NUMA2, KT = ("--threadpool-count", 1), ("--threadpool-count", 2), ("--layout", "kt")
+WAYS = [(method, how) for method in METHODS for how in (NUMA1, NUMA2, KT)]
+every_way = pytest.mark.parametrize(
+    ("method", "how"), WAYS, ids=lambda part: part if isinstance(part, str) else part[1]
+)
+
+
+def parts_of(how: tuple[Any, ...]) -> int:
+    return 1 if how == KT else how[1]
+
+
+def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
+    """The tensors of a linear of these BF16 values, by the definition."""
+    if method == "bf16":
+        return [bits if how == KT else panels.lay(bits)]
+    codes, scales = (mxfp4 if method == "mxfp4" else fp8).quantize(bits)
+    if how == KT:
+        return [codes[:, ::2] | codes[:, 1::2] << 4 if method == "mxfp4" else codes, scales]
+    if method == "fp8":
+        return [panels.lay(codes), scales]
+    return [mxfp4.lay_codes(codes), mxfp4.lay_exponents(scales)]
+
+
+def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection: str, part: int) -> list[str]:
+    """Of these tensors."""
+    if how != KT:
+        base = f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{part}"
+        return [f"{base}.codes", f"{base}.scales"][: 1 if method == "bf16" else 2]
+    if method == "mxfp4":  # DeepSeek-V4's
+        return [f"layers.{layer}.ffn.experts.{expert}.{W132[projection]}.{suffix}" for suffix in ("weight", "scale")]
+    base = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+    return [base, f"{base}_scale_inv"][: 1 if method == "bf16" else 2]
+
+
+def check(out: Path, method: str, how: tuple[Any, ...], model: MoeModel, wanted: Callable[[Matrix], list[Any]]) -> None:
+    """Every tensor, and no other."""
+    tensors = bits_of(read_folder(out))
+    for layer in model.layers:
+        for expert in range(model.shape(layer)[0]):
+            for projection in PROJECTIONS:
+                for number in range(parts_of(how)):
+                    part = take_part(model.linear(layer, expert, projection), projection, number, parts_of(how))
+                    keys = names(method, how, layer, expert, projection, number)
+                    for key, bits in zip(keys, wanted(part), strict=True):
+                        assert (tensors.pop(key).view(bits.dtype) == bits).all(), key
+    assert not tensors
+
+
+# --- the numbers --------------------------------------------------------------------------------------------------------
+
+
+@every_way
+def test_output_is_the_definition(method: str, how: tuple[Any, ...], source: Path, made: Made, cli: Any) -> None:
+    out, said = made(method, *how)
+    assert (KEPT.format("BF16") in said) == (method == "bf16") and "rounds twice" not in said and "int8" not in said
+    model = recognise(open_checkpoint(source))
+    check(out, method, how, model, lambda part: defined(method, how, reference.decode(part)))
+    name = f"{'kt_' if how == KT else ''}{method}"
+    options = ("--quant-method", name, "--numa", parts_of(how))
+    report = json.loads(cli("verify", out, "--against", source, "--full", "--json", *options).stdout)
+    assert report["method"] == name.upper() and name.upper() in cli("inspect", out).stdout
+    opened = measure(open_output(out))
+    assert opened.shapes == dict.fromkeys((0, 1), (2, 256, 256)) and opened.fmt == FORMATS[name.upper()]
+
+
+def test_rows_of_an_output_are_decoded_alone() -> None:
+    for method, form in ((method, FORMATS[method.upper()].encoding) for method in METHODS):
+        bits = conversion.bf16(np.random.default_rng(2), 256, 128)
+        packed = [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for tensor in defined(method, NUMA1, bits)]
+        values = form.decode(packed, 256, 128)
+        exact = {"bf16": reference.bf16_to_f32, "fp8": of_fp8, "mxfp4": lambda b: mxfp4.dequantize(*mxfp4.quantize(b))}
+        assert (values == exact[method](bits)).all()
+        for rows in (slice(5, 40), np.array([63, 1])):
+            assert (form.decode(packed, 256, 128, rows) == values[rows]).all()
+        assert not is_zero(form, packed, 256, 128)
+        zeros = 0x88 if method == "mxfp4" else 0x80
+        signs = np.resize(np.array([0, zeros] if method == "bf16" else [zeros], np.uint8), packed[0].size)
+        assert is_zero(form, [packed[0] & signs, *packed[1:]], 256, 128)
+
+
+def of_fp8(bits: Any) -> Any:
+    codes, scales = fp8.quantize(bits)
+    return fp8.E4M3[codes] * fp8.each(scales)
+
+
+def kept(method: str, part: Matrix) -> list[Any]:
+    """The tensors of a part whose codes and scales stay what they are."""
+    if method == "fp8":
+        assert part.scales is not None
+        (row, column), (n, k) = (start // 128 for start in part.origin), part.shape
+        return [
+            panels.lay(np.ascontiguousarray(part.values)),
+            part.scales[row : row + n // 128, column : column + k // 128],
+        ]
+    scales = part.each_scale()[:, ::32]
+    values = reference.bf16_to_f32(reference.decode(part)) / np.repeat(scales, 32, axis=1)
+    return [
+        mxfp4.lay_codes(_e2m1(values)),
+        mxfp4.lay_exponents((np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)),
+    ]
+
+
+def _e2m1(values: Any) -> Any:
+    """Codes of numbers that E2M1 has."""
+    codes = np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8)
+    return codes | np.signbit(values).astype(np.uint8) << 3
+
+
+SAME = {
+    "fp8": ("FP8 in blocks", "E8M0 of 128x128"),
+    "mxfp4": ("DeepSeek-V4", "V4 in unsigned bytes", "ct MXFP4", "blocks"),
+}
+
+
+@pytest.mark.parametrize(("method", "name"), [(method, name) for method, names in SAME.items() for name in names])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_codes_and_scales_are_kept(method: str, name: str, parts: int, tmp_path: Path, cli: Any) -> None:
+    """`verify` finds that no number was changed, and the plan says so, also of MXFP4 as BF16."""
+    folder, _ = encodings.write(name, tmp_path / "model")
+    how = ("--threadpool-count", parts)
+    said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
+    assert KEPT.format(method.upper()) in said and "rounds twice" not in said and "better choice" not in said
+    check(tmp_path / "out", method, how, recognise(open_checkpoint(folder)), lambda part: kept(method, part))
+    nothing_is_lost(tmp_path / "out", folder, cli)
+
+
+def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:
+    report = json.loads(cli("verify", out, "--against", folder, "--full", "--json").stdout)
+    assert {layer["relative_error"] for layer in report["errors"]} == {0.0}
+
+
+@pytest.mark.parametrize("stored_in", ["safetensors", "gguf"])
+def test_mxfp4_of_other_files(stored_in: str, cli: Any, tmp_path: Path) -> None:
+    if stored_in == "gguf":
+        about = ggml.about(1, embedding_length=192, expert_feed_forward_length=128)
+        folder = ggml.write(tmp_path / "model.gguf", ggml.model([("MXFP4",) * 3], hidden=192, width=128), about)
+    else:
+        folder, _ = encodings.write("DeepSeek-V4", tmp_path / "model")
+    for method, words in (
+        ("mxfp4", KEPT.format("MXFP4")),
+        ("bf16", "BF16 holds all numbers of MXFP4: every number stays"),
+    ):
+        said = cli("cpu", "-i", folder, "-o", tmp_path / method, "--quant-method", method).stderr
+        assert words in said and "rounds twice" not in said
+        nothing_is_lost(tmp_path / method, folder, cli)
+
+
+@pytest.mark.parametrize("name", ["FP8 of 128x64", "FP8 of 1x256", "FP8 of 256x256", "modelopt NVFP4"])
+def test_other_scales_are_rounded(name: str, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = "mxfp4"
+    if name.startswith("FP8"):
+        method, block = "fp8", tuple(map(int, name.removeprefix("FP8 of ").split("x")))
+        made = encodings.fp8(block, ".weight_scale_inv")
+        monkeypatch.setitem(
+            encodings.ENCODINGS, name, encodings.Encoding("F8_E4M3", "fp8", made, encodings.fp8_config(block))
+        )
+    folder, _ = encodings.write(name, tmp_path / "model")
+    how = ("--threadpool-count", 3)
+    said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
+    assert f"{'FP8' if method == 'fp8' else 'NVFP4'} to {method.upper()} rounds twice" in said and "already" not in said
+    model = recognise(open_checkpoint(folder))
+    check(tmp_path / "out", method, how, model, lambda part: defined(method, how, reference.decode(part)))
+    cli("verify", tmp_path / "out", "--against", folder, "--full")
+
+
+def test_memory_of_mxfp4_is_that_of_some_rows() -> None:
+    """What is in panels meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
+    form, values = encodings_of_mxfp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*values.shape)]
+    form.quantize(Matrix(values, BF16), out)
+    tracemalloc.start()
+    try:
+        form.quantize(Matrix(values, BF16), out)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * encodings_of_mxfp4.ROWS_AT_A_TIME * 256
+    values[300, 7] = 0x7FC0
+    with pytest.raises(kernels.NonFinite, match="row 300, column 7"):
+        form.quantize(Matrix(values, BF16), out)
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_of_the_layout_of_kt_kernel(source: Path, made: Made, cli: Any, tmp_path: Path) -> None:
+    """Without its manifest such an output is a checkpoint: nothing else tells it from one."""
+    for method in METHODS:
+        out, said = made(method, *KT, *NUMA2)
+        assert "note: --threadpool-count changes nothing with --layout kt" in said and "NUMA part" not in said
+        assert f"--kt-method {method.upper()} " in (out / "README.md").read_text()
+        planned = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", method, *KT, "--dry-run", "--json")
+        assert len(json.loads(planned.stdout.splitlines()[-1])["units"]) == 2
+    assert is_output(out) and not is_output(source)
+    shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json"))
+    assert not is_output(tmp_path / "copy")
+
+
+def test_what_kt_kernel_could_do_is_not_advised(made: Made, cli: Any) -> None:
+    said = cli("verify", made("mxfp4", *NUMA2)[0], "--numa", 4, code=6).stderr
+    assert "; load it as MXFP4, 2 NUMA part" in said
+    assert ", or rewrite it with `ktconvert resplit`" in said and "kt-" not in said
+
+
+def test_fp8_of_an_output_keeps_its_tensors(made: Made, tmp_path: Path, cli: Any) -> None:
+    """What was written once is the source of the next conversion."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(made("fp8", *KT)[0], first, ignore=shutil.ignore_patterns("manifest.json"))
+    config = json.loads((first / "config.json").read_text()) | {"quantization_config": encodings.fp8_config((128, 128))}
+    del config["transformers_weights"]
+    rewrite(first / "config.json", json.dumps(config))
+    said = cli("cpu", "-i", first, "-o", second, "--quant-method", "fp8", *KT).stderr
+    assert KEPT.format("FP8") in said
+    assert read_folder(first) == read_folder(second)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "options"),
+    [
+        (2, "FP8 has no loose files", ("fp8", "--no-merge-safetensor")),
+        (2, "FP8 has no matrices for fine-tuning", ("fp8", "--save-backward-weights")),
+        (3, "256/4 = 64, is not a multiple of 128", ("fp8", "--threadpool-count", 4)),
+        (2, "BF16 has no loose files; leave out --no-merge-safetensor, or add", ("bf16", "--no-merge-safetensor")),
+        (2, "without the experts; add --no-merge-safetensor", ("bf16", "--save-backward-weights")),
+        (3, "is not a multiple of 32", ("bf16", "--threadpool-count", 16)),
+        (2, "--layout kt is for mxfp4, fp8 and bf16; AMXINT4 is for NUMA parts", ("int4", *KT)),
+        (2, "--layout kt holds experts alone", ("fp8", *KT, "--non-experts", "keep")),
+        (2, "has no loose files", ("fp8", *KT, "--no-merge-safetensor")),
+        (2, "has no matrices for fine-tuning", ("bf16", *KT, "--save-backward-weights")),
+    ],
+)
+def test_refusals(code: int, text: str, options: tuple[Any, ...], source: Path, tmp_path: Path, cli: Any) -> None:
+    done = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", *options, code=code)
+    assert text in done.stderr
+
+
+def test_a_width_that_no_block_divides(tmp_path: Path, cli: Any) -> None:
+    narrow = conversion.checkpoint(tmp_path / "narrow", layers=1, hidden=256, width=64)
+    done = cli("cpu", "-i", narrow, "-o", tmp_path / "x", *KT, "--quant-method", "fp8", code=3)
+    assert "is not a multiple of 128" in done.stderr
+
+
+DAMAGE: list[tuple[str, tuple[Any, ...], int, int, bytes, str]] = [  # which tensor of a weight, where in it, to what
+    ("mxfp4", NUMA1, 1, 40, b"\xff", "scale 40, 255, is not a number"),
+    ("mxfp4", NUMA2, 1, 40, b"\xfe", "scale 40, 254, makes a number infinite"),
+    ("fp8", NUMA2, 0, 0, b"\x7f", "is not a number"),
+    ("fp8", NUMA2, 1, 0, bytes(4), "is 0.0"),
+    ("fp8", NUMA2, 1, 0, b"\0\0\x80\xff", "is -inf"),
+    ("bf16", NUMA1, 0, 6, b"\x80\x7f", "is infinite or not a number"),
+    ("mxfp4", KT, 1, 3, b"\xff", "is not a number"),
+    ("fp8", KT, 0, 8, b"\xff", "is not a number"),
+    ("bf16", KT, 0, 2, b"\xff\x7f", "not a number"),
+]
+
+
+def damaged(out: Path, key: str, at: int, to: bytes) -> None:
+    """A copy of an output with other bytes in a tensor."""
+    shard = next(path for path in out.glob("*.safetensors") if key in header_of(path))
+    data, begin = bytearray(shard.read_bytes()), data_start(shard) + header_of(shard)[key]["data_offsets"][0] + at
+    data[begin : begin + len(to)] = to
+    rewrite(shard, bytes(data))
+
+
+@pytest.mark.parametrize(("method", "how", "which", "at", "to", "words"), DAMAGE)
+def test_damage_is_found(
+    method: str, how: tuple[Any, ...], which: int, at: int, to: bytes, words: str, made: Made, tmp_path: Path, cli: Any
+) -> None:
+    key = names(method, how, 0, 1, "up", 0)[which]
+    out = Path(shutil.copytree(made(method, *how)[0], tmp_path / "out"))
+    damaged(out, key, at, to)
+    said = cli("verify", out, code=6).stdout
+    assert f"{key} in model-" in said and words in said
+    min(out.glob("model-*.safetensors")).unlink()
+    cli("verify", out, code=6)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "how"),
+    [
+        ("", "mxfp4", NUMA2),
+        ("", "bf16", NUMA1),
+        ("FP8 in blocks", "fp8", ("--threadpool-count", 3)),
+        ("", "mxfp4", KT),
+        ("DeepSeek-V4", "fp8", KT),
+        ("gptq 4 v2 order", "int8", NUMA1),
+        ("ct NVFP4", "int4", ("--threadpool-count", 3)),
+    ],
+)
+def test_killed_and_resumed_to_the_same_bytes(
+    name: str, method: str, how: tuple[Any, ...], source: Path, tmp_path: Path, cli: Any
+) -> None:
+    given = encodings.write(name, tmp_path / "model")[0] if name else source
+    shim, log, again = killpoint.build(tmp_path), tmp_path / "log", tmp_path / "again"
+    command = [*conversion.KTCONVERT, "cpu", "-i", given, "-q", "--quant-method", method, *map(str, how), "-o"]
+    assert killpoint.run([*command, tmp_path / "whole"], tmp_path / "whole", 0, shim, log).returncode == 0
+    calls = killpoint.count(log)
+    assert killpoint.run([*command, again], again, calls // 2, shim).returncode == killpoint.KILLED
+    cli("resume", again)
+    assert conversion.tree(again) == conversion.tree(tmp_path / "whole")
+
+
+# --- our runtime, and the layout of kt-kernel ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_runtime_computes_with_it(method: str, source: Path, made: Made, tmp_path: Path) -> None:
+    """The same bits as with these experts packed on the spot."""
+    model, out = recognise(open_checkpoint(source)), made(method, *KT)[0]
+    stacks = (
+        np.stack([reference.decode(model.linear(1, e, p)) for e in range(model.shape(1)[0])]) for p in PROJECTIONS
+    )
+    expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
+    assert ours.method == method.upper()
+    call = floats.activations(3, 256), np.tile(np.arange(2), (3, 1)), np.full((3, 2), 0.5, np.float32)
+    np.testing.assert_array_equal(ours.forward(*call), expected.forward(*call))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method: str, made: Made, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(made(method, *KT)[0], tmp_path / "out"))
+    shard, about = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()
+    before = shard.read_bytes()
+    other = next(f"KT_{other.upper()}" for other in METHODS if other != method)
+
+    def refused(error: type[Exception], words: str) -> None:
+        with pytest.raises(error, match=words):
+            Experts.load(out, 0)
+
+    says = "manifest says activation swiglu_limit, these settings say silu; give"
+    for name, value, words in (
+        ("method", other, f"manifest.json: says method {other}, the weights .*; convert it ag"),
+        ("numa", 2, "manifest.json: says numa 2, the weights .*; convert it ag"),
+        ("activation", "swiglu_limit", says),
+    ):
+        document = json.loads(about)
+        document["model"][name] = value
+        rewrite(out / "manifest.json", json.dumps(document))
+        refused(UnsupportedError, words)
+    rewrite(out / "manifest.json", about)
+    assert Experts.load(out, 0).method == method.upper()
+    for name, value in (("method", other), ("num_experts", "9"), ("hidden_size", "64")):
+        edit_header(shard, lambda header, entry={name: value}: header["__metadata__"].update(entry))
+        refused(UnsupportedError, rf"{shard.name}: its header says {name} {value}, .*; convert it again")
+        rewrite(shard, before)
+    for harmed in (before[:-64], before[:100]):
+        rewrite(shard, harmed)
+        refused(InputError, rf"{shard.name}: .*; convert it again")
+    rewrite(shard, before)
+    key = names(method, KT, 0, 1, "gate", 0)[0 if method == "bf16" else 1]
+    damaged(out, key, 0, {"mxfp4": b"\xff", "fp8": b"\0\0\xc0\x7f", "bf16": b"\xc0\x7f"}[method])
+    refused(InputError, rf"{shard.name}: tensor '{key}': .*; convert it again")
+    shard.unlink()
+    refused(InputError, rf"names {shard.name}, which is missing; convert it again")
