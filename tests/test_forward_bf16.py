@@ -18,7 +18,6 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke
-from ktconvert.native_quant.runtime import weights as weights_module
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
@@ -183,7 +182,7 @@ def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def linears(experts: Experts) -> smoke.Linears:
     """The format's own numbers."""
-    return functools.partial(weights_module.linears, Path(), experts.packed)
+    return experts.packed.linears
 
 
 def test_outputs_are_computed(output: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ktconvert.native_quant.runtime.parallel import in_parallel
+from ktconvert.native_quant.runtime.weights import in_parallel
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.native_quant.runtime.converted import open_converted
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.weights import layers_of
 from rig.files import rewrite
 from rig.safetensors import edit_header
 
@@ -62,7 +62,7 @@ def test_every_form_and_memory_gives_the_same(method: str, outputs: Outputs, cal
 
 
 def test_what_is_loaded_says_what_it_is(outputs: Outputs) -> None:
-    assert layers_of(outputs["int4", "merged"]) == layers_of(outputs["int8", "loose"]) == [0, 1]
+    assert open_converted(outputs["int4", "merged"]).layers == open_converted(outputs["int8", "loose"]).layers == [0, 1]
     with Experts.load(
         outputs["int8", "loose"], 0, method="AMXINT8", num_experts=8, hidden=256, intermediate=256
     ) as experts:

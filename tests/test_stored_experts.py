@@ -17,7 +17,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import shared_pool
-from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.sources import open_experts
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.eval import eval as evaluate
 from ktconvert.pipeline.cli.run import run
@@ -319,7 +319,7 @@ def test_limits_may_differ_from_layer_to_layer(tmp_path: Path, cli: Callable[...
     layer = native.read("MXFP4_v4")
     outs: list[list[Any]] = []
     for path in (model, tmp_path / "numa", tmp_path / "kt"):
-        assert tuple(kind_of(path).swiglu_of(path, n).limit for n in range(3)) == limits
+        assert tuple(open_experts(path).swiglu_of(n).limit for n in range(3)) == limits
         experts = [Experts.load(path, n, parts=2, swiglu_limit=limit) for n, limit in enumerate(limits)]
         outs.append([one.forward(layer.hidden, layer.ids, layer.weights) for one in experts])
         for n in range(3):
@@ -337,7 +337,7 @@ def test_limits_may_differ_from_layer_to_layer(tmp_path: Path, cli: Callable[...
 def test_a_limit_that_is_no_number(limit: Any, tmp_path: Path) -> None:
     model = limited(tmp_path / "in", layers=2, swiglu_limit=limit)
     with pytest.raises(InputError, match="swiglu_limit must be a number from 0 on for layer 1, not"):
-        kind_of(model).swiglu_of(model, 1)
+        open_experts(model).swiglu_of(1)
 
 
 def limited_experts(family: str, **config: Any) -> Any:

@@ -3,7 +3,6 @@ reference is right itself."""
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime import smoke, weights
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.verify import verify
@@ -172,9 +172,8 @@ def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: An
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
     matrices = random_experts(6, 256, 256, 3)
-    from ktconvert.layouts.outputs import FORMATS
 
-    return weights.pack(**matrices, fmt=FORMATS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
+    return weights.pack(**matrices, method=METHODS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
 
 
 def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str, Any]]) -> None:
@@ -185,7 +184,7 @@ def test_the_reference_is_the_mathematics(random_experts: Callable[..., dict[str
     inner = np.einsum("nh,eih->nei", hidden, gate)
     inner = inner / (1 + np.exp(-inner)) * np.einsum("nh,eih->nei", hidden, up)
     wanted = np.einsum("nei,ehi->neh", inner, down)
-    computed = smoke.reference(experts, functools.partial(weights.linears, Path(), experts), hidden, threads=2)
+    computed = smoke.reference(experts, experts.linears, hidden, threads=2)
     assert computed.shape == (3, 6, 256)
     assert 0.001 < smoke.distance(computed, wanted.astype(np.float32), (0, 1, 2)) < 0.02
 

@@ -5,8 +5,10 @@ The numbers: quantizers/NUMERICS.md, section 5. BF16 values are uint16 arrays of
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -19,14 +21,14 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime import tables, weights
+from ktconvert.native_quant.instruction_sets import raise_error
+from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime.converted import MEMORY
 from ktconvert.native_quant.runtime.jobs import Job, check
 from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
 from ktconvert.native_quant.runtime.pool import Pool, default_pool
-from ktconvert.native_quant.runtime.requirements import Requirements
-from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.sources import open_experts
 from ktconvert.native_quant.runtime.swiglu import Swiglu
-from ktconvert.native_quant.runtime.tables import InUse
 
 U16 = npt.NDArray[np.uint16]
 I64 = npt.NDArray[np.int64]
@@ -34,6 +36,15 @@ F32 = npt.NDArray[np.float32]
 Skip = npt.NDArray[np.bool_] | npt.NDArray[np.uint8] | None
 
 _warned: set[tuple[str, int, int]] = set()
+
+
+@dataclass(frozen=True)
+class InUse:
+    """What a forward reads: ktq_moe, the table that it points to, and the arrays that the table points to."""
+
+    moe: Any
+    table: Any
+    packed: weights.LayerWeights
 
 
 class Experts:
@@ -64,7 +75,7 @@ class Experts:
         self.pool = pool or default_pool()
         self.exact = exact
         self.source: Path | None = None  # the directory that it was loaded from
-        table = tables.table(packed, tables.checked_order(order, packed.experts))
+        table = _table(packed, _checked_order(order, packed.experts))
         moe = ffi.new(
             "ktq_moe *",
             {
@@ -113,11 +124,11 @@ class Experts:
         order   int64 [E]: expert p computes with the file's expert order[p]
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
-        if memory not in weights.MEMORY:
-            raise ValueError(f"memory is one of {', '.join(weights.MEMORY)}, not '{memory}'")
+        if memory not in MEMORY:
+            raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
         swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or default_pool(), Path(path)
-        required = Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
-        packed = kind_of(path).load(path, layer, pool, required)
+        required = weights.Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu)
+        packed = open_experts(path).load(layer, pool, required)
         if parts is not None and parts != packed.grid.numa:
             _report_parts(str(path), packed.grid.numa, parts, strict)
         loaded = cls(packed, pool=pool, exact=exact, order=order, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha)
@@ -308,6 +319,43 @@ class Experts:
                 f"{self.num_experts - 1}; without strict_ids it adds nothing to token {token}"
             )
         return self.call_at(tokens, ids.shape[1], *addresses)
+
+
+def _table(packed: weights.LayerWeights, order: list[int]) -> Any:
+    """ktq_expert [parts][E]: where each matrix lies. Raises ValueError where C would read past one."""
+    number = METHODS[packed.method].number
+    rows = ffi.new("ktq_expert[]", packed.grid.numa * packed.experts)
+    at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
+    for place, expert in enumerate(order):
+        at[expert].append(place)
+    for part, stored in packed.arrays.items():
+        if (actual := sum(data.nbytes for data in stored)) != (needed := _weight_bytes(number, part.n, part.k)):
+            raise ValueError(f"a part [{part.n}, {part.k}] of {packed.method} has {needed} bytes, not {actual}")
+        addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
+        for place in at[part.expert]:
+            row = rows[part.numa * packed.experts + place]
+            for name, address in zip((part.projection, f"{part.projection}_scale"), addresses, strict=False):
+                setattr(row, name, address)  # a format without scales has one tensor
+    return rows
+
+
+def _checked_order(order: I64 | None, experts: int) -> list[int]:
+    """The file's expert for each place; None: the file's order. Raises ValueError for what is no such list."""
+    if order is None:
+        return list(range(experts))
+    numbers = [int(number) for number in order]
+    if len(numbers) != experts or min(numbers) < 0 or max(numbers) >= experts:
+        raise ValueError(f"order must name one of {experts} experts for each of {experts} places")
+    return numbers
+
+
+@functools.cache
+def _weight_bytes(number: int, n: int, k: int) -> int:
+    """Codes and scales of a weight [n, k] as C reads them, by the number of a method. Raises ValueError for other sizes
+    than it can have."""
+    codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
+    raise_error(lib.ktq_weight_bytes(number, n, k, codes, scales))
+    return int(codes[0] + scales[0])
 
 
 def _report_parts(path: str, have: int, required: int, strict: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import why_not_multiple
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, damaged_tensor
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
@@ -31,17 +32,194 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3, decode
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
-from ktconvert.native_quant.runtime.contents import Status, contents
-from ktconvert.native_quant.runtime.metadata_checks import require_as_in_manifest, require_as_in_metadata
+from ktconvert.native_quant.runtime.converted import open_converted
 from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
-from ktconvert.native_quant.runtime.parallel import in_parallel
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.requirements import Requirements
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
-from ktconvert.native_quant.runtime.weights import LayerWeights, arrays_of, check_limits, opened_output
+from ktconvert.native_quant.runtime.weights import (
+    LayerWeights,
+    Requirements,
+    Status,
+    arrays_of,
+    check_limits,
+    contents,
+    in_parallel,
+    sizes_of,
+)
 from ktconvert.quantizers.reference import bf16_to_f32
 
 F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The directory of a checkpoint, opened."""
+
+    path: Path
+    model: MoeModel
+    damage: tuple[()] = ()  # one with a file that cannot be read is refused when it is opened
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers with experts."""
+        return list(self.model.layers)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json; {} where there is none."""
+        return self.model.source.config
+
+    def shape_of(self, layer: int) -> tuple[int, int, int]:
+        """E, H and I of a layer that has experts."""
+        return self.model.shape(layer)
+
+    def swiglu_of(self, layer: int) -> Swiglu:
+        """What a layer's experts compute by config.json, as far as their method can."""
+        if layer not in self.model.moe_layers:
+            return PLAIN
+        return self.method_of(layer).swiglu_of(self.config, self.model.activation, layer)
+
+    def require_computable(self) -> None:
+        """Raises UnsupportedError unless each layer's experts can be computed as they are stored; no weight is read."""
+        for layer in self.layers:
+            self._require_activation(layer, self.method_of(layer), self.swiglu_of(layer))
+
+    def require_readable(self, layer: int) -> None:
+        """As `damage`."""
+
+    def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+        """Gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
+        each = (self.model.linear(packed.grid.layer, expert, projection) for projection in PROJECTIONS)
+        gate, up, down = (bf16_to_f32(decode(linear)) for linear in each)
+        yield gate, up, down
+
+    def load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
+        """One layer in so many NUMA parts (None: one for each of the pool's nodes if that divides the weights, else 1),
+        in the memory of the pool's nodes.
+
+        Raises UnsupportedError where it is not as required, or where the experts compute something else; InputError
+        where tensors are missing, damaged or not finite.
+        """
+        with _remedies(self.path):
+            return self._load(layer, pool, required)
+
+    def method_of(self, layer: int, required: str | None = None) -> Method:
+        """The method that computes a layer's experts as they are stored. Raises UnsupportedError where none does, or
+        another than the required one.
+        """
+        moe = self.model.moe_layers[layer]
+        weights = list(moe.weights.values())
+        fitting = [m for m in METHODS.values() if m.reads and all(m.reads(weight, moe) for weight in weights)]
+        if fitting and required in (None, fitting[0].name):
+            return fitting[0]
+        stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in weights))
+        if fitting:
+            raise UnsupportedError(
+                f"{self.path}: the experts of layer {layer} are {stored}, which method {fitting[0].name} computes, not "
+                f"{required}; give method {fitting[0].name}, or convert with `ktconvert cpu`."
+            )
+        raise UnsupportedError(
+            f"{self.path}: the experts of layer {layer} are {stored}, which no method of this runtime computes"
+            f"{f', {required} neither' if required else ''}; convert the model with `ktconvert cpu`."
+        )
+
+    def _require_activation(self, layer: int, method: Method, swiglu: Swiglu) -> None:
+        """Raises UnsupportedError where config.json, or the shards of an output, say that the experts compute something
+        else than these settings do.
+        """
+        model = self.model
+        configured = in_config(model.source.config, model.activation, layer)
+        what, remedy = "", "keep them on the GPU"
+        facts, given = _kt_layout(self.path) or {}, swiglu.activation
+        if configured is None and facts.get("activation", given) != given:
+            raise UnsupportedError(
+                f"{self.path}: its manifest says activation {facts['activation']}, these settings say {given}; "
+                "give swiglu_limit and swiglu_alpha as config.json of the model has them."
+            )
+        if model.weights_on != "output":
+            what = "multiply routing weights with their input"
+        elif model.activation == "swiglu_oai":
+            if configured != swiglu:
+                what = f"compute {ACTIVATIONS[model.activation]}"
+                if configured and ALPHA in method.swiglu:
+                    remedy = f"give {configured}"
+        elif model.activation not in ("silu", "swiglu_limit"):
+            what = f"compute {ACTIVATIONS[model.activation]}"
+        elif configured is not None and configured != swiglu:
+            what = f"clamp gate and up to {configured.limit}" if configured.limit else "clamp nothing"
+            remedy = f"give {configured}" if LIMIT in method.swiglu else remedy
+        if what:
+            raise UnsupportedError(
+                f"{self.path}: the experts of layer {layer} {what}; method {method.name} computes silu(gate) * up with "
+                f"routing weights on the output, unless told otherwise; {remedy}."
+            )
+        if facts:
+            open_converted(self.path).require_metadata(layer, swiglu)
+
+    def _load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
+        model = self.model
+        if layer not in model.moe_layers:
+            raise UnsupportedError(
+                f"{self.path}: holds no experts in layer {layer}, but in {ranges(self.layers)}; give one of these."
+            )
+        method = self.method_of(layer, required.method)
+        count, h, i = model.shape(layer)
+        required.require(self.path, layer, "tensors", (count, h, i))
+        self._require_activation(layer, method, required.swiglu)
+        grid = ExpertGrid(layer, h, i, _parts(self.path, method, h, i, required.parts, len(pool.nodes)))
+        check_limits(method.name, grid)
+        sizes = sizes_of(method, grid, count)
+        of_part = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
+        warn_of_shortages(str(self.path), [of_part] * grid.numa, pool.nodes, machine.node_memory_available())
+
+        def one(item: tuple[int, str]) -> None:
+            expert, projection = item
+            linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
+            for part in grid.parts(expert, projection):
+                try:
+                    method.put(StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part])
+                except kernels.NonFinite as bad:
+                    info = stored.values
+                    what = (
+                        f": row {bad.row} of NUMA part {part.numa} of expert {expert} holds a number that is not finite"
+                    )
+                    raise InputError.of_tensor(
+                        info.name, what, "download it again", path=model.source.path(info)
+                    ) from None
+
+        with blocks(sizes, grid.numa, pool.nodes) as views:
+            arrays = arrays_of(method.tensors, views)
+            in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
+        for info in model.layer_tensors(layer):
+            model.source.release(info)
+        return LayerWeights(method.name, grid, count, arrays)
+
+
+def _described(weight: Weight, layer: MoeLayer) -> str:
+    block = weight.fit(layer.input_major)
+    of_blocks = weight.encoding.kind == FP8_E4M3
+    scaled = f" with a scale for each {block[0]} x {block[1]}" if of_blocks else ""
+    turned = ", stored by columns" if layer.input_major else ""
+    return f"{weight.encoding.title}{scaled}{turned}"
+
+
+def _parts(path: Path, method: Method, hidden: int, intermediate: int, required: int | None, nodes: int) -> int:
+    """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into the required ones."""
+
+    def reason(parts: int) -> str | None:
+        return why_not_multiple(method.multiple, hidden, intermediate, parts)
+
+    parts = required if required is not None else 1 if reason(nodes) else nodes
+    if why := reason(parts):
+        legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
+        raise UnsupportedError(
+            f"{path}: method {method.name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
+            f"(threadpool_count): {legal}."
+        )
+    return parts
+
+
+# --- opening --------------------------------------------------------------------------------------
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -49,108 +227,6 @@ def is_checkpoint(path: Path) -> bool:
     released, or what `ktconvert cpu --layout kt` made of one.
     """
     return path.is_dir() and _is_checkpoint_at(path.resolve(), contents(path))
-
-
-def layers_of(path: Path) -> list[int]:
-    """The layers with experts."""
-    return list(_opened(path).layers)
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    """config.json; {} where there is none."""
-    return _opened(path).source.config
-
-
-def shape_of(path: Path, layer: int) -> tuple[int, int, int]:
-    """E, H and I of a layer that has experts."""
-    return _opened(path).shape(layer)
-
-
-def method_of(path: Path, layer: int) -> str:
-    """The method that computes a layer's experts as they are stored. Raises UnsupportedError where none does."""
-    return _method_of(path, _opened(path), layer, None).name
-
-
-def damage_of(path: Path) -> list[str]:
-    """None: a checkpoint with a file that cannot be read is refused when it is opened."""
-    return []
-
-
-def require_readable(path: Path, layer: int) -> None:
-    """As damage_of."""
-
-
-def swiglu_of(path: Path, layer: int) -> Swiglu:
-    """What a layer's experts compute by config.json, as far as their method can."""
-    model = _opened(path)
-    if layer not in model.moe_layers:
-        return PLAIN
-    return _method_of(path, model, layer, None).swiglu_of(model.source.config, model.activation, layer)
-
-
-def require_computable(path: Path) -> None:
-    """Raises UnsupportedError unless each layer's experts can be computed as they are stored; no weight is read."""
-    model = _opened(path)
-    for layer in model.layers:
-        method = _method_of(path, model, layer, None)
-        _require_activation(path, model, layer, method, swiglu_of(path, layer))
-
-
-def linears(path: Path, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-    """Gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
-    model, layer = _opened(path), packed.grid.layer
-    gate, up, down = (bf16_to_f32(decode(model.linear(layer, expert, projection))) for projection in PROJECTIONS)
-    yield gate, up, down
-
-
-def load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
-    """One layer of a checkpoint in so many NUMA parts (None: one for each of the pool's nodes if that divides the
-    weights, else 1), in the memory of the pool's nodes.
-
-    Raises UnsupportedError where it is not as wanted, or where the experts compute something else; InputError where
-    tensors are missing, damaged or not finite.
-    """
-    with _remedies(path):
-        return _load(path, layer, pool, required)
-
-
-def _load(path: Path, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
-    model = _opened(path)
-    if layer not in model.moe_layers:
-        raise UnsupportedError(
-            f"{path}: holds no experts in layer {layer}, but in {ranges(list(model.layers))}; give one of these."
-        )
-    method = _method_of(path, model, layer, required.method)
-    count, h, i = model.shape(layer)
-    required.require_sizes(path, layer, (count, h, i), "tensors")
-    _require_activation(path, model, layer, method, required.swiglu)
-    grid = ExpertGrid(layer, h, i, _parts(path, method, h, i, required.parts, len(pool.nodes)))
-    check_limits(method.name, grid)
-    sizes = {
-        (part, tensor.name): tensor.nbytes
-        for part in grid.all_parts(range(count))
-        for tensor in method.tensors(part.n, part.k)
-    }
-    of_part = sum(size for (part, _), size in sizes.items() if part.numa == 0) * len(model.layers)
-    warn_of_shortages(str(path), [of_part] * grid.numa, pool.nodes, machine.node_memory_available())
-
-    def one(item: tuple[int, str]) -> None:
-        expert, projection = item
-        linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
-        for part in grid.parts(expert, projection):
-            try:
-                method.put(StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part])
-            except kernels.NonFinite as bad:
-                info = stored.values
-                what = f": row {bad.row} of NUMA part {part.numa} of expert {expert} holds a number that is not finite"
-                raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
-
-    with blocks(sizes, grid.numa, pool.nodes) as views:
-        arrays = arrays_of(method.tensors, views)
-        in_parallel(one, [(e, projection) for e in range(count) for projection in PROJECTIONS], pool.threads)
-    for info in model.layer_tensors(layer):
-        model.source.release(info)
-    return LayerWeights(method.name, grid, count, arrays)
 
 
 @functools.lru_cache(maxsize=64)
@@ -168,18 +244,17 @@ def _kt_layout(path: Path) -> Mapping[str, Any] | None:
     return about["model"] if about and fmt and fmt.arrangement == NATIVE else None
 
 
-def _opened(path: Path) -> MoeModel:
+def open_stored(path: Path) -> Checkpoint:
     """A checkpoint, read again only if a file of it changes."""
     with _remedies(path):
-        return _opened_at(path.resolve(), contents(path))
+        return Checkpoint(path, _opened(path.resolve(), contents(path)))
 
 
 @functools.lru_cache(maxsize=4)
-def _opened_at(path: Path, as_it_is: frozenset[Status]) -> MoeModel:
+def _opened(path: Path, as_it_is: frozenset[Status]) -> MoeModel:
     model = recognise(open_checkpoint(path))
     if _kt_layout(path) is not None:
-        found = opened_output(path)
-        require_as_in_manifest(found.output, found.measured)
+        open_converted(path).require_manifest()
     return model
 
 
@@ -192,80 +267,3 @@ def _remedies(path: Path) -> Iterator[None]:
         if not error.remedy or _kt_layout(path) is None:
             raise
         raise error.advising(AGAIN) from error
-
-
-def _method_of(path: Path, model: MoeModel, layer: int, asked: str | None) -> Method:
-    """The method that computes with a layer's weights as they are."""
-    moe = model.moe_layers[layer]
-    weights = list(moe.weights.values())
-    fitting = [m for m in METHODS.values() if m.reads and all(m.reads(weight, moe) for weight in weights)]
-    if fitting and asked in (None, fitting[0].name):
-        return fitting[0]
-    stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in weights))
-    if fitting:
-        raise UnsupportedError(
-            f"{path}: the experts of layer {layer} are {stored}, which method {fitting[0].name} computes, not {asked}; "
-            f"give method {fitting[0].name}, or convert with `ktconvert cpu`."
-        )
-    raise UnsupportedError(
-        f"{path}: the experts of layer {layer} are {stored}, which no method of this runtime computes"
-        f"{f', {asked} neither' if asked else ''}; convert the model with `ktconvert cpu`."
-    )
-
-
-def _described(weight: Weight, layer: MoeLayer) -> str:
-    block = weight.fit(layer.input_major)
-    of_blocks = weight.encoding.kind == FP8_E4M3
-    scaled = f" with a scale for each {block[0]} x {block[1]}" if of_blocks else ""
-    turned = ", stored by columns" if layer.input_major else ""
-    return f"{weight.encoding.title}{scaled}{turned}"
-
-
-def _require_activation(path: Path, model: MoeModel, layer: int, method: Method, swiglu: Swiglu) -> None:
-    """Raises UnsupportedError where config.json says that the experts compute something else than these settings do, or
-    where the shards of an output say something else.
-    """
-    configured = in_config(model.source.config, model.activation, layer)
-    what, remedy = "", "keep them on the GPU"
-    facts, given = _kt_layout(path) or {}, swiglu.activation
-    if configured is None and facts.get("activation", given) != given:
-        raise UnsupportedError(
-            f"{path}: its manifest says activation {facts['activation']}, these settings say {given}; "
-            "give swiglu_limit and swiglu_alpha as config.json of the model has them."
-        )
-    if model.weights_on != "output":
-        what = "multiply routing weights with their input"
-    elif model.activation == "swiglu_oai":
-        if configured != swiglu:
-            what = f"compute {ACTIVATIONS[model.activation]}"
-            if configured and ALPHA in method.swiglu:
-                remedy = f"give {configured}"
-    elif model.activation not in ("silu", "swiglu_limit"):
-        what = f"compute {ACTIVATIONS[model.activation]}"
-    elif configured is not None and configured != swiglu:
-        what = f"clamp gate and up to {configured.limit}" if configured.limit else "clamp nothing"
-        remedy = f"give {configured}" if LIMIT in method.swiglu else remedy
-    if what:
-        raise UnsupportedError(
-            f"{path}: the experts of layer {layer} {what}; method {method.name} computes silu(gate) * up with routing "
-            f"weights on the output, unless told otherwise; {remedy}."
-        )
-    if facts:
-        found = opened_output(path)
-        require_as_in_metadata(found.output, layer, found.measured, swiglu)
-
-
-def _parts(path: Path, method: Method, hidden: int, intermediate: int, asked: int | None, nodes: int) -> int:
-    """The number of NUMA parts. Raises UnsupportedError where the weights cannot be cut into those asked for."""
-
-    def reason(parts: int) -> str | None:
-        return why_not_multiple(method.multiple, hidden, intermediate, parts)
-
-    parts = asked if asked is not None else 1 if reason(nodes) else nodes
-    if why := reason(parts):
-        legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
-        raise UnsupportedError(
-            f"{path}: method {method.name} cannot compute it in {parts} NUMA parts: {why}. Legal numbers of parts "
-            f"(threadpool_count): {legal}."
-        )
-    return parts

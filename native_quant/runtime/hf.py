@@ -8,7 +8,6 @@ are read here, from the same checkpoint or another one.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -30,7 +29,7 @@ from ktconvert.native_quant.runtime.hf_trunk import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.hot_weights import HotWeights
 from ktconvert.native_quant.runtime.pool import shared_pool
-from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.sources import open_experts
 
 
 @register_quantization_config(NAME)
@@ -103,7 +102,7 @@ class KTConvertQuantizer(HfQuantizer):
         and the errors of Experts.load, hot_mask.per_layer and HotWeights for weights that are damaged or do not fit.
         """
         root = self._root(checkpoint_files)
-        places = find_experts(model, functools.partial(kind_of(root).swiglu_of, root))
+        places = find_experts(model, open_experts(root).swiglu_of)
         if checkpoint_files:
             hf_trunk.require_plain(Path(checkpoint_files[0]).parent, checkpoint_files, model, places)
         masks = self._masks(model, places)
@@ -161,16 +160,16 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _load(self, root: Path, what: str, places: list[Place]) -> dict[int, Experts]:
         """The experts of every layer, loaded before the model is changed."""
-        settings, kind = self.quantization_config, kind_of(root)
-        missing = sorted({place.layer for place in places}.difference(kind.layers_of(root)))
+        settings, source = self.quantization_config, open_experts(root)
+        missing = sorted({place.layer for place in places}.difference(source.layers))
         if missing:
-            kind.require_readable(root, missing[0])
+            source.require_readable(missing[0])
             raise UnsupportedError(
                 f"{root}: holds no experts of layer {', '.join(map(str, missing))}, which {what} has; "
                 "convert all layers"
             )
         pool = shared_pool(settings.threads)
-        swiglu = {place.layer: kind.swiglu_of(root, place.layer) for place in places}
+        swiglu = {place.layer: source.swiglu_of(place.layer) for place in places}
         return {
             place.layer: Experts.load(
                 root,
@@ -258,7 +257,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
                 "experts can only be loaded from files; pass the directory of an output to from_pretrained"
             )
         root = Path(checkpoint_files[0]).parent
-        places = find_experts(model, functools.partial(kind_of(root).swiglu_of, root))
+        places = find_experts(model, open_experts(root).swiglu_of)
         renamings = hf_output.renamings(model, places)
         hf_output.require_rest(root, checkpoint_files, model, places, renamings)
         self.quantization_config.cpu_weights = str(root)

@@ -24,8 +24,7 @@ from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.requirements import Requirements
-from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.sources import open_experts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 F32 = npt.NDArray[np.float32]
@@ -57,14 +56,14 @@ class Smoke:
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     """Compare the outputs in each mode that the method has with the reference: each expert alone, then topk per token.
 
-    Raises the errors of sources.Kind.load.
+    Raises the errors of ExpertSource.load.
     """
-    kind = kind_of(path)
-    swiglu = kind.swiglu_of(path, layer)
-    packed = kind.load(path, layer, pool, Requirements(swiglu=swiglu))
+    source = open_experts(path)
+    swiglu = source.swiglu_of(layer)
+    packed = source.load(layer, pool, weights.Requirements(swiglu=swiglu))
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
-    linears = functools.partial(kind.linears, path, packed)
+    linears = functools.partial(source.linears, packed)
     wanted = reference(packed, linears, widen(hidden), swiglu, pool.threads)  # [inputs, E, H]
     problems = list(_implausible(layer, wanted))
     error: dict[str, float] = {}

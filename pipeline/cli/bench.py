@@ -101,17 +101,17 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     from ktconvert.native_quant.runtime.experts import Experts
     from ktconvert.native_quant.runtime.methods import METHODS
     from ktconvert.native_quant.runtime.pool import shared_pool
-    from ktconvert.native_quant.runtime.sources import kind_of
+    from ktconvert.native_quant.runtime.sources import open_experts
     from ktconvert.pipeline.verify.inputs import require_finished
 
     require_finished(path)
-    kind = kind_of(path)
-    if damage := kind.damage_of(path):
-        raise VerificationError(f"{path}: {damage[0]}; see `ktconvert verify {path}`.")
-    kind.require_computable(path)
-    config, layers = kind.config_of(path), kind.layers_of(path)
+    source = open_experts(path)
+    if source.damage:
+        raise VerificationError(f"{path}: {source.damage[0]}; see `ktconvert verify {path}`.")
+    source.require_computable()
+    config, layers = source.config, source.layers
     layer = layers[0] if layer is None else layer
-    pool, swiglu = shared_pool(threads), kind.swiglu_of(path, layer)
+    pool, swiglu = shared_pool(threads), source.swiglu_of(layer)
     with Experts.load(path, layer, pool=pool, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
         topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
         by_streams = benchmark.read_bandwidth(pool.threads)

@@ -150,21 +150,21 @@ def run_check(report: Report, threads: int) -> Check:
     from ktconvert.native_quant.runtime import from_checkpoint, smoke
     from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
     from ktconvert.native_quant.runtime.pool import shared_pool
-    from ktconvert.native_quant.runtime.sources import kind_of
+    from ktconvert.native_quant.runtime.sources import open_experts
     from ktconvert.pipeline.cli.bench import experts_per_token
     from ktconvert.pipeline.verify.checks import AGAIN, Check
     from ktconvert.pipeline.verify.structure import weights_whole
 
     output, measure = report.output, report.measure
-    kind = kind_of(output.root)
     if output.methods and (not weights_whole(output) or not measure.shapes):
         return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
     if measure.method not in ("unknown", *COMPUTED) and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be computed here; verify them without --run."
         )
-    layer = kind.layers_of(output.root)[0]
-    topk, _ = experts_per_token(output.config, layer, kind.shape_of(output.root, layer)[0])
+    source = open_experts(output.root)
+    layer = source.layers[0]
+    topk, _ = experts_per_token(output.config, layer, source.shape_of(layer)[0])
     try:
         result = smoke.smoke(output.root, layer, topk, shared_pool(threads))
     except (InputError, UnsupportedError, VerificationError) as error:

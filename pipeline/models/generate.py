@@ -17,7 +17,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, 
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask, transformers_version
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
-from ktconvert.native_quant.runtime.sources import kind_of
+from ktconvert.native_quant.runtime.sources import open_experts
 
 # extra -> the packages without which its commands cannot start
 NEEDS = {
@@ -126,7 +126,7 @@ class Choice:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
         if self.cpu_weights is not None:
             weights = self.cpu_weights.expanduser()
-            kind_of(weights).require_computable(weights)  # reported at once
+            open_experts(weights).require_computable()  # reported at once
 
     def device(self) -> str:
         """Where all that is no expert lies: beside the hot experts, for they wait for each other."""
@@ -226,7 +226,7 @@ def with_own_experts(choice: Choice) -> Choice:
     if is_output(Path(choice.model)) or choice.cpu_weights is not None:
         return choice
     root = hub.resolve(choice.model, choice.revision)
-    kind_of(root).require_computable(root)
+    open_experts(root).require_computable()
     return replace(choice, cpu_weights=root)
 
 

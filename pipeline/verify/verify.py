@@ -15,8 +15,7 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.native_quant.runtime import from_checkpoint
-from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint
+from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import questions
 from ktconvert.pipeline.verify.against_output import compare_outputs
@@ -166,9 +165,10 @@ def _open_checkpoint(options: VerifyOptions) -> Report:
     if options.numa is not None or options.method is not None or options.against is not None:
         raise UsageError(f"{options.output} is a checkpoint: leave out --numa, --quant-method and --against.")
     root = options.output
-    from_checkpoint.require_computable(root)
-    shapes = {layer: from_checkpoint.shape_of(root, layer) for layer in from_checkpoint.layers_of(root)}
-    measured = Measure(from_checkpoint.method_of(root, min(shapes)), None, 1, False, shapes)
+    source = open_stored(root)
+    source.require_computable()
+    shapes = {layer: source.shape_of(layer) for layer in source.layers}
+    measured = Measure(source.method_of(min(shapes)).name, None, 1, False, shapes)
     result = f"{len(shapes)} layers with all their experts, none of another size"
     return Report(open_decoded(root), measured, (Check("tensors", result),))
 

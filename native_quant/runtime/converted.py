@@ -1,0 +1,281 @@
+"""Converted experts: what `ktconvert cpu` or kt-kernel's converter wrote, checked and loaded layer by layer, as mapped
+files or copied onto huge pages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.encodings.encoding import Encoding
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.mapped import MappedFiles
+from ktconvert.layouts.outputs import Format
+from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.legal import require_legal
+from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.outputs.output import AGAIN, Output
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.blocks import Bytes, blocks, memory_available, warn_of_shortages
+from ktconvert.native_quant.runtime.methods import LIMIT, METHODS
+from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
+from ktconvert.native_quant.runtime.weights import (
+    LayerWeights,
+    Requirements,
+    Status,
+    arrays_of,
+    check_limits,
+    contents,
+    in_parallel,
+)
+
+F32 = npt.NDArray[np.float32]
+
+MEMORY = ("auto", "map", "copy")
+ROOMY = 0.8  # share of the available memory that copies may take
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted directory, merged or loose, ours or kt-kernel's.
+
+    part_bytes      of each NUMA part, in all layers
+    is_roomy, left  what memory was like before the first layer was loaded: whether it held all of them, and what each
+                    NUMA node had left (bytes)
+    """
+
+    path: Path
+    output: Output
+    measured: Measure
+    files: MappedFiles
+    part_bytes: tuple[int, ...]
+    is_roomy: bool
+    left: Mapping[int, int]
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers with experts."""
+        return sorted(self.measured.shapes)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json; {} where there is none."""
+        return self.output.config
+
+    @property
+    def damage(self) -> list[str]:
+        """The damaged files, and the shards of the index that are missing, one text each."""
+        named, shards = set((self.output.weight_map or {}).values()), self.output.shards
+        return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(named.difference(shards)))]
+
+    def shape_of(self, layer: int) -> tuple[int, int, int]:
+        """E, H and I of a layer that has experts."""
+        return self.measured.shapes[layer]
+
+    def swiglu_of(self, layer: int) -> Swiglu:
+        """What a layer's experts compute by config.json, as far as their method can."""
+        recorded = (metadata.get("activation") for metadata in self.output.metadata.values())
+        activation, method = next(filter(None, recorded), "silu"), METHODS.get(self.measured.method)
+        return method.swiglu_of(self.config, activation, layer) if method else PLAIN
+
+    def require_computable(self) -> None:
+        """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
+        if self.measured.fmt is None or self.measured.method not in METHODS:
+            raise UnsupportedError(
+                f"{self.path}: its method is {self.measured.method}, which this runtime cannot compute; "
+                "convert the model with `ktconvert cpu`."
+            )
+
+    def require_readable(self, layer: int) -> None:
+        """Raises InputError where a missing layer may be in a file that is damaged or missing."""
+        if because := "; ".join(self.damage[:3]):
+            raise InputError(f"{self.path}: layer {layer} cannot be read ({because}); {AGAIN}.")
+
+    def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+        """LayerWeights.linears."""
+        return packed.linears(expert)
+
+    def load(self, layer: int, pool: Pool, required: Requirements) -> LayerWeights:
+        """One layer in the memory of the pool's nodes.
+
+        Raises UnsupportedError where the files are not as required or where the directory is of another kind,
+        InputError where the layer is damaged or incomplete.
+        """
+        output, measured = self.output, self.measured
+        self.require_computable()
+        assert measured.fmt is not None
+        if layer not in measured.shapes:
+            self.require_readable(layer)
+            raise UnsupportedError(
+                f"{self.path}: holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}. "
+                "Give one of these, or convert again with it."
+            )
+        count, h, i = measured.shapes[layer]
+        required.require(self.path, layer, "byte counts", (count, h, i), measured.method)
+        self.require_metadata(layer, required.swiglu)
+        self.require_manifest()
+        grid = ExpertGrid(layer, h, i, measured.numa)
+        require_legal(measured.fmt, h, i, measured.numa)
+        check_limits(measured.method, grid)
+        stored = dict(self._stored(measured.fmt, grid, count))
+        memory = required.memory
+        if memory == "auto":
+            memory = "copy" if self.is_roomy or output.loose else "map"
+        if memory == "map" and not output.loose:
+            views = {key: self._view(one) for key, one in stored.items()}
+        else:  # one mapping per loose file would exceed the kernel's limit
+            warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
+            views = self._copy(stored, pool.nodes)
+        packed = LayerWeights(measured.method, grid, count, arrays_of(measured.fmt.encoding.tensors, views))
+        check = functools.partial(self._require_scales, measured.fmt.encoding)
+        in_parallel(lambda item: check(*item), packed.arrays.items(), machine.physical_cores())
+        packed.require_whole()
+        return packed
+
+    def require_manifest(self) -> None:
+        """Raises UnsupportedError where its method or number of NUMA parts are not those of the bytes."""
+        for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
+            if (recorded := self.output.facts.get(name, actual)) != actual:
+                raise UnsupportedError(
+                    f"{self.output.root / manifest.NAME}: says {name} {recorded}, the weights beside it have {actual}; "
+                    f"{AGAIN}."
+                )
+
+    def require_metadata(self, layer: int, swiglu: Swiglu) -> None:
+        """Raises UnsupportedError where the metadata in our own shards are not what their byte counts say, and what the
+        layer is to compute. Loose files have none: the manifest says what their experts compute.
+        """
+        output, measured = self.output, self.measured
+        count, hidden, intermediate = measured.shapes[layer]
+        actual = {
+            "method": measured.method,
+            "numa": str(measured.numa),
+            "num_experts": str(count),
+            "hidden_size": str(hidden),
+            "moe_intermediate_size": str(intermediate),
+            "weights_on": "output",
+            "activation": swiglu.activation,
+        }
+        of_layer = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
+        if output.loose:
+            recorded = {name: output.facts[name] for name in ("activation", "weights_on") if name in output.facts}
+            of_layer = {manifest.NAME: dict[str, str](recorded)}
+        for shard, metadata in of_layer.items():
+            if "activation" in metadata and self._is_in_config(layer, metadata["activation"], swiglu):
+                actual["activation"] = metadata["activation"]
+            wrong = next((name for name in actual if metadata.get(name, actual[name]) != actual[name]), None)
+            if wrong is not None:
+                settings = wrong == "activation" and _may_be_limited(measured.method)
+                raise UnsupportedError(
+                    f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}, "
+                    f"its bytes and this runtime say {actual[wrong]}",
+                    "give swiglu_limit and swiglu_alpha as config.json of the model has them."
+                    if settings
+                    else f"{AGAIN}.",
+                    path=output.root / shard,
+                )
+
+    def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
+        """Whether these are just the settings that config.json has for the layer, which may have none where others do.
+
+        Raises UnsupportedError where the method could compute what config.json says and the settings are others.
+        """
+        configured = in_config(self.output.config, activation, layer)
+        if configured in (None, swiglu) or not _may_be_limited(self.measured.method):
+            return configured == swiglu
+        raise UnsupportedError(
+            f"{self.output.root}: the experts of layer {layer} have {configured} by config.json, not "
+            f"{swiglu}; give what config.json says."
+        )
+
+    def _stored(self, fmt: Format, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], TensorInfo]]:
+        """Every tensor that the layer must have, with its exact size."""
+        output = self.output
+        for part in grid.all_parts(range(experts)):
+            for tensor in fmt.encoding.tensors(part.n, part.k):
+                what, size = tensor.name, tensor.nbytes
+                described = output.names.describe(part.place, what)
+                stored = output.tensors.get((part.place, what))
+                if stored is None:
+                    because = "; ".join(self.damage[:3])
+                    raise InputError(
+                        f"{output.root}: {described} is missing{f' ({because})' if because else ''}; {AGAIN}."
+                    )
+                if stored.nbytes != size or stored.file in output.damaged:
+                    why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
+                    raise InputError(f"{output.root / stored.file}: {described}: {why}; {AGAIN}.")
+                # kt-kernel's scripts give flat tensors of AMXINT4 and AMXINT8 other dtypes, and do not look at them.
+                if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+                    here, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
+                    raise InputError(
+                        f"{output.root / stored.file}: {described} is {here}, must be {required}; {AGAIN}."
+                    )
+                yield (part, what), stored
+
+    def _view(self, stored: TensorInfo) -> Bytes:
+        path = self.output.root / stored.file
+        mapped = self.files.map(path, path.stat().st_size)
+        if stored.start + stored.nbytes > len(mapped):
+            raise InputError(f"{path}: became shorter since it was opened; {AGAIN}.")
+        if stored.dtype == "F32" and stored.start % 4:
+            raise InputError(f"{path}: {stored.name} does not begin at a multiple of 4 bytes; {AGAIN}.")
+        return np.ndarray((stored.nbytes,), np.uint8, buffer=mapped, offset=stored.start)
+
+    def _copy(self, stored: dict[tuple[Part, str], TensorInfo], nodes: Sequence[int]) -> dict[tuple[Part, str], Bytes]:
+        def one(key: tuple[Part, str]) -> None:
+            self.output.read(stored[key], out=views[key])
+
+        with blocks({key: one.nbytes for key, one in stored.items()}, self.measured.numa, nodes) as views:
+            in_parallel(one, views, machine.physical_cores())
+        return views
+
+    def _require_scales(self, encoding: Encoding, part: Part, stored: Sequence[Bytes]) -> None:
+        """Raises InputError where a scale of a part is none that the encoding has."""
+
+        def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
+            return stored[tensor][start:stop]
+
+        for tensor, defect in list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]:
+            if defect is not None and (what := defect(read, part.n, part.k)):
+                found = self.output.tensors[part.place, tensor.name]
+                described = self.output.names.describe(part.place, tensor.name)
+                raise InputError(f"{self.output.root / found.file}: {described}: {what}; {AGAIN}.")
+
+
+def _may_be_limited(method: str) -> bool:
+    return method in METHODS and LIMIT in METHODS[method].swiglu
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(path: Path, as_it_is: frozenset[Status]) -> Converted:
+    output = open_output(path)
+    parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
+    for (place, _), stored in output.tensors.items():
+        parts[place.numa] += stored.nbytes
+    is_roomy = sum(parts) < ROOMY * memory_available()
+    left = machine.node_memory_available()
+    return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), is_roomy, left)
+
+
+def open_converted(path: Path) -> Converted:
+    """A converted directory, read again only if a file of it changes."""
+    if path.suffix == ".gguf" or (path.is_dir() and not is_output(path) and any(path.glob("*.gguf"))):
+        raise UnsupportedError(
+            f"{path}: holds experts as GGUF (kt-kernel's method LLAMAFILE), which no method of this runtime computes; "
+            "convert the model with `ktconvert cpu`."
+        )
+    if not path.is_dir():
+        raise UnsupportedError(f"{path}: is no directory; give one that `ktconvert cpu` or kt-kernel wrote.")
+    opened = _opened(path.resolve(), contents(path))
+    return opened if opened.path == path else replace(opened, path=path)
