@@ -169,8 +169,7 @@ class Converted:
         }
         of_layer = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
         if output.loose:
-            recorded = {name: output.facts[name] for name in ("activation", "weights_on") if name in output.facts}
-            of_layer = {manifest.NAME: dict[str, str](recorded)}
+            of_layer = {manifest.NAME: {n: output.facts[n] for n in ("activation", "weights_on") if n in output.facts}}
         for shard, metadata in of_layer.items():
             if "activation" in metadata and self._is_in_config(layer, metadata["activation"], swiglu):
                 actual["activation"] = metadata["activation"]

@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import why_not_multiple
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, damaged_tensor
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
@@ -180,12 +180,9 @@ class Checkpoint:
                     method.put(StoredPart(part.of(linear, grid.numa), model.source, stored.one(expert)), arrays[part])
                 except kernels.NonFinite as bad:
                     info = stored.values
-                    what = (
-                        f": row {bad.row} of NUMA part {part.numa} of expert {expert} holds a number that is not finite"
-                    )
-                    raise InputError.of_tensor(
-                        info.name, what, "download it again", path=model.source.path(info)
-                    ) from None
+                    where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
+                    what = f": {where} holds a number that is not finite"
+                    raise damaged_tensor(info.name, what, path=model.source.path(info)) from None
 
         with blocks(sizes, grid.numa, pool.nodes) as views:
             arrays = arrays_of(method.tensors, views)
