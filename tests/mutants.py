@@ -193,14 +193,15 @@ def ranked(tree: Path, mutant: Mutant) -> list[str]:
         length = math.sqrt(len(tests[name])) if python else 1.0
         return shared / length * (2 if direct else 1) * (1 + same)
 
-    return sorted(tests, key=lambda name: (-score(name), name))
+    builds = {name for name in tests if re.search(r"build_ext|build\.sh|emulated\.sh", (tree / name).read_text())}
+    return sorted(tests, key=lambda name: (name in builds, -score(name), name))  # these take minutes
 
 
 class Budget:
-    """A pytest plugin: one case of each test first, and no new test when the CPU time is spent."""
+    """A pytest plugin: one case of each test first, if `cases`, and no new test when the CPU time is spent."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, cases: bool) -> None:
+        self.seconds, self.cases = seconds, cases
 
     def pytest_collection_modifyitems(self, items: list) -> None:  # type: ignore[type-arg]
         seen: Counter[str] = Counter()
@@ -209,7 +210,8 @@ class Budget:
             key = item.nodeid.split("[")[0]
             turn[item] = min(seen[key], 1)
             seen[key] += 1
-        items.sort(key=turn.__getitem__)  # stable: files stay in their order
+        if self.cases:
+            items.sort(key=turn.__getitem__)  # stable: files stay in their order
 
     def pytest_runtest_setup(self) -> None:
         if sum(os.times()[:4]) > self.seconds:
@@ -218,13 +220,13 @@ class Budget:
             pytest.exit("the time is spent", returncode=0)
 
 
-def run_tests(tree: Path, tests: list[str], seconds: float) -> str:
+def run_tests(tree: Path, tests: list[str], seconds: float, cases: str = "cases") -> str:
     """The first test that fails, or nothing."""
-    command = [tree / ".venv/bin/python", Path(__file__).resolve(), "--run", str(seconds), *tests]
+    command = [tree / ".venv/bin/python", Path(__file__).resolve(), "--run", str(seconds), cases, *tests]
     # A process that loops or grows for ever ends by itself (see __main__).
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryFile("w+") as log:  # no pipe, which what it leaves running would keep open
-        process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
+        process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, start_new_session=os.getpid() != 1,
                                    stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=WALL)
@@ -237,7 +239,7 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> str:
     begun = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", output, re.M)
     if failed or process.returncode == 0:
         return failed[1] if failed else ""
-    return f"end with {process.returncode}: {(begun or tests)[-1]}"
+    return f"end with {process.returncode}: {(begun or tests)[-1].strip()}"
 
 
 def compiled(tree: Path, path: str) -> bool:
@@ -272,7 +274,12 @@ def tried(tree: Path, mutant: Mutant, tiers: tuple[tuple[int, int], ...]) -> str
             killer = ""
             while done < len(tiers) and not killer:
                 first = tiers[done - 1][0] if done else 0
-                killer = run_tests(tree, [*files[first : tiers[done][0]], *flaky], tiers[done][1])
+                killer = run_tests(
+                    tree,
+                    [*files[first : tiers[done][0]], *flaky],
+                    tiers[done][1],
+                    "cases" if mutant.path.endswith(".py") else "files",
+                )
                 done += not killer
         finally:
             file.write_text(text)
@@ -335,9 +342,9 @@ if __name__ == "__main__":
             "0",
             "-p",
             "no:cacheprovider",
-            "--timeout=300",
+            "--timeout=180",
             "--timeout-method=thread",
             "--tb=no",
         ]
-        sys.exit(pytest.main([*options, *sys.argv[3:]], plugins=[Budget(float(sys.argv[2]))]))
+        sys.exit(pytest.main([*options, *sys.argv[4:]], plugins=[Budget(float(sys.argv[2]), sys.argv[3] == "cases")]))
     main()

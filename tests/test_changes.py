@@ -39,14 +39,14 @@ def test_an_edited_weight_is_noticed_and_converted_again(bench: Bench, again: st
 
 
 def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
-    wanted = {"before": bench.fresh()}
+    expected = {"before": bench.fresh()}
     assert bench.cpu().returncode == 0
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
     shutil.rmtree(bench.output)
     assert bench.cpu(kill=last).returncode == killpoint.KILLED  # all made, and assembled under the final names
     conversion.edit(bench.source / SHARD)
-    wanted["after"] = bench.fresh("--verify-inputs")
-    assert "model-00002-of-00003.safetensors" in conversion.differing(wanted["before"], wanted["after"])
+    expected["after"] = bench.fresh("--verify-inputs")
+    assert "model-00002-of-00003.safetensors" in conversion.differing(expected["before"], expected["after"])
     kept = bench.base / "kept"
     shutil.copytree(bench.work, kept)
     done = bench.run("resume", bench.output, "--verify-inputs")
@@ -59,26 +59,26 @@ def test_killed_while_what_was_edited_is_made_again(bench: Bench) -> None:
         died = killpoint.killed_before(bench.log)
         done = bench.run("resume", bench.output, "--verify-inputs")
         assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), wanted["after"]) == [], died
+        assert conversion.differing(conversion.tree(bench.output), expected["after"]) == [], died
 
 
 def test_a_touched_input_costs_its_units_and_no_more(bench: Bench) -> None:
-    wanted = bench.fresh("--verify-inputs")
+    expected = bench.fresh("--verify-inputs")
     bench.stop_after(2)
     touch(bench.source / SHARD)
     conversion.refused(bench.cpu(), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--verify-inputs").returncode == 0
     assert bench.units_written() == 2
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_with_hashes_a_touched_input_costs_nothing(bench: Bench) -> None:
-    wanted = bench.fresh("--verify-inputs")
+    expected = bench.fresh("--verify-inputs")
     bench.stop_after(2, "--verify-inputs")
     touch(bench.source / SHARD)
     assert bench.run("resume", bench.output).returncode == 0
     assert bench.units_written() == 1
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_with_hashes_an_edit_is_seen_whatever_its_time_says(bench: Bench) -> None:
@@ -120,7 +120,7 @@ def test_another_input_is_refused_with_both_values(bench: Bench, what: str) -> N
 
 @pytest.mark.parametrize("what", ["cut off", "gone", "all gone"])
 def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     bench.stop_after(2)
     victim = bench.source if what == "all gone" else bench.source / SHARD
     away = bench.base / "away"
@@ -136,7 +136,7 @@ def test_a_damaged_input_is_refused_and_can_be_put_back(bench: Bench, what: str)
     else:
         away.rename(victim)
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_an_edited_companion_is_noticed_and_copied_anew(bench: Bench) -> None:
@@ -165,14 +165,14 @@ def test_an_edited_loose_file_is_noticed_by_merge(bench: Bench) -> None:
 
 
 def test_a_moved_input_is_the_same_input(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     bench.stop_after(2)
     moved = bench.base / "elsewhere"
     bench.source.rename(moved)
     conversion.refused(bench.run("resume", bench.output), 5, str(bench.source))
     assert bench.cpu(source=moved).returncode == 0
     assert bench.units_written() == 1
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 # ---- a changed option ------------------------------------------------------------------------------------------------
@@ -223,14 +223,14 @@ def test_another_command_is_refused(bench: Bench) -> None:
 
 
 def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     bench.stop_after(1)
     where = ("-i", bench.source, "-o", bench.output)
     many = bench.run("cpu", *where, "--cpuinfer-threads", "64", "--max-memory", "2GiB", "-v", "--gpu", kill=25)
     assert many.returncode == killpoint.KILLED
     done = bench.run("resume", bench.output, "-q", "--json", "--max-memory", "1GiB", "--cpuinfer-threads", "1")
     assert done.returncode == 0, done.stderr
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 @pytest.mark.parametrize("units", [1, 3])
@@ -238,7 +238,7 @@ def test_what_cannot_change_a_byte_may_change(bench: Bench) -> None:
 def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
     """Option A, killed; B, refused, then let with --overwrite, and killed; then A again: never a byte of the other."""
     other = ("--layers", "0-1", "--threadpool-count", "1")
-    wanted = bench.fresh() if back else bench.fresh(*other)
+    expected = bench.fresh() if back else bench.fresh(*other)
     bench.stop_after(units)
     conversion.refused(bench.cpu(*other), 7, "--threadpool-count was 2, is 1", "--overwrite")
     if back:
@@ -246,7 +246,7 @@ def test_there_and_back_again(bench: Bench, units: int, back: bool) -> None:
             assert bench.cpu(*other, "--overwrite", kill=n).returncode in (0, killpoint.KILLED)
     done = bench.cpu("--overwrite") if back else bench.cpu(*other, "--overwrite")
     assert done.returncode == 0, done.stderr
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 @pytest.mark.parametrize("again", ["other options", "another input"])
@@ -266,7 +266,7 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
     """Same names, sizes and headers, so the same fingerprints: --overwrite starts over, wherever that is cut off."""
     other = conversion.checkpoint(bench.base / "other", layers=LAYERS, seed=7)
     touch(other / SHARD)
-    wanted = bench.fresh(source=other)
+    expected = bench.fresh(source=other)
     assert bench.cpu(kill=point).returncode == killpoint.KILLED
     conversion.refused(bench.cpu(source=other), 5, "--overwrite")
     kept = bench.base / "kept"
@@ -274,7 +274,7 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
     done = bench.cpu("--overwrite", source=other)
     assert done.returncode == 0, done.stderr
     assert bench.units_written() == LAYERS
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
     calls = bench.calls()
     unrecorded = [n + 3 for n, c in enumerate(calls) if c.name == "rename" and c.second.startswith("out.work/store/")]
     for n in sorted({*conversion.thinned(len(calls), 4), *unrecorded}):
@@ -284,4 +284,4 @@ def test_another_model_of_the_same_shape_takes_nothing_over(bench: Bench, point:
         died = killpoint.killed_before(bench.log)
         done = bench.cpu("--overwrite", source=other)
         assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), wanted) == [], died
+        assert conversion.differing(conversion.tree(bench.output), expected) == [], died

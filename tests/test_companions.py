@@ -52,7 +52,7 @@ def test_names_of_ours_make_room_for_those_of_earlier_conversions(
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
     cli(*arguments(source))
-    wanted = {
+    expected = {
         "README.source.md": "card",
         "README.source.source.md": "card of the source",
         "manifest.source.json": '{"mine": 1}',
@@ -61,7 +61,7 @@ def test_names_of_ours_make_room_for_those_of_earlier_conversions(
         "README.source.txt": "text",
     }
     out = tmp_path / "out"
-    assert {name: (out / name).read_text() for name in wanted} == wanted
+    assert {name: (out / name).read_text() for name in expected} == expected
     assert "# AMXINT4" in (out / "README.md").read_text() or "W8A16" in (out / "README.md").read_text()
     listed = [file["name"] for file in json.loads((out / "manifest.json").read_text())["files"]]
     assert len(set(listed)) == len(listed)

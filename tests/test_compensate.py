@@ -142,20 +142,20 @@ def test_experts_without_enough_tokens_are_searched() -> None:
     consumer, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
     assert consumer.too_few == [0, 1, 2] and consumer.fell_back == []
 
-    def wanted(expert: int, projection: str, hessian: gptq.Hessian) -> Any:
+    def expected(expert: int, projection: str, hessian: gptq.Hessian) -> Any:
         importance = torch.diagonal(hessian.sum).numpy().copy()
         return scale_search.search(4, experts[expert][projection], importance if importance.any() else None)
 
     for expert in range(4):
         for projection in SHAPES:
             ((codes, scales),) = codes_of(4, stored[expert, projection])
-            search = wanted(expert, projection, down[expert] if projection == "down" else shared)
+            search = expected(expert, projection, down[expert] if projection == "down" else shared)
             np.testing.assert_array_equal(scales, search[1])
             assert np.array_equal(codes, search[0]) == (expert != 3), (expert, projection)
     one, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
     assert one.too_few == [0]
     ((codes, scales),) = codes_of(4, stored[1, "down"])
-    search = wanted(1, "down", down[1])
+    search = expected(1, "down", down[1])
     np.testing.assert_array_equal(scales, search[1])
     assert not np.array_equal(codes, search[0])
 

@@ -92,9 +92,9 @@ def test_another_machine(attempts: Attempts) -> None:
         assert "Traceback" not in done.stderr
         assert conversion.differing(conversion.tree(output.with_name("out.work")), begun) == []
     assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
-    ours, wanted = read_folder(output), read_folder(attempts.base / "whole" / "out")
-    assert not any(".layers.0." in name for name in differing(ours, wanted))
-    assert ours.keys() == wanted.keys()
+    ours, expected = read_folder(output), read_folder(attempts.base / "whole" / "out")
+    assert not any(".layers.0." in name for name in differing(ours, expected))
+    assert ours.keys() == expected.keys()
     assert len(conversion.names(output.parent)) == 1
 
 

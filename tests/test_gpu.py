@@ -85,14 +85,14 @@ def check(source: Tensors, output: Tensors, linears: dict[str, Bits], kind: str,
     left = dict(output)
     for name, weight in linears.items():
         codes, scale = groups.quantize_groups(BITS[kind], 128, weight, rounding)
-        for suffix, dtype, wanted in (
+        for suffix, dtype, expected in (
             ("weight_packed", "I32", groups.pack_words(BITS[kind], codes)),
             ("weight_scale", "BF16", scale),
             ("weight_shape", "I64", np.array(weight.shape)),
         ):
             tensor = left.pop(f"{name}.{suffix}")
             assert tensor[0] == dtype, (name, suffix)
-            np.testing.assert_array_equal(tensor[1], wanted, f"{name}.{suffix}")
+            np.testing.assert_array_equal(tensor[1], expected, f"{name}.{suffix}")
     assert left.keys() == source.keys()
     for name, (dtype, bits) in source.items():
         assert left[name][0] == dtype, name
@@ -184,7 +184,7 @@ def test_fp8_becomes_integers_in_the_experts_and_bf16_elsewhere(tmp_path: Path, 
     """MTP experts too; no scale of the source and no word of its quantization is left."""
     rng = np.random.default_rng(3)
     plain = others(rng, "mlp.gate")
-    tensors, linears, wanted = dict(plain), {}, dict(plain)
+    tensors, linears, expected = dict(plain), {}, dict(plain)
 
     def add(name: str, *shape: int) -> Bits:
         codes = fp8(rng, *shape)
@@ -201,17 +201,17 @@ def test_fp8_becomes_integers_in_the_experts_and_bf16_elsewhere(tmp_path: Path, 
                 if layer == 1:
                     linears[name] = weights
                 else:
-                    wanted[f"{name}.weight"] = ("BF16", weights)
+                    expected[f"{name}.weight"] = ("BF16", weights)
     for name, shape in (
         ("model.layers.1.self_attn.o_proj", (H, H)),
         ("model.layers.1.mlp.shared_experts.up_proj", (8400, H)),
     ):
-        wanted[f"{name}.weight"] = ("BF16", add(name, *shape))
+        expected[f"{name}.weight"] = ("BF16", add(name, *shape))
     stacked = fp8(rng, 2, 128, H)
     stacked_scales = rng.uniform(1e-3, 1e-2, (2, 1, 2)).astype(np.float32)
     tensors["mtp.layers.0.mlp.experts.up_proj"] = ("F8_E4M3", stacked)
     tensors["mtp.layers.0.mlp.experts.up_proj_scale_inv"] = ("F32", stacked_scales)
-    wanted["mtp.layers.0.mlp.experts.up_proj"] = (
+    expected["mtp.layers.0.mlp.experts.up_proj"] = (
         "BF16",
         np.stack([decoded(c, s) for c, s in zip(stacked, stacked_scales, strict=True)]),
     )
@@ -224,7 +224,7 @@ def test_fp8_becomes_integers_in_the_experts_and_bf16_elsewhere(tmp_path: Path, 
     done = cli("gpu", "-i", folder, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16")
     assert "MTP part (layer 2) are not quantized" in done.stderr
     assert "FP8 tensors outside the routed experts are written as BF16" in done.stderr
-    check(wanted, read(out), linears, "W4A16")
+    check(expected, read(out), linears, "W4A16")
     assert not (out / "hf_quant_config.json").exists()
     assert "fp8" not in (out / "config.json").read_text()
     assert any("layers" in p and "2" in p for p in config_of(out)["quantization_config"]["ignore"])
@@ -659,11 +659,11 @@ def test_transformers_reloads_other_families(family: str, tmp_path: Path, cli: A
     assert not any(loading.values()), loading
     parameters = dict(model.named_parameters())
     experts = 0
-    for name, wanted in source.named_parameters():
+    for name, expected in source.named_parameters():
         if ".experts." in name and "shared" not in name:
-            error = (parameters[name].float() - wanted.float()).norm() / wanted.float().norm()
+            error = (parameters[name].float() - expected.float()).norm() / expected.float().norm()
             assert 0.05 < error < 0.15, name
             experts += 1
         else:
-            assert torch.equal(parameters[name], wanted), name
+            assert torch.equal(parameters[name], expected), name
     assert experts >= 2

@@ -203,11 +203,11 @@ def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path)
     assert command is not None
     parent = click.Context(group, info_name="ktconvert", **group.context_settings)
     options = command.make_context("gpu", list(words), parent=parent).params
-    wanted = dict(OPTIONS)
+    expected = dict(OPTIONS)
     while words:
         option = words.pop(0).removeprefix("--")
-        wanted[option] = words.pop(0) if words and not words[0].startswith("--") else True
-    for option, value in wanted.items():
+        expected[option] = words.pop(0) if words and not words[0].startswith("--") else True
+    for option, value in expected.items():
         if option == "max_gpu_memory" and value is not None:
             value = int(value.removesuffix("GiB")) << 30
         assert options[option] is None if value is None else str(options[option]) == str(value), option

@@ -151,10 +151,10 @@ def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callab
     """Names as each family has them: other ones than in the checkpoint, below a vision part, tied."""
     source = families.make(family, fused, tmp_path / "source", **differs)
     output = convert(cli, source, tmp_path / "out", "--non-experts", "keep" if fused else "copy")
-    ours, wanted = loaded(output), loaded(source, quantization_config=KTConvertConfig(cpu_weights=output))
+    ours, expected = loaded(output), loaded(source, quantization_config=KTConvertConfig(cpu_weights=output))
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        assert torch.equal(ours(ids).logits, wanted(ids).logits)
+        assert torch.equal(ours(ids).logits, expected(ids).logits)
     assert ours.config.quantization_config.cpu_weights == str(output)
 
 
@@ -182,10 +182,10 @@ def test_options_for_an_output(outputs: dict[str, Path], example: Path, tmp_path
         ours = transformers.AutoModelForCausalLM.from_pretrained(outputs["kept"], quantization_config=config)
         first = next(module for module in ours.modules() if isinstance(module, RoutedExperts))
         assert first.experts.exact and first.experts.pool.threads == 1 and len(first.hot) == 2
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(
+    expected = transformers.AutoModelForCausalLM.from_pretrained(
         example, quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options)
     )
     with torch.no_grad():
-        assert torch.equal(ours(ids).logits, wanted(ids).logits)
+        assert torch.equal(ours(ids).logits, expected(ids).logits)
     with pytest.raises(ValueError, match=rf"{re.escape(str(outputs['kept']))}, .*; copy that directory"):
         ours.save_pretrained(tmp_path / "again")

@@ -109,11 +109,11 @@ def test_gguf_by_gguf_py(tmp_path: Path) -> None:
     for layer in SMALL:
         assert ours.unreached(layer) == (1,)
         for projection in PARTS:
-            wanted = sums_of(layer, projection)
-            np.testing.assert_array_equal(ours.read(layer, projection), wanted)
+            expected = sums_of(layer, projection)
+            np.testing.assert_array_equal(ours.read(layer, projection), expected)
             assert ours.importance(layer, 1, projection) is None
             for expert in (0, 2):
-                mean = wanted[expert] / np.float32(COUNTS[expert])
+                mean = expected[expert] / np.float32(COUNTS[expert])
                 np.testing.assert_array_equal(ours.importance(layer, expert, projection), mean)
 
 
@@ -181,11 +181,11 @@ def test_writing_what_was_read(tmp_path: Path) -> None:
     end = data.index(b"imatrix.chunk_size") + len("imatrix.chunk_size") + 8
     start = len("GGUF") + 4 + 8  # after the number of tensors: llama.cpp's file has those of attention, too
     assert data[start:end] == FILES["gguf"].read_bytes()[start:end]
-    wanted = {tensor.name: tensor for tensor in gguf.GGUFReader(FILES["gguf"]).tensors}
+    expected = {tensor.name: tensor for tensor in gguf.GGUFReader(FILES["gguf"]).tensors}
     written = gguf.GGUFReader(path).tensors
-    assert [t.name for t in written] == [name for name in wanted if "_exps." in name]
+    assert [t.name for t in written] == [name for name in expected if "_exps." in name]
     for tensor in written:
-        their = wanted[tensor.name]
+        their = expected[tensor.name]
         assert (tensor.tensor_type, tensor.shape.tolist()) == (their.tensor_type, their.shape.tolist())
         np.testing.assert_array_equal(tensor.data, their.data)
 

@@ -356,8 +356,8 @@ def test_inputs_of_kt_kernel(name: str, tmp_path: Path) -> None:
         return floats.from_bits(kernels.decode(model.linear(0, expert, projection)))
 
     given = (stored[f"in.{name}"].bits for name in ("hidden", "topk_ids", "topk_weights"))
-    out, wanted = floats.forward(linear, *given), stored["out.float64_reference"].bits
-    assert np.linalg.norm(out - wanted) <= near * np.linalg.norm(wanted)
+    out, expected = floats.forward(linear, *given), stored["out.float64_reference"].bits
+    assert np.linalg.norm(out - expected) <= near * np.linalg.norm(expected)
 
 
 # --- quantize_config.json -----------------------------------------------------------------------------------------------

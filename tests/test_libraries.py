@@ -76,12 +76,12 @@ def test_dequantized_to_the_values_of_the_library(name: str, layers: dict[str, t
     tensors = read_folder(out)
     assert all(stem in hashes or stem.endswith("_bias") for stem in (n.removesuffix(".weight") for n in tensors))
     for key, tensor in tensors.items():
-        if (wanted := hashes.get(stem := key.removesuffix(".weight"))) is None:
+        if (expected := hashes.get(stem := key.removesuffix(".weight"))) is None:
             continue
-        assert (tensor.dtype, list(tensor.shape)) == ("BF16", wanted["shape"])
+        assert (tensor.dtype, list(tensor.shape)) == ("BF16", expected["shape"])
         bits = np.where(tensor.bits == 0x8000, 0, tensor.bits).astype("<u2")
-        if wanted["dtype"] == "BF16":
-            assert hashlib.sha256(bits.tobytes()).hexdigest() == wanted["sha256"]
+        if expected["dtype"] == "BF16":
+            assert hashlib.sha256(bits.tobytes()).hexdigest() == expected["sha256"]
         elif f"{stem}.expected" in stored:
             theirs = stored[f"{stem}.expected"].bits.view(np.float16).astype(np.float32)
             assert np.allclose(reference.bf16_to_f32(bits), theirs, rtol=2**-8 + 2**-10, atol=2**-24)

@@ -54,7 +54,7 @@ def test_three_parts_at_once_make_what_one_process_makes(bench: Bench, which: st
 
 
 def test_a_missing_part_is_named_and_can_be_made_later(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     for part in ("0/3", "2/3"):
         assert bench.cpu("--part", part).returncode == 0
     for _ in range(2):
@@ -63,25 +63,25 @@ def test_a_missing_part_is_named_and_can_be_made_later(bench: Bench) -> None:
         assert "1 of 3 units are missing (layer-001), those of --part 1/3" in refused.stderr
     assert bench.cpu("--part", "1/3").returncode == 0
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_what_parts_have_not_made_can_be_made_here(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     assert bench.cpu("--part", "0/2").returncode == 0
     assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_a_bit_that_flipped_in_what_a_part_made(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
     victim = min((bench.work / "partial").iterdir())
     conversion.edit(victim, keep_time=True)
     done = bench.run("resume", bench.output)
     assert f"warning: experts.layer-000 is made again: {victim} is not what was written" in done.stderr
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_a_plan_shows_what_parts_have_made(bench: Bench) -> None:
@@ -110,18 +110,18 @@ def test_a_plan_is_not_shown_where_it_would_be_refused(bench: Bench) -> None:
 
 
 def test_any_other_count_goes_on(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     assert bench.cpu("--part", "0/3").returncode == 0
     made = [attempt.name for attempt in attempts.read(locate(bench.output))]
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
     assert {attempt.name for attempt in attempts.read(locate(bench.output))} > set(made)
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_parts_add_to_layers_that_were_there(bench: Bench) -> None:
-    wanted = {}
+    expected = {}
     for which in ("alone", "parts"):
         assert bench.cpu("--no-merge-safetensor", "--layers", "0").returncode == 0
         for name in ("manifest.json", "config.json", "README.md"):
@@ -129,14 +129,14 @@ def test_parts_add_to_layers_that_were_there(bench: Bench) -> None:
         more = ("--no-merge-safetensor", "--resume-layer", "1")
         if which == "alone":
             assert bench.cpu(*more).returncode == 0
-            wanted = conversion.tree(bench.output)
+            expected = conversion.tree(bench.output)
             shutil.rmtree(bench.output)
         else:
             for part in ("0/2", "1/2"):
                 assert bench.cpu(*more, "--part", part).returncode == 0
             done = bench.run("resume", bench.output)
             assert done.returncode == 0, done.stderr
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_a_chain_has_no_parts(example: Path, tmp_path: Path, cli: Any) -> None:
@@ -162,7 +162,7 @@ def test_other_options_are_refused(bench: Bench) -> None:
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
 def test_a_part_that_is_killed_anywhere_is_made_again(bench: Bench, step: int) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     assert bench.cpu("--part", "1/2").returncode == 0
     n = 0
     while True:
@@ -174,15 +174,15 @@ def test_a_part_that_is_killed_anywhere_is_made_again(bench: Bench, step: int) -
         again = bench.run("resume", bench.output)
         assert again.returncode in (0, 7), again.stderr
         if again.returncode == 0:  # it was killed after the last unit
-            bench.finished_as(wanted)
+            bench.finished_as(expected)
             return
     assert n > 10
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
 
 
 def test_attempts_that_cannot_be_understood_are_made_again(bench: Bench) -> None:
-    wanted = bench.fresh()
+    expected = bench.fresh()
     assert bench.cpu("--part", "0/2").returncode == 0
     records = sorted((bench.work / "attempts").glob("*.json"))
     assert len(records) == 2
@@ -192,4 +192,4 @@ def test_attempts_that_cannot_be_understood_are_made_again(bench: Bench) -> None
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(wanted)
+    bench.finished_as(expected)

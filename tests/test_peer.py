@@ -155,12 +155,12 @@ def float64_output(
     linear: Callable[[int, str], np.ndarray], hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> np.ndarray:
     """What experts give each token, in float64."""
-    wanted = np.zeros(hidden.shape)
+    expected = np.zeros(hidden.shape)
     for token, x in enumerate(hidden.double().numpy()):
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
             gate, up = linear(expert, "gate") @ x, linear(expert, "up") @ x
-            wanted[token] += weight * (linear(expert, "down") @ (gate / (1 + np.exp(-gate)) * up))
-    return wanted
+            expected[token] += weight * (linear(expert, "down") @ (gate / (1 + np.exp(-gate)) * up))
+    return expected
 
 
 def errors_of(
@@ -176,7 +176,7 @@ def errors_of(
     def original(expert: int, projection: str) -> np.ndarray:
         return source[f"model.layers.1.mlp.experts.{expert}.{projection}_proj.weight"].double().numpy()
 
-    wanted = float64_output(original, hidden, ids, weights)
+    expected = float64_output(original, hidden, ids, weights)
     errors = {}
     for scale, more in ways.items():
         out = scratch / scale
@@ -195,7 +195,9 @@ def errors_of(
 
         ours = float64_output(stored, hidden, ids, weights)
         theirs = load_file(scratch / "out.safetensors")["out"].double().numpy()
-        errors[scale] = tuple(float(np.linalg.norm(each - wanted) / np.linalg.norm(wanted)) for each in (ours, theirs))
+        errors[scale] = tuple(
+            float(np.linalg.norm(each - expected) / np.linalg.norm(expected)) for each in (ours, theirs)
+        )
         assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
     return errors
 
@@ -280,6 +282,6 @@ def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, 
         stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in form.tensors(*shape)]
         return form.decode(stored, *shape).astype(np.float64)
 
-    wanted = float64_output(linear, hidden, ids, weights)
+    expected = float64_output(linear, hidden, ids, weights)
     theirs = load_file(tmp_path / "out.safetensors")["out"].double().numpy()
-    assert np.linalg.norm(theirs - wanted) < 0.01 * np.linalg.norm(wanted)
+    assert np.linalg.norm(theirs - expected) < 0.01 * np.linalg.norm(expected)

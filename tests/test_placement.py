@@ -95,8 +95,8 @@ def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], 
     if done.returncode < 0:
         pytest.skip("this system lets no process set a memory policy or a seccomp filter")
     assert done.returncode == 0, done.stderr
-    policies, told, out = json.loads(done.stdout)
-    return policies, told, out
+    policies, reported, out = json.loads(done.stdout)
+    return policies, reported, out
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +123,11 @@ def test_a_policy_that_the_user_set_stays(
 def test_a_kernel_that_refuses_is_reported_once(
     deny: str, call: str, shim: Path, output: Path, plain: tuple[list[str], list[str], Any]
 ) -> None:
-    policies, told, out = loaded(shim, output, DENY=deny)
+    policies, reported, out = loaded(shim, output, DENY=deny)
     assert (policies, out) == (["default"] * 3, plain[2])
-    assert len(told) == 1 and "(mbind: Operation not permitted;" in told[0] and "--cap-add SYS_NICE" in told[0]
+    assert (
+        len(reported) == 1 and "(mbind: Operation not permitted;" in reported[0] and "--cap-add SYS_NICE" in reported[0]
+    )
 
 
 def test_doctor_reports_a_kernel_that_refuses(shim: Path, cli: Any) -> None:

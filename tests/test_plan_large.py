@@ -113,8 +113,8 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path: Path, model:
     assert report["peak_memory"] < 400 << 20
 
     index = (model / "model.safetensors.index.json").stat().st_size
-    wanted = sum(headers.values()) + index
-    assert wanted * 0.99 < run.read - bare.read < wanted * 1.05 + (1 << 20)
+    expected = sum(headers.values()) + index
+    assert expected * 0.99 < run.read - bare.read < expected * 1.05 + (1 << 20)
     assert run.max_rss < 600 << 20
     for path, size in list(headers.items())[::8]:
         assert cached_bytes(path) <= size + READAHEAD, f"weights of {path.name} were read"

@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(source: Path) -> Any:
+def expected(source: Path) -> Any:
     """The expected output of the source."""
     output = source.with_name("whole")
     assert conversion.ktconvert("cpu", "-i", source, "-o", output, "-q").returncode == 0
@@ -58,14 +58,14 @@ def convert(source: Path, output: Path, *options: str, **how: Any) -> subprocess
 # ---- what lies at the output -----------------------------------------------------------------------------------------
 
 
-def test_an_empty_folder_is_used(source: Path, output: Path, wanted: Any) -> None:
+def test_an_empty_folder_is_used(source: Path, output: Path, expected: Any) -> None:
     output.mkdir()
     assert convert(source, output).returncode == 0
-    assert conversion.tree(output) == wanted
+    assert conversion.tree(output) == expected
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_a_folder_of_others_is_refused_and_replaced_only_when_asked(source: Path, output: Path, wanted: Any) -> None:
+def test_a_folder_of_others_is_refused_and_replaced_only_when_asked(source: Path, output: Path, expected: Any) -> None:
     (output / "deep").mkdir(parents=True)
     (output / "thesis.txt").write_text("years")
     before = conversion.identity(output)
@@ -79,18 +79,18 @@ def test_a_folder_of_others_is_refused_and_replaced_only_when_asked(source: Path
     both = ("--overwrite", "--delete-others")
     shown = convert(source, output, *both, "--dry-run").stdout
     assert f"remove        {output}: 1 file (5 B) that no manifest lists: thesis.txt" in shown
-    [told] = json.loads(convert(source, output, *both, "--dry-run", "--json").stdout.splitlines()[-1])["replaces"]
-    assert (told["folder"], told["listed"]["files"]) == (str(output), 0)
-    assert told["others"] == {"files": 1, "bytes": 5, "names": ["thesis.txt"]}
+    [reported] = json.loads(convert(source, output, *both, "--dry-run", "--json").stdout.splitlines()[-1])["replaces"]
+    assert (reported["folder"], reported["listed"]["files"]) == (str(output), 0)
+    assert reported["others"] == {"files": 1, "bytes": 5, "names": ["thesis.txt"]}
     assert conversion.identity(output) == before
     done = convert(source, output, *both)
     assert done.returncode == 0, done.stderr
     assert "note: --overwrite removes " in done.stderr and "thesis.txt" in done.stderr
-    assert conversion.tree(output) == wanted
+    assert conversion.tree(output) == expected
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_what_no_manifest_lists_is_not_overwritten(tmp_path: Path, source: Path, output: Path, wanted: Any) -> None:
+def test_what_no_manifest_lists_is_not_overwritten(tmp_path: Path, source: Path, output: Path, expected: Any) -> None:
     """In an output of ours: files, also in folders, and links, which are not followed."""
     over = ("--overwrite", "--quant-method", "int8")
     assert convert(source, output).returncode == 0
@@ -106,10 +106,10 @@ def test_what_no_manifest_lists_is_not_overwritten(tmp_path: Path, source: Path,
     (output / "far").unlink()
     done = convert(source, output, *over)  # what its manifest lists goes without more words
     assert done.returncode == 0, done.stderr
-    assert f"removes {output}: {sum(data is not None for data in wanted.values())} files (" in done.stderr
+    assert f"removes {output}: {sum(data is not None for data in expected.values())} files (" in done.stderr
     (output / "far").symlink_to(tmp_path / "far")
     assert convert(source, output, "--overwrite", "--delete-others").returncode == 0
-    assert conversion.tree(output) == wanted
+    assert conversion.tree(output) == expected
     assert (tmp_path / "far" / "mine").read_text() == "years"
 
 
@@ -132,13 +132,13 @@ def test_what_is_no_folder_is_refused(
     assert conversion.identity(output.parent) == before
 
 
-def test_a_link_to_a_folder_stays_a_link(source: Path, output: Path, wanted: Any) -> None:
+def test_a_link_to_a_folder_stays_a_link(source: Path, output: Path, expected: Any) -> None:
     real = output.parent / "real"
     real.mkdir()
     output.symlink_to("real")
     assert convert(source, output).returncode == 0
     assert output.is_symlink()
-    assert conversion.tree(real) == wanted
+    assert conversion.tree(real) == expected
     assert conversion.names(output.parent) == ["out", "real"]
 
 
@@ -163,7 +163,7 @@ def test_a_file_in_the_place_of_the_work_folder_is_refused(source: Path, output:
 
 
 def test_what_appears_during_the_run_is_not_replaced(larger: tuple[Path, Any], output: Path) -> None:
-    source, wanted = larger
+    source, expected = larger
     with conversion.held(source, output) as process:
         output.mkdir()
         (output / "thesis.txt").write_text("years")
@@ -179,12 +179,12 @@ def test_what_appears_during_the_run_is_not_replaced(larger: tuple[Path, Any], o
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
     assert "died" not in done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out", "thesis"]
 
 
 def test_what_is_put_into_an_output_meanwhile_is_not_overwritten(larger: tuple[Path, Any], output: Path) -> None:
-    source, wanted = larger
+    source, expected = larger
     assert convert(source, output, "--quant-method", "int8").returncode == 0
     with conversion.held(source, output, "--overwrite") as process:
         (output / "thesis.txt").write_text("years")
@@ -198,7 +198,7 @@ def test_what_is_put_into_an_output_meanwhile_is_not_overwritten(larger: tuple[P
     (output / "thesis.txt").unlink()
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
 
 
 # ---- the input is never written to -----------------------------------------------------------------------------------
@@ -336,14 +336,14 @@ def test_a_read_only_parent_is_named(source: Path, output: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_in_a_read_only_parent_the_work_is_done_inside(source: Path, output: Path, wanted: Any, n: int) -> None:
+def test_in_a_read_only_parent_the_work_is_done_inside(source: Path, output: Path, expected: Any, n: int) -> None:
     output.mkdir()
     output.parent.chmod(0o555)
     if n:  # killed somewhere on the way, by its own alarm
         convert(source, output, prefix=[*AS_ANYONE, "timeout", "-s", "KILL", "0.4"])
     done = convert(source, output, prefix=AS_ANYONE)
     assert done.returncode == 0, done.stderr
-    assert conversion.tree(output) == wanted
+    assert conversion.tree(output) == expected
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def mounts() -> Iterator[Any]:
         yield namespace
 
 
-def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path, wanted: Any, mounts: Any) -> None:
+def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path, expected: Any, mounts: Any) -> None:
     output.mkdir()
     mounts.mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", output)
     (mounts.seen(output) / "lost+found").mkdir()
@@ -367,7 +367,7 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source: Path, output: Path
         done = convert(source, output, *more, prefix=mounts.prefix)
         assert done.returncode == 0, done.stderr
         assert ("nothing to do" in done.stderr) == (again == "finished")
-        assert conversion.tree(mounts.seen(output)) == wanted | {"lost+found": None}
+        assert conversion.tree(mounts.seen(output)) == expected | {"lost+found": None}
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -406,7 +406,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_read(source: Path, outpu
 
 
 def test_a_disk_that_fills_up_during_the_run(larger: tuple[Path, Any], output: Path, mounts: Any) -> None:
-    source, wanted = larger
+    source, expected = larger
     mounts.mount("-t", "tmpfs", "-o", "size=100m", "tmpfs", output.parent)
     inside = mounts.seen(output)
     with conversion.held(source, inside, output=output, prefix=mounts.prefix) as process:
@@ -423,7 +423,7 @@ def test_a_disk_that_fills_up_during_the_run(larger: tuple[Path, Any], output: P
     (inside.parent / "filler").unlink()
     done = conversion.ktconvert("resume", output, prefix=mounts.prefix)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(inside), wanted) == []
+    assert conversion.differing(conversion.tree(inside), expected) == []
     assert conversion.names(inside.parent) == ["out"]
 
 
@@ -436,7 +436,7 @@ def test_a_disk_that_fills_up_during_the_run(larger: tuple[Path, Any], output: P
     ],
 )
 def test_a_file_size_limit_is_refused_before_anything_is_read(
-    source: Path, output: Path, wanted: Any, limit: int, words: tuple[str, ...]
+    source: Path, output: Path, expected: Any, limit: int, words: tuple[str, ...]
 ) -> None:
     """With a remedy that helps."""
 
@@ -446,7 +446,7 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(
     conversion.refused(convert(source, output, preexec_fn=limited), 4, *words)
     done = conversion.ktconvert("resume", output) if limit else convert(source, output)
     assert done.returncode == 0, done.stderr
-    assert conversion.tree(output) == wanted
+    assert conversion.tree(output) == expected
 
 
 def test_a_companion_over_the_file_size_limit_is_refused_before_anything_is_read(
@@ -465,7 +465,7 @@ def test_a_companion_over_the_file_size_limit_is_refused_before_anything_is_read
 
 
 def test_a_file_size_limit_during_the_run(larger: tuple[Path, Any], output: Path) -> None:
-    source, wanted = larger
+    source, expected = larger
     with conversion.held(source, output) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         process.send_signal(signal.SIGCONT)
@@ -475,7 +475,7 @@ def test_a_file_size_limit_during_the_run(larger: tuple[Path, Any], output: Path
     assert "Traceback" not in errors
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -512,14 +512,14 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
 
         begin()
         assert run(0).returncode == 0
-        wanted = conversion.tree(output)
+        expected = conversion.tree(output)
         calls = int((base / "count").read_text())
         for n in conversion.thinned(calls, runs):
             begin()
             before = conversion.identity(output) if which == "overwrite" else None
             done = run(n)
             where = f"full from call {n} of {calls} on"
-            if conversion.differing(conversion.tree(output) if output.exists() else {}, wanted):
+            if conversion.differing(conversion.tree(output) if output.exists() else {}, expected):
                 assert done.returncode == 4, f"{where}: {done.stderr}"
                 if before is not None:
                     assert conversion.identity(output) == before, where
@@ -529,7 +529,7 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
             begun = output.with_name("out.work") / "plan.json"
             again = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
             assert again.returncode == 0, f"{where}: {again.stderr}"
-            assert conversion.differing(conversion.tree(output), wanted) == [], where
+            assert conversion.differing(conversion.tree(output), expected) == [], where
             assert conversion.names(output.parent) == ["out"], where
 
 
@@ -537,7 +537,7 @@ def test_full_from_any_call_on(tmp_path: Path, source: Path, which: str, runs: i
 
 
 def test_two_processes_on_one_output(larger: tuple[Path, Any], output: Path) -> None:
-    source, wanted = larger
+    source, expected = larger
     with conversion.held(source, output) as process:
         before = conversion.identity(output.parent)
         for options in ((), ("--overwrite",)):
@@ -548,7 +548,7 @@ def test_two_processes_on_one_output(larger: tuple[Path, Any], output: Path) -> 
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == 0, errors
-    assert conversion.differing(conversion.tree(output), wanted) == []
+    assert conversion.differing(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -568,17 +568,17 @@ main()
 """
 
 
-def test_one_that_comes_when_another_one_ends(source: Path, output: Path, wanted: Any) -> None:
+def test_one_that_comes_when_another_one_ends(source: Path, output: Path, expected: Any) -> None:
     words = ("cpu", "-i", source, "-o", output)
     command = [sys.executable, "-c", LATE, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert f"{output} is finished: nothing to do" in done.stderr
-    assert conversion.tree(output) == wanted
+    assert conversion.tree(output) == expected
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_many_at_once_make_one_output(source: Path, output: Path, wanted: Any) -> None:
+def test_many_at_once_make_one_output(source: Path, output: Path, expected: Any) -> None:
     command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
     crowd = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(5)]
     errors = [process.communicate(timeout=conversion.TIMEOUT)[1] for process in crowd]
@@ -587,5 +587,5 @@ def test_many_at_once_make_one_output(source: Path, output: Path, wanted: Any) -
         assert "Traceback" not in text
         assert process.returncode == 0 or "is converting into it" in text
     assert 0 in [process.returncode for process in crowd]
-    assert conversion.tree(output) == wanted
+    assert conversion.tree(output) == expected
     assert conversion.names(output.parent) == ["out"]

@@ -237,8 +237,10 @@ def test_what_is_better_is_said(tmp_path: Path, cli: Any) -> None:
     assert plan["advice"][0] in notes and plan["notes"][0] in notes
     before, after, again = (down_error(cli, folder, source) for folder in (parts[2], tmp_path / "new", parts[1]))
     assert before < again < after
-    told = f"is {before:.4f} away from {source} (relative error), {after:.4f} after resplit, {again:.4f} if converted"
-    assert told in plan["advice"][0]
+    reported = (
+        f"is {before:.4f} away from {source} (relative error), {after:.4f} after resplit, {again:.4f} if converted"
+    )
+    assert reported in plan["advice"][0]
     assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in plan["advice"][0]
     assert "--scale" not in plan["advice"][0]
     done = next(event for event in said if event["event"] == "done")
@@ -303,8 +305,8 @@ def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObj
             assert np.array_equal(*(np.concatenate([stored[which] for _, stored in side]) for side in (old, new)))
     else:
         axis = 1
-        for (_, stored), wanted in zip(new, by_definition(form.grid.bits, old, new_count), strict=True):
-            assert np.array_equal(stored[0], wanted[0]) and np.array_equal(stored[1].view(np.float32), wanted[1])
+        for (_, stored), expected in zip(new, by_definition(form.grid.bits, old, new_count), strict=True):
+            assert np.array_equal(stored[0], expected[0]) and np.array_equal(stored[1].view(np.float32), expected[1])
     before, after = (
         np.concatenate([form.decode(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
     )

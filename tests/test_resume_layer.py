@@ -14,12 +14,12 @@ from rig.bench import Bench
 
 
 def test_resume_layer_changes_nothing_where_our_journal_exists(bench: Bench) -> None:
-    wanted = bench.fresh("--no-merge-safetensor")
+    expected = bench.fresh("--no-merge-safetensor")
     bench.stop_after(1, "--no-merge-safetensor")  # layer 0 is done, 1 and 2 are missing
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
     assert bench.units_written() == 2
-    bench.finished_as(wanted)
+    bench.finished_as(expected)
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
 
 
@@ -44,18 +44,18 @@ def weights(tree: Any) -> Any:
 
 
 def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
-    wanted = weights(bench.fresh("--no-merge-safetensor"))
+    expected = weights(bench.fresh("--no-merge-safetensor"))
     before = kt_layers(2)
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
     assert bench.units_written() == 1
-    assert weights(conversion.tree(bench.output)) == wanted
+    assert weights(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
     assert before == {name: after[name] for name in before}  # same inodes, times and all
     assert not (bench.output / ".ktconvert").exists()
     assert conversion.names(bench.output.parent) == ["out"]
     names = {file["name"] for file in json.loads((bench.output / "manifest.json").read_text())["files"]}
-    assert set(wanted) <= names
+    assert set(expected) <= names
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
 
 
@@ -72,7 +72,7 @@ def test_files_beside_kept_layers_are_not_replaced(bench: Bench, kt_layers: Call
 
 
 def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
-    wanted = weights(bench.fresh("--no-merge-safetensor"))
+    expected = weights(bench.fresh("--no-merge-safetensor"))
     before = kt_layers(2)
     cut = next((bench.output / "_layer_0").rglob("*quant_.kt"))
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -80,7 +80,7 @@ def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
     assert bench.units_written() == 2
-    assert weights(conversion.tree(bench.output)) == wanted
+    assert weights(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
     kept = [name for name in before if "_layer_1" in name]
     assert kept
@@ -88,12 +88,12 @@ def test_resume_layer_redoes_incomplete_layers(bench: Bench, kt_layers: Callable
 
 
 def test_resume_layer_where_every_layer_is_incomplete(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
-    wanted = weights(bench.fresh("--no-merge-safetensor"))
+    expected = weights(bench.fresh("--no-merge-safetensor"))
     kt_layers(1)
     next((bench.output / "_layer_0").rglob("*.kt")).unlink()
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "1")
     assert done.returncode == 0, done.stderr
-    assert weights(conversion.tree(bench.output)) == wanted
+    assert weights(conversion.tree(bench.output)) == expected
 
 
 def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[int], Any]) -> None:
@@ -102,7 +102,7 @@ def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[i
     shutil.copytree(bench.output, kept)
     command = ("--no-merge-safetensor", "--resume-layer", "2")
     assert bench.cpu(*command).returncode == 0
-    wanted, points = conversion.tree(bench.output), len(bench.calls())
+    expected, points = conversion.tree(bench.output), len(bench.calls())
     for n in conversion.thinned(points, 10):
         shutil.rmtree(bench.output)
         shutil.copytree(kept, bench.output)
@@ -111,7 +111,7 @@ def test_killed_while_adding_to_kept_layers(bench: Bench, kt_layers: Callable[[i
         by_name = n % 2 and (bench.output / ".ktconvert/plan.json").exists()
         done = bench.run("resume", bench.output) if by_name else bench.cpu(*command)
         assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), wanted) == [], died
+        assert conversion.differing(conversion.tree(bench.output), expected) == [], died
         assert conversion.names(bench.output.parent) == ["out"]
 
 

@@ -189,8 +189,8 @@ def test_each_token_and_expert_computed_alone_gives_the_same(case: Case, tokens:
     kinds = set()
     for layer, (hidden, ids, weights, out) in spoken(model, tokens).items():
         kinds |= set(mask[layer][ids].flatten().tolist())
-        wanted = one_by_one(case, layer, mask[layer], hidden.reshape(-1, HIDDEN), ids, weights)
-        far = distance(out.reshape(-1, HIDDEN), wanted)
+        expected = one_by_one(case, layer, mask[layer], hidden.reshape(-1, HIDDEN), ids, weights)
+        far = distance(out.reshape(-1, HIDDEN), expected)
         print(f"{case.kind} layer {layer}, {tokens} tokens: {far:.4f}")
         assert far < LAYER
         # Where the arithmetic is the same the bits are: the cold half is what the CPU runtime gives with the hot

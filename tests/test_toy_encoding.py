@@ -125,11 +125,11 @@ def test_killed_and_resumed_to_the_same_bytes(checkpoints: tuple[Path, Path], tm
         return killpoint.run(command, out, n, shim, log).returncode
 
     assert run(tmp_path / "whole", 0) == 0
-    wanted, calls = tree(tmp_path / "whole"), killpoint.count(log)
+    expected, calls = tree(tmp_path / "whole"), killpoint.count(log)
     for n in (calls // 2, calls // 3, calls // 4):  # a resumed run has fewer calls
         assert run(tmp_path / "out", n) == killpoint.KILLED
     assert run(tmp_path / "out", 0) == 0
-    assert tree(tmp_path / "out") == wanted
+    assert tree(tmp_path / "out") == expected
 
 
 def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:

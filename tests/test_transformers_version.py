@@ -33,13 +33,13 @@ def claim(folder: Path, version: str) -> Path:
 
 def test_the_extras_have_the_same_bounds() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {
+    expected = {
         extra: [needed for needed in packages if needed.startswith("transformers")]
         for extra, packages in project["optional-dependencies"].items()
     }
-    assert wanted["run"] == [f"transformers{BOUNDS}"]
-    assert wanted["serve"] == [f"transformers[serving]{BOUNDS}"]
-    (of_gpu,) = wanted["gpu"]  # llmcompressor's: within ours
+    assert expected["run"] == [f"transformers{BOUNDS}"]
+    assert expected["serve"] == [f"transformers[serving]{BOUNDS}"]
+    (of_gpu,) = expected["gpu"]  # llmcompressor's: within ours
     first, beyond = ((int(a), int(b)) for a, b in re.findall(r"(\d+)\.(\d+)", of_gpu))
     assert OLDEST <= first < beyond <= (NEWEST[0], NEWEST[1] + 1)
 
@@ -69,8 +69,12 @@ def test_what_is_said(
     for sentence in (refusal, newer):
         assert (sentence() is not None) == (sentence is said)
     if said is not None:
-        told = said() or ""
-        assert told.startswith(f"transformers {version} is ") and TESTED in told and f"'transformers{BOUNDS}'" in told
+        reported = said() or ""
+        assert (
+            reported.startswith(f"transformers {version} is ")
+            and TESTED in reported
+            and f"'transformers{BOUNDS}'" in reported
+        )
 
 
 @pytest.mark.parametrize(

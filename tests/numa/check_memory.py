@@ -65,7 +65,7 @@ def test_a_policy_that_the_user_set_stays(node: int, model: Path) -> None:
 
 @pytest.mark.on("two", "four")
 def test_a_wrapper_has_its_weights_on_the_nodes_that_it_names(model: Path) -> None:
-    wanted = [[1], [0], [1, 0], [0, 1]]
+    expected = [[1], [0], [1, 0], [0, 1]]
     seen = seen_by(
         f"""
         import torch
@@ -77,7 +77,7 @@ def test_a_wrapper_has_its_weights_on_the_nodes_that_it_names(model: Path) -> No
             return KTMoEWrapper(0, 4, 2, 1024, 1024, None, 4, len(nodes), {str(model)!r}, 512,
                                 method="AMXINT8", numa_nodes=nodes)
         all = []
-        for nodes in {wanted}:
+        for nodes in {expected}:
             loaded, packed = wrapper(nodes), wrapper(nodes)
             loaded.load_weights()
             packed.load_weights_from_tensors(*weights)
@@ -85,7 +85,7 @@ def test_a_wrapper_has_its_weights_on_the_nodes_that_it_names(model: Path) -> No
         say(all=all)
         """
     )
-    for nodes, pair in zip(wanted, seen["all"], strict=True):
+    for nodes, pair in zip(expected, seen["all"], strict=True):
         for pages, groups in pair:
             assert groups == nodes
             only_on(pages, [nodes[part % len(nodes)] for part in range(len(pages))])

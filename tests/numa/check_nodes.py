@@ -100,8 +100,10 @@ say(told=told)
 )
 def test_nodes_that_are_not_there_are_refused(before: str, call: str, lists: list[Any]) -> None:
     """With a ValueError that lists those of this machine, 0 and 1."""
-    told = seen_by(REFUSED.format(before=before, call=call, lists=lists))["told"]
+    reported = seen_by(REFUSED.format(before=before, call=call, lists=lists))["told"]
     wrong = {
-        str(nodes): text for nodes, text in zip(lists, told, strict=True) if not re.search(r"\b0\b.*\b1\b", text or "")
+        str(nodes): text
+        for nodes, text in zip(lists, reported, strict=True)
+        if not re.search(r"\b0\b.*\b1\b", text or "")
     }
     assert not wrong

@@ -101,9 +101,9 @@ class Bench:
         """How many units the last run wrote."""
         return sum(c.name == "rename" and bool(c.second) and "/store/" in c.second for c in self.calls())
 
-    def finished_as(self, wanted: Any) -> None:
+    def finished_as(self, expected: Any) -> None:
         """The output is what it should be, and nothing is left beside it."""
-        assert conversion.differing(conversion.tree(self.output), wanted) == []
+        assert conversion.differing(conversion.tree(self.output), expected) == []
         assert conversion.names(self.output.parent) == ["out"]
 
 
