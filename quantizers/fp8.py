@@ -65,9 +65,7 @@ def is_kept(matrix: Matrix) -> bool:
 
 
 def with_positive_scales(matrix: Matrix) -> Matrix:
-    """The same numbers of a linear that is_kept: the signs of negative scales go to the codes, and what a scale of 0
-    makes zeros are zeros with the scale 1.
-    """
+    """The same numbers of a linear that is_kept: scales' signs go to the codes; zeros of a scale 0 get the scale 1."""
     assert matrix.scales is not None
     codes = matrix.values.copy()
     first_row, first_column = (at // BLOCK for at in matrix.origin)

@@ -170,9 +170,7 @@ def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> t
 
 
 def _usable(scale: torch.Tensor, k: int) -> torch.Tensor:
-    """The scales without zeros: a group with the scale 0 holds nothing but zeros and subnormal values, of which 1 makes
-    the code 0.
-    """
+    """The scales, 1 for 0: a group with the scale 0 holds nothing but zeros and subnormal values, whose codes are 0."""
     import torch
 
     if not scale.shape[1] or k % scale.shape[1]:

@@ -45,9 +45,7 @@ def quantize_groups(bits: int, group: int, bf16: U16, rounding: str = "library")
 
 
 def pack_words(bits: int, codes: I8) -> I32:
-    """Codes [n, k] as int32 [n, k*bits/32]: code + 2^(bits-1), unsigned, in the order of the
-    columns, low bits first.
-    """
+    """Codes [n, k] as int32 [n, k*bits/32]: code + 2^(bits-1), unsigned, column after column, low bits first."""
     unsigned = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     if bits == 4:
         unsigned = unsigned[:, ::2] | np.left_shift(unsigned[:, 1::2], 4, dtype=np.uint8)

@@ -52,9 +52,7 @@ def normalized(importance: F32 | None) -> F32 | None:
 
 
 def candidates(bits: int, units: F32, weights: F32 | None) -> tuple[F32, F32]:
-    """For each row of `units` [n, k] and each ratio, float32 [n, 16]: the factor of least squares, and how much of the
-    sum of squares it explains.
-    """
+    """For each row of `units` [n, k] and ratio, float32 [n, 16]: the least-squares factor, the squares it explains."""
     largest = np.float32((1 << bits - 1) - 1)
     n, k = units.shape
     products, squares = np.zeros((2, n, len(RATIOS[bits]), LANES), np.float32)

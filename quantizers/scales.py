@@ -29,8 +29,7 @@ def e8m0(exponents: U8) -> F32:
 
 
 def nvfp4(scales: U8, tensor_scale: np.float32, divides: bool) -> F32:
-    """The scales of groups, from their E4M3 codes and the scale of the whole tensor: a product or a quotient, rounded
-    to float32."""
+    """The scales of groups: their E4M3 codes times (or by) the scale of the whole tensor, rounded to float32."""
     each: F32 = E4M3.take(scales)
     with np.errstate(all="ignore"):  # what is not finite is refused by its reader
         return (np.divide if divides else np.multiply)(each, tensor_scale, out=each)

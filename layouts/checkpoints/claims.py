@@ -71,9 +71,7 @@ def num_layers(config: Config) -> tuple[str, int] | None:
 
 
 def moe_layers(config: Config) -> list[int] | None:
-    """The layers with experts according to the config; None if it does not say how many layers there are, or which have
-    experts.
-    """
+    """The layers with experts according to the config; None if it does not say which."""
     limit = num_layers(config)
     if limit is None or all(cfg.find(config, (key,)) is None for key in DENSE):
         return None
@@ -122,9 +120,7 @@ def contradiction(config: Config, stated: Config, arch: Arch) -> str | None:
 
 
 def other_family(config: Config, name: str) -> str | None:
-    """The family that the config names, where it is surely another than the one of this name; else None. llama.cpp
-    calls several families by one name, and others by names that are not known here.
-    """
+    """The family that the config names where it is surely not this one; else None: llama.cpp's names are shared."""
     own, other = next((row for row in ARCHS if row.name == name), None), family(config)
     if own is None or other is None or own is other:
         return None

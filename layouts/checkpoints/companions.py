@@ -60,9 +60,7 @@ def require_copyable(root: Path, name: str) -> None:
 
 
 def _is_hub_blob(path: Path) -> bool:
-    """Whether it is a blob of the Hugging Face cache: in models--ORG--NAME/blobs, beside the
-    snapshots that link to it.
-    """
+    """Whether it is a file in models--ORG--NAME/blobs of a Hugging Face cache."""
     model = path.parent.parent
     return path.parent.name == "blobs" and model.name.startswith("models--") and (model / "snapshots").is_dir()
 

@@ -292,9 +292,7 @@ def part_of(style: Style, projection: str) -> str:
 
 
 def _activation(source: TensorSource, arch: Arch) -> str:
-    """The activation by the row and by the config; of silu, the config's. Raises UnsupportedError for one that is not
-    known, InputError where row and config contradict each other.
-    """
+    """The activation by the row and by the config; of silu, the config's. Raises UnsupportedError, InputError."""
     activation, named = arch.activation, cfg.find(source.config, HIDDEN_ACT)
     if named is not None and not arch.decides:
         remedy = f"say with --arch-file what the experts compute: activation = {', '.join(map(repr, ACTIVATIONS))}"

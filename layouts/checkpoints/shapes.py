@@ -101,9 +101,7 @@ def _weights(stored: Layer, prefix: str, n: int, quantization: Quantization) -> 
 
 
 def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
-    """Experts are stored alike: where one has zero points or an order of columns, they are lost where another has
-    none. Raises InputError.
-    """
+    """Where one expert has zero points or an order of columns, all must have them. Raises InputError."""
     full: dict[tuple[str, str], Weight] = {}
     for (part, _), weight in weights.items():
         key = part, weight.encoding.name
@@ -135,9 +133,7 @@ def _unread(name: str, tensors: encodings.Tensors) -> Exception:
 
 
 def _count(weights: Weights, style: Separate, prefix: str, n: int, recorded: Recorded, most: int) -> int:
-    """The number of experts by the config, else the most that any layer has. InputError unless
-    each has all its parts.
-    """
+    """The number of experts by the config, else the most of any layer. InputError unless each has all its parts."""
     last = max((expert for _, expert in weights), default=0)
     count = max(1, recorded[1] if recorded is not None else most)
     if last >= count and recorded is not None:

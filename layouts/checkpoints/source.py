@@ -44,9 +44,7 @@ VIEWS: dict[str, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file; size, header hash and (in a Hugging Face cache) blob name identify it,
-    independent of its path.
-    """
+    """One weight file; size, header hash and blob name (in a Hugging Face cache) identify it wherever it lies."""
 
     path: Path
     name: str
@@ -297,9 +295,7 @@ def _no_weights(root: Path, files: list[str]) -> Exception:
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """config.json of a directory, or params.json; {} where there is neither. Raises InputError where it is no JSON
-    object.
-    """
+    """config.json of a directory, or params.json; {} where there is neither. Raises InputError for no JSON object."""
     for name in ("config.json", "params.json"):
         if (root / name).exists():
             return _parsed(root / name)
@@ -307,9 +303,7 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def read_quantization(root: Path) -> cfg.Quantization:
-    """How the weights in a directory are quantized, by config.json and quantize_config.json. Raises InputError where
-    these are no JSON objects, or contradict each other.
-    """
+    """How weights are quantized, by config.json and quantize_config.json. Raises InputError where these are wrong."""
     return _quantization(root, read_config(root))
 
 

@@ -141,9 +141,7 @@ class Weight:
         return (scales + 2 * columns * whole) // stack + 10 * PIECE * (kind.number is None)
 
     def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
-        """One linear as it is stored: [k, n] if it is input-major. Raises InputError where a
-        tensor's content is wrong.
-        """
+        """One linear as it is stored: [k, n] if it is input-major. Raises InputError for wrong contents."""
         return self.encoding.matrix(source, self.one(expert), self.quantization, input_major)
 
 

@@ -173,9 +173,7 @@ def is_exact(model: SourceExperts) -> bool:
 
 
 def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> None:
-    """kernels_panels.pack_fp8 also where scales of a source in such blocks are negative, 0, or so large that a number
-    overflows: 128 rows at a time. Raises kernels.NonFinite.
-    """
+    """pack_fp8, also where scales of a kept source are negative, 0 or large: 128 rows at a time. Raises NonFinite."""
     if not fp8.is_kept(matrix) or matrix.scales is None or _usual(matrix.scales):
         kernels_panels.pack_fp8(matrix, codes, scales)
         return

@@ -39,9 +39,7 @@ WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
 
 def _row(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """No header holds the width of the codes: it is the config's, and if that has several, the one by which its
-        groups fit; else 4. weight_shape must confirm it.
-        """
+        """The width of the codes is the config's; of several, the one that fits its groups; else 4."""
         if quantization.method not in ("", METHOD):
             return False
         if tensors["packed"].dtype == "U8" and ("scale" not in tensors or tensors["scale"].dtype not in FLOATS):

@@ -20,9 +20,7 @@ def parse(data: bytes) -> Any:
 
 
 def require_plain(value: Any, levels: int = 64) -> None:
-    """Raise ValueError for a value that is nested too deeply to be walked, or holds text that UTF-8 cannot hold (lone
-    surrogates).
-    """
+    """Raise ValueError for a value that is nested too deeply to be walked, or holds lone surrogates."""
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, dict | list):

@@ -66,9 +66,7 @@ def encode(
     source: list[dict[str, Any]],
     files: list[dict[str, Any]],
 ) -> bytes:
-    """The manifest. files: {"name", "size", "sha256", "tensors"?}. No time stamps, no paths: same input and options,
-    same bytes.
-    """
+    """The manifest. files: {"name", "size", "sha256", "tensors"?}. No times, no paths: same work, same bytes."""
     document = {
         "format": {"name": "ktconvert-manifest", "version": FORMAT},
         "tool": {"name": "ktconvert", "version": tool_version},
@@ -93,9 +91,7 @@ def is_intact(document: Mapping[str, Any]) -> bool:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """An output's manifest, or None where there is none. Raises VerificationError for one that
-    is damaged or too new.
-    """
+    """An output's manifest, None where there is none. Raises VerificationError for one that is damaged or too new."""
     path = folder / NAME
     if not path.is_file():
         return None

@@ -101,9 +101,7 @@ class DirectFile:
                     self._direct = self._set_direct(False)
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Begin or give up direct writes; whether writes are direct now. Not by open(): some systems refuse it but
-        leave the file.
-        """
+        """Begin or end direct writes; whether they are direct now. Not by open(): it may fail and leave the file."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -255,9 +253,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make a folder and everything below it durable, with one call for the whole file system: its thousands of files
-    are small.
-    """
+    """Make a folder and everything below it durable, by one call for the whole file system."""
     with explained(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -343,9 +339,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def place(source: Path, target: Path) -> None:
-    """Let a stored file (or folder of files) appear under a second name: hard links, or a
-    rename where there are none.
-    """
+    """Let a stored file (or folder of files) appear under a second name: hard links, or else a rename."""
     if source.is_dir():
         target.mkdir(exist_ok=True)
         for child in sorted(source.iterdir()):
@@ -365,9 +359,7 @@ def place(source: Path, target: Path) -> None:
 
 
 def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ()) -> None:
-    """Remove every file below a folder but those of these names, and folders left empty; entries to spare are not
-    entered.
-    """
+    """Remove all files below a folder but these, and folders left empty; entries to spare are not entered."""
     for path in sorted(folder.rglob("*"), reverse=True):
         name = path.relative_to(folder)
         if name.parts[0] in spare:
@@ -404,9 +396,7 @@ def _renameat2(new: Path, old: Path, flag: int) -> int:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours with everything in it, if it is there; also what another process was just making in it or
-    moving about.
-    """
+    """Remove a file or folder of ours, if it is there, even while another process adds to it."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return

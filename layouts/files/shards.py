@@ -65,9 +65,7 @@ def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
 
 
 def group_by_limit(sizes: Iterable[int], limit: int | None) -> list[tuple[int, int]]:
-    """Cut a run of sizes (bytes) into [start, stop) groups of at most `limit` bytes; one item may exceed it. None: one
-    group.
-    """
+    """Cut sizes (bytes) into [start, stop) groups of at most `limit` bytes (None: one); one item may exceed it."""
     sizes = list(sizes)
     if not sizes:
         return []

@@ -132,9 +132,7 @@ FEW = "These experts saw too few tokens, and have the codes of `--scale imatrix`
 
 
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The section on what GPTQ calibrated with, and how many tokens came to the experts; nothing for rounding to
-    nearest.
-    """
+    """The section on GPTQ's calibration and the experts' tokens; nothing for rounding to nearest."""
     calibration = facts.get("calibration")
     if calibration is None:
         return []

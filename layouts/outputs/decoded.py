@@ -18,9 +18,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def config_json(original: Mapping[str, Any]) -> bytes:
-    """The source's config without quantization at any depth; dtype bfloat16 where the model or its text model says
-    one.
-    """
+    """The source's config without quantization at any depth; its dtypes become bfloat16."""
     config = unquantized(original, STORED_KEYS)
     for scope in cfg.scopes(config):
         scope.update({key: "bfloat16" for key in DTYPE_KEYS if key in scope})

@@ -34,9 +34,7 @@ CLASSES = ("Linear", "Module")  # what a quantized module is, besides its name
 
 
 def is_match(name: str, pattern: str) -> bool:
-    """Whether a pattern names this Linear, as compressed-tensors understands patterns. UsageError: no regular
-    expression.
-    """
+    """Whether a pattern names this Linear, as compressed-tensors understands it. UsageError: no regular expression."""
     if not pattern.startswith("re:"):
         return pattern == name or pattern in CLASSES
     return _compiled(pattern).match(name) is not None

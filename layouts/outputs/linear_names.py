@@ -57,9 +57,7 @@ def linears(
 
 
 def name_template(model: MoeModel, projection: str) -> str:
-    """The linears' name with {layer} and {expert} in place of the numbers: the first such number is the layer's, the
-    last the expert's.
-    """
+    """The linears' name with {layer} for the first number that is the layer's, {expert} for the last expert's."""
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
     name = linear_name(model, layer, expert, projection)

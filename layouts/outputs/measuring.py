@@ -82,9 +82,7 @@ def measure(output: Output, hidden: int = 0) -> Measure:
 
 
 def formats_by_names(output: Output) -> tuple[Format, ...]:
-    """The formats that the output may have, by the names of its tensors and loose files; at least one. What has
-    backward matrices alone is known by the files' names.
-    """
+    """The formats that the names of tensors and loose files allow, at least one; only files name backward alone."""
     named = tuple(FORMATS[method] for method in output.methods)
     called = {LOOSE_METHODS.get(prefix) for prefix in output.prefixes}
     alone = tuple(fmt for fmt in named if not fmt.forward and called == {fmt.name})
@@ -112,9 +110,7 @@ def _sizes(fmt: Format, kinds: Mapping[Kind, int], layers: list[int]) -> dict[in
 def _by_product(
     fmt: Format, kinds: Mapping[Kind, int], layers: Iterable[int], hidden: object
 ) -> dict[int, tuple[int, int]]:
-    """The same of tensors that show only the product of the two, by the hidden size, which all layers share; 0 where
-    that is not known.
-    """
+    """The same of tensors that show only the product of the two, by the hidden size of all layers; 0 if not known."""
     if type(hidden) is not int or hidden < 1:
         return dict.fromkeys(layers, (0, 0))
     weight = fmt.encoding.tensors(hidden, 1)[0]
@@ -137,8 +133,6 @@ def _fitting(fmt: Format, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[i
 
 
 def _agreeing(fmt: Format, kinds: Mapping[Kind, int]) -> int:
-    """How many packed weights have the dtype that the format gives them: formats that share names may fit the same
-    bytes as matrices of other sizes.
-    """
+    """How many packed weights have the format's dtype: formats that share names may fit in other sizes."""
     weight = fmt.encoding.tensors(0, 0)[0]
     return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))

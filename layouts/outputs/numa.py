@@ -63,9 +63,7 @@ NUMA = Arrangement("merged", "cpu", "numa", _names, has_numa_count, parted=True)
 
 
 def rename_non_expert(name: str) -> str:
-    """kt-kernel's name of a tensor that is no routed expert: `language_model.` goes, `model.layers.` becomes `blk.`,
-    `model.` goes.
-    """
+    """kt-kernel's name of another tensor: without `language_model.` and `model.`, `model.layers.` becomes `blk.`."""
     name = name.replace("language_model.", "")
     if name.startswith("model."):
         name = name.replace("model.layers.", "blk.").replace("model.", "")

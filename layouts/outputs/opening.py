@@ -49,9 +49,7 @@ def is_output(path: Path) -> bool:
 
 
 def is_decoded(path: Path) -> bool:
-    """Whether `ktconvert dequantize` wrote a directory, as its manifest says. Raises VerificationError for a manifest
-    that cannot be read.
-    """
+    """Whether `ktconvert dequantize` wrote a directory, by its manifest. VerificationError if that cannot be read."""
     about = manifest.read(path) if path.is_dir() else None
     return about is not None and about["command"] == decoded.COMMAND
 

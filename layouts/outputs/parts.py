@@ -33,9 +33,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One packed matrix [n, k]: one projection of one expert on one NUMA node; backward: its transpose, for
-    fine-tuning.
-    """
+    """One packed matrix [n, k]: a projection of an expert on a NUMA node; backward: its transpose, for fine-tuning."""
 
     layer: int
     expert: int
@@ -56,9 +54,7 @@ class Part:
         return piece.T if self.backward else piece
 
     def of_columns(self, whole: npt.NDArray[Item] | None) -> npt.NDArray[Item] | None:
-        """What belongs to this part of an array with a number for each column of the linear; a view. None of None, and
-        of a transpose, whose columns are others.
-        """
+        """This part of an array with a number for each column of the linear; a view. None of None and a transpose."""
         if whole is None or self.backward:
             return None
         return whole[self.numa * self.k : (self.numa + 1) * self.k] if self.projection == "down" else whole
@@ -82,9 +78,7 @@ def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:
 
 
 def join_parts(projection: str, pieces: Sequence[npt.NDArray[Item]]) -> npt.NDArray[Item]:
-    """Arrays of all parts of a linear, codes or scales [n, ...], in the order of the parts, as one of the whole
-    linear.
-    """
+    """Arrays of all parts of a linear, codes or scales [n, ...], in order, as one of the whole linear."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1 if projection == "down" else 0)
 
 
@@ -95,9 +89,7 @@ def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt
 
 @dataclass(frozen=True)
 class ExpertGrid:
-    """What one layer's experts are cut into: sizes H and I, T parts; with or without the backward matrices, or these
-    alone.
-    """
+    """What one layer's experts are cut into: sizes H and I, T parts; forward, backward or both matrices."""
 
     layer: int
     hidden: int

@@ -65,9 +65,7 @@ def _of_rows(part: Part, stored: Sequence[Bytes], rows: slice) -> list[Bytes]:
 
 
 def _cut_tensors(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
-    """Each tensor of a part is a matrix of whole blocks, in their places, cut as the linear is; a flat one holds whole
-    blocks of rows.
-    """
+    """A part's tensor is a matrix of whole blocks, cut as the linear is; a flat one holds whole blocks of rows."""
     axis = 0 if is_cut_by_rows(new[0][0]) else 1
     for number, tensor in enumerate(encoding.tensors(old[0][0].n, old[0][0].k)):
         rows = tensor.shape[0]

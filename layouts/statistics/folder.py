@@ -147,9 +147,7 @@ def imatrix_of(path: Path, model: str, shapes: Shapes, others: Collection[int] =
 
 
 def counts_of(folder: Path) -> I64:
-    """The counts in a folder, int64 [decoder layers, experts], as read_counts reads them; beside a document, they are
-    held against that first.
-    """
+    """The counts in a folder, int64 [decoder layers, experts]; checked against the document, if there is one."""
     return read_statistics(folder).counts if (folder / DOCUMENT).exists() else read_counts(folder / COUNTS)
 
 

@@ -111,9 +111,7 @@ class _Cursor:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def length(self, what: str, most: int, each: int = 1) -> int:
-        """The next number, as a count of things of at least `each` bytes. InputError above `most`, or if the file is
-        too short for them.
-        """
+        """The next number, a count of things of `each` bytes or more. InputError above `most`, or beyond the file."""
         count: int = self.number("Q")
         if count > most or count * each > self.size - self.position:
             raise self.fault(f"the header has {count} {what}, which a file of {self.size} bytes cannot hold")

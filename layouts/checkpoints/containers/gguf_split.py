@@ -18,9 +18,7 @@ OTHER = re.compile(r"mmproj|imatrix", re.I)
 
 
 def select(root: Path, files: list[str]) -> Selection | None:
-    """The GGUF files of a directory that are a checkpoint. InputError where one is missing, or several models lie
-    there.
-    """
+    """The GGUF files of a directory that are a checkpoint. InputError where one is missing, or for several models."""
     present = [f for f in files if f.endswith(".gguf")]
     if not present:
         return None

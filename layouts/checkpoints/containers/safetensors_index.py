@@ -15,9 +15,7 @@ PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
 
 
 def select(root: Path, files: list[str]) -> Selection | None:
-    """The safetensors files of a directory that are a checkpoint. InputError where one is missing, or several sets lie
-    there.
-    """
+    """The safetensors files that are a checkpoint. InputError where one is missing, or there are several sets."""
     present = [f for f in files if f.endswith(".safetensors")]
     indexes = [f for f in files if f.endswith(".safetensors.index.json")]
     if indexes and INDEX not in indexes and len(indexes) > 1:
@@ -39,9 +37,7 @@ def select(root: Path, files: list[str]) -> Selection | None:
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:
-    """The weight_map of an index: tensor name to shard, each shard a path inside the index's directory; and its
-    total_size, None where it has none.
-    """
+    """(tensor name -> shard in the index's directory, total_size or None) of an index. Raises InputError."""
     try:
         data = path.read_bytes()
         if data.startswith(LFS_MAGIC):
