@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES
+from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, GGML, Matrix
 from ktconvert.quantizers import reference

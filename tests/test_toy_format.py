@@ -21,8 +21,7 @@ import pytest
 
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows, never_exact
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.arrangement import Arrangement
-from ktconvert.layouts.outputs.format import Card, Description, Format
+from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix

@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.archs import (
     NUM_LAYERS,
     Arch,
 )
-from ktconvert.layouts.checkpoints.containers.gguf_config import KEYS, PREFIX
+from ktconvert.layouts.checkpoints.containers.gguf import KEYS, PREFIX
 
 Config = dict[str, Any]
 Shape = tuple[int, int, int]  # experts, hidden size, expert width; 0 is unknown

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints import foreign
 from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.match import UNUSED, beside_experts
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
@@ -52,7 +52,7 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
         if name not in dropped:
             raise failure
     for name in names:
-        if name not in dropped and (what := foreign.beside_experts(source.tensors[name])) is not None:
+        if name not in dropped and (what := beside_experts(source.tensors[name])) is not None:
             where = ", and stands outside the routed experts" if taken else ""
             raise UnsupportedError(
                 f"{source.path(source.tensors[name])}: tensor {name!r} is {what}{where}; that is not an "
@@ -91,5 +91,5 @@ def _weight(
 
 def _aside(source: TensorSource, template: str) -> set[str]:
     """The tensors beside a weight that are not needed."""
-    names = {encodings.spelled(pattern, template) for pattern in foreign.ASIDE}
+    names = {encodings.spelled(pattern, template) for pattern in UNUSED}
     return {name for name in names if name in source.tensors}

@@ -10,8 +10,7 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.foreign import of_values
-from ktconvert.layouts.checkpoints.match import Layer, name_of
+from ktconvert.layouts.checkpoints.match import Layer, name_of, of_values
 from ktconvert.layouts.checkpoints.refusals import no_input
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
 from ktconvert.layouts.errors import InputError, damaged_tensor

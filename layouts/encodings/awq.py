@@ -9,9 +9,14 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_scales
+from ktconvert.layouts.encodings.checkpoint import (
+    CheckpointEncoding,
+    Tensors,
+    read_scales,
+    require_matrix,
+    require_shape,
+)
 from ktconvert.layouts.encodings.gptq import BETTER, NAMES, group_of_scales
-from ktconvert.layouts.encodings.integers import require_matrix, require_shape
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.matrix import INT4_AWQ, Matrix
 from ktconvert.quantizers import packed

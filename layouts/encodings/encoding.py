@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.quantizers import Grid, Matrix, errors
+from ktconvert.quantizers import Grid, Matrix, errors, panels
 from ktconvert.quantizers.reference import bf16_to_f32
 from ktconvert.quantizers.scales import e8m0
 
@@ -155,3 +155,25 @@ def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes:
         elif by_columns and not by_rows:
             k = size * unit // one.shape[axis]
     return n, k
+
+
+IN_ROWS = 1  # rows of a matrix that lie in one row of its tensor
+IN_PANELS = panels.ROWS
+
+Item = TypeVar("Item", bound=np.generic)
+
+
+def rows_of(
+    held: npt.NDArray[Item], n: int, rows: Rows, of_panels: Callable[[npt.NDArray[Item]], npt.NDArray[Item]]
+) -> npt.NDArray[Item]:
+    """Some rows of a matrix of n rows, [rows, ...], that is held row after row, [n, ...], or in panels, [n / 32, ...].
+
+    of_panels  panels -> their rows; only the panels that a slice touches are turned into rows
+    """
+    if len(held) == n:
+        return held[rows]
+    if not isinstance(rows, slice):
+        return of_panels(held)[rows]
+    start, stop, _ = rows.indices(n)
+    first = start // IN_PANELS
+    return of_panels(held[first : -(-stop // IN_PANELS)])[start - first * IN_PANELS : stop - first * IN_PANELS]

@@ -13,8 +13,18 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import E8M0, FLOATS, CheckpointEncoding, Tensors, aligned, read_scales
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, SourceExperts
-from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
+from ktconvert.layouts.encodings.encoding import (
+    F32,
+    IN_PANELS,
+    IN_ROWS,
+    Bytes,
+    Defect,
+    Encoding,
+    Read,
+    Rows,
+    SourceExperts,
+    rows_of,
+)
 from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, kernels_panels

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES, GgmlType
+from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, GgmlType
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors
 from ktconvert.native_quant.matrix import GGML, Kind, Matrix

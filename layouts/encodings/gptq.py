@@ -10,11 +10,13 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import BESIDE, Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_scales
-from ktconvert.layouts.encodings.integers import (
+from ktconvert.layouts.encodings.checkpoint import (
+    CheckpointEncoding,
+    Tensors,
     columns_per_scale,
     missing,
     order_of_columns,
+    read_scales,
     require_matrix,
     require_shape,
 )

@@ -9,9 +9,8 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, read_scales
+from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, missing, read_scales
 from ktconvert.layouts.encodings.fp8 import grid
-from ktconvert.layouts.encodings.integers import missing
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.native_quant.matrix import INT8_SIGNED, Matrix
 

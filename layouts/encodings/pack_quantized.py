@@ -16,15 +16,18 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, read_scales
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, never_exact
-from ktconvert.layouts.encodings.integers import (
+from ktconvert.layouts.encodings.checkpoint import (
+    FLOATS,
+    CheckpointEncoding,
+    Tensors,
     columns_per_scale,
     missing,
     order_of_columns,
+    read_scales,
     require_matrix,
     require_shape,
 )
+from ktconvert.layouts.encodings.encoding import F32, Bytes, Defect, Encoding, Read, Rows, never_exact
 from ktconvert.layouts.errors import damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels

@@ -12,8 +12,17 @@ import numpy as np
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, aligned
-from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding, Read, Rows, SourceExperts
-from ktconvert.layouts.encodings.order import IN_PANELS, IN_ROWS, rows_of
+from ktconvert.layouts.encodings.encoding import (
+    F32,
+    IN_PANELS,
+    IN_ROWS,
+    Bytes,
+    Encoding,
+    Read,
+    Rows,
+    SourceExperts,
+    rows_of,
+)
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels_panels
 from ktconvert.native_quant import matrix as kinds

@@ -8,7 +8,7 @@ from pathlib import Path
 from ktconvert.layouts.encodings import amx, fp8, mxfp4, pack_quantized, plain
 from ktconvert.layouts.outputs import cpu_card, gpu_card
 from ktconvert.layouts.outputs.format import Format
-from ktconvert.layouts.outputs.native import NATIVE
+from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
 from ktconvert.layouts.outputs.whole_model import WHOLE_MODEL

@@ -1,20 +1,66 @@
-"""What an output format is: an encoding in an arrangement, and what people and loaders are told of it."""
+"""What an output format is: an encoding in an arrangement, with a description for people and loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ktconvert.layouts.encodings.encoding import Encoding
-from ktconvert.layouts.outputs.arrangement import Arrangement, Names
+from ktconvert.layouts.encodings.encoding import Encoding, why_not_multiple
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.loose import SUFFIXES, path_in_layer
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.parts import ExpertGrid, Part, Place
 from ktconvert.layouts.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
     from ktconvert.layouts.outputs.output import Output
+
+
+class Names(Protocol):
+    """The names of an output's tensors. Two namings that give the same names compare equal."""
+
+    def key(self, place: Place, suffix: str) -> str:
+        """The name of a tensor."""
+
+    def find(self, name: str) -> tuple[Place, str] | None:
+        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
+
+    def stray(self, name: str) -> str | None:
+        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
+
+    def describe(self, place: Place, suffix: str) -> str:
+        """Which tensor of which expert, for messages."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One way to arrange the experts of an output.
+
+    name         in reports ("merged"), unless they lie in loose files
+    command      the command that writes it, as manifests have it
+    layout       the value of that command's --layout that chooses it; "" where it has no such option
+    names        (name of the format, its encoding, facts of the manifest, source) -> the names of tensors. facts: {}
+                 without a manifest; source: the model while an output of it is written, else None
+    is_trusted   whether the manifest's facts that are needed have the right types
+    parted       whether linears are cut into NUMA parts
+    whole        whether the output is a whole model, which loaders of checkpoints open
+    shard_bytes  default size of a shard; None: one shard for each layer
+    """
+
+    name: str
+    command: str
+    layout: str
+    names: Callable[[str, Encoding, Mapping[str, Any], MoeModel | None], Names]
+    is_trusted: Callable[[Mapping[str, Any]], bool]
+    parted: bool = False
+    whole: bool = False
+    shard_bytes: int | None = None
+
+
+def has_numa_count(facts: Mapping[str, Any]) -> bool:
+    """Whether the facts name a number of NUMA parts."""
+    return isinstance(facts.get("numa"), int)
 
 
 @dataclass(frozen=True)
@@ -109,3 +155,34 @@ class Format:
 def expert_bytes(encoding: Encoding, grid: ExpertGrid) -> int:
     """Bytes of all tensors of one expert."""
     return sum(tensor.nbytes for part in grid.all_parts([0]) for tensor in encoding.tensors(part.n, part.k))
+
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # NUMA nodes that machines have
+
+
+def illegal_reason(fmt: Format, shapes: Iterable[tuple[int, int]], parts: int) -> str | None:
+    """Why a format cannot hold experts of these sizes (H, I) in this many parts: the first reason, None if it can."""
+    multiple = fmt.encoding.multiple
+    reasons = (why_not_multiple(multiple, h, i, parts) for h, i in dict.fromkeys(shapes))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def legal_counts(fmt: Format, shapes: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The numbers of parts, of COUNTS, that a format can hold experts of all these sizes in."""
+    shapes = tuple(shapes)
+    return tuple(parts for parts in COUNTS if illegal_reason(fmt, shapes, parts) is None)
+
+
+def require_legal(fmt: Format, hidden: int, intermediate: int, parts: int, others: Iterable[Format] = ()) -> None:
+    """Raise UnsupportedError, naming what is legal for this model, unless `parts` is."""
+    reason = illegal_reason(fmt, [(hidden, intermediate)], parts)
+    if reason is None:
+        return
+    choices = []
+    for candidate in (fmt, *(other for other in others if other != fmt)):
+        counts = legal_counts(candidate, [(hidden, intermediate)])
+        listed = ", ".join(map(str, counts)) if counts else "no NUMA count"
+        choices.append(f"{candidate.option} ({candidate.name}) takes --threadpool-count {listed}")
+    raise UnsupportedError(
+        f"{fmt.name} cannot hold this model in {parts} NUMA parts: {reason}. Legal here: {'; '.join(choices)}."
+    )

@@ -1,4 +1,4 @@
-"""Names of experts' linears in an output that is a whole model: the source's own, or those of its family."""
+"""Experts' linears under names of their own: those of the source or its family, and kt-kernel's native ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.experts import MoeModel, part_of
+from ktconvert.layouts.encodings.encoding import Encoding, suffixes
+from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.parts import PROJECTIONS, Place, part_shape
+
+if TYPE_CHECKING:
+    from ktconvert.layouts.checkpoints.experts import MoeModel
 
 # For experts that the source stores together and whose family has no known names for single ones.
 USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -136,3 +141,25 @@ class LinearNames:
     def describe(self, place: Place, suffix: str) -> str:
         """Which tensor of which expert, for messages."""
         return f"layer {place.layer}, expert {place.expert}, {place.projection}_proj: {suffix}"
+
+
+WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
+DEEPSEEK_V4 = tuple((p, f"layers.{{layer}}.ffn.experts.{{expert}}.{WORDS[p]}") for p in PROJECTIONS)
+DEEPSEEK = tuple((p, f"model.layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj") for p in PROJECTIONS)
+NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # by encoding: what kt-kernel's loaders look for; all others: DEEPSEEK
+
+
+@dataclass(frozen=True)
+class NativeNames(LinearNames):
+    """Names that a checkpoint may have, too: only a manifest tells them apart."""
+
+    def stray(self, name: str) -> None:
+        """Other tensors may have any name."""
+
+
+def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NativeNames:
+    templates = NATIVE_TEMPLATES.get(encoding.name, DEEPSEEK)
+    return NativeNames(suffixes(encoding), templates if facts.get("method") == method else ())
+
+
+NATIVE = Arrangement("native", "cpu", "kt", _names, has_numa_count)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
-from ktconvert.layouts.outputs.arrangement import Arrangement, has_numa_count
+from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.parts import Place
 
 if TYPE_CHECKING:

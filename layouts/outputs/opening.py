@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, read_index
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header, read_index
 from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, decoded, loose
-from ktconvert.layouts.outputs.arrangement import Names
-from ktconvert.layouts.outputs.native import NativeNames
+from ktconvert.layouts.outputs.format import Names
+from ktconvert.layouts.outputs.linear_names import NativeNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo

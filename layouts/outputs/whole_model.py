@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.documents import COUNT, mismatch
-from ktconvert.layouts.outputs.arrangement import Arrangement
+from ktconvert.layouts.outputs.format import Arrangement
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.legal import COUNTS
-from ktconvert.layouts.outputs.native import NATIVE
+from ktconvert.layouts.outputs.format import COUNTS
+from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.parts import ExpertGrid

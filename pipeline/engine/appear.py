@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.pipeline.engine.paths import Paths

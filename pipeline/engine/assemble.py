@@ -7,8 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.layouts.outputs import loose

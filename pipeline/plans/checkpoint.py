@@ -15,15 +15,14 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.companions import require_copyable
-from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
-from ktconvert.layouts.statistics.counts import FILE as COUNTS
-from ktconvert.layouts.statistics.folder import DOCUMENT
+from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit

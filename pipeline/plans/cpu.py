@@ -12,8 +12,9 @@ from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import Format, backward_alone, card, formats_of, is_complete, legal, loose
+from ktconvert.layouts.outputs import Format, backward_alone, card, formats_of, is_complete, loose
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.pipeline.engine.existing import begun_with
 from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
@@ -77,7 +78,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         if other.backward or not settings["save_backward_weights"]
     ]
     for layer in layers:
-        legal.require_legal(fmt, *model.shape(layer)[1:], parts, comparable)
+        require_legal(fmt, *model.shape(layer)[1:], parts, comparable)
 
     merge = not settings["no_merge_safetensor"]
     if choice.calibrated:

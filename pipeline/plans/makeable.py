@@ -11,8 +11,8 @@ from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import Format, formats_of, legal
-from ktconvert.layouts.outputs.format import expert_bytes
+from ktconvert.layouts.outputs import Format, formats_of
+from ktconvert.layouts.outputs.format import expert_bytes, illegal_reason, legal_counts
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.plans.checkpoint import require_whole
@@ -25,12 +25,12 @@ DEFAULT_PARTS = 2  # of `ktconvert cpu`
 def methods(model: MoeModel) -> list[dict[str, Any]]:
     """For each method: the legal NUMA counts, why others are not, and the size of the output by count."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
-    reasons = {fmt: {t: legal.illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_of("cpu").values()}
+    reasons = {fmt: {t: illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_of("cpu").values()}
     return [
         {
             "quant_method": fmt.option,
             "method": fmt.name,
-            "legal": list(counts := legal.legal_counts(fmt, shapes)),
+            "legal": list(counts := legal_counts(fmt, shapes)),
             "illegal": {str(t): reason for t, reason in why.items() if reason is not None},
             "bytes": {str(t): output_bytes(model, fmt, t) for t in counts},
         }
@@ -47,7 +47,7 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
     for fmt in formats_of("gpu").values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
-            reason = legal.illegal_reason(fmt, shapes, 1)
+            reason = illegal_reason(fmt, shapes, 1)
             rest = carried(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
         except (InputError, UnsupportedError) as error:
             reason, rest = str(error), ()
@@ -98,7 +98,7 @@ def commands(model: MoeModel, where: str) -> list[str]:
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
     for option, fmt in formats_of("cpu").items():
-        counts = legal.legal_counts(fmt, shapes)
+        counts = legal_counts(fmt, shapes)
         if not counts:
             continue
         parts = next((t for t in (pools, DEFAULT_PARTS) if t in counts), counts[-1])

@@ -13,8 +13,9 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import Format, card, cpu_card, legal
+from ktconvert.layouts.outputs import Format, card, cpu_card
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
@@ -70,7 +71,7 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
     root, numa = Path(request.input), int(request.settings["threadpool_count"])
     output, measured, fmt = _open(root)
     for _, hidden, intermediate in measured.shapes.values():
-        legal.require_legal(fmt, hidden, intermediate, numa)
+        require_legal(fmt, hidden, intermediate, numa)
     if output.loose and request.settings["max_shard_size"]:
         raise UsageError(f"--max-shard-size cuts safetensors, and {root} is loose; leave it out.")
     source = TensorSource(root, output.config, (), {}) if output.loose else open_checkpoint(root)

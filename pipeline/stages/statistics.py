@@ -17,7 +17,6 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import plan_shard
-from ktconvert.layouts.statistics import counts as counted
 from ktconvert.layouts.statistics import folder
 from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
 from ktconvert.layouts.tensors import TensorInfo
@@ -29,7 +28,7 @@ from ktconvert.pipeline.walk.importance import Importance
 from ktconvert.pipeline.walk.samples import read_samples
 
 VERSION = 1
-KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, counted.FILE, folder.DOCUMENT))  # of the closing units
+KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))  # of the closing units
 DTYPES: Mapping[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
@@ -133,7 +132,7 @@ def closing_units(
     counts = 8 * int(about["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
     files = (
         (folder.IMATRIX, imatrix, _imatrix),
-        (counted.FILE, counts, _counts),
+        (folder.COUNTS, counts, _counts),
         (folder.DOCUMENT, 4096, _document),
     )
     units: list[Unit[Any]] = []
@@ -183,13 +182,13 @@ def _counts(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
         own = work.sums(link, layer).counts
         counts[layer, : len(own)] = own
     metadata = {key: str(model[key]) for key in ("architecture", "name", "source")}
-    return _write_tensors(partial, {counted.KEY: counts}, {"format": "pt", **metadata}), 1
+    return _write_tensors(partial, {folder.KEY: counts}, {"format": "pt", **metadata}), 1
 
 
 def _document(work: Closing, partial: Path, link: Link) -> tuple[Written, int]:
     lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
     files = []
-    for name in (folder.IMATRIX, counted.FILE):
+    for name in (folder.IMATRIX, folder.COUNTS):
         path = link.store[Path(name).stem]
         files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
     data = {**work.about["data"], "samples": len(lengths), "tokens": sum(lengths)}

@@ -15,8 +15,9 @@ from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.encoding import Bytes, error_sums
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, Format, legal
+from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
@@ -126,10 +127,10 @@ def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     before = _before(output)
     for numa in (*before, measure.numa):
-        wrong = legal.illegal_reason(compared.fmt, (measure.shapes[n][1:] for n in layers), numa)
+        wrong = illegal_reason(compared.fmt, (measure.shapes[n][1:] for n in layers), numa)
         if wrong is not None and numa in before:
             problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {wrong}")
-        layers = [n for n in layers if legal.illegal_reason(compared.fmt, [measure.shapes[n][1:]], numa) is None]
+        layers = [n for n in layers if illegal_reason(compared.fmt, [measure.shapes[n][1:]], numa) is None]
     gathered = gather(model, layers, ask, reporter)
     problems += [*gathered.problems, *compare_carried(output, model.source, compared.carried, ask, reporter)]
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"

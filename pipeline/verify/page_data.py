@@ -16,13 +16,13 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, scale_values
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import PROJECTIONS, Format, legal
+from ktconvert.layouts.outputs import PROJECTIONS, Format
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.statistics.counts import FILE
-from ktconvert.layouts.statistics.folder import counts_of
+from ktconvert.layouts.statistics.folder import COUNTS, counts_of
 from ktconvert.layouts.statistics.imatrix import I64
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.stages.ordered import in_order
@@ -165,7 +165,7 @@ def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
     fmt = measure.fmt
     if fmt is None or fmt.encoding.scales is None:
         return None
-    sound = {n for n, (_, h, i) in measure.shapes.items() if legal.illegal_reason(fmt, [(h, i)], measure.numa) is None}
+    sound = {n for n, (_, h, i) in measure.shapes.items() if illegal_reason(fmt, [(h, i)], measure.numa) is None}
     linears = {place[:3] for place, _ in output.tensors if place.layer in sound}
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
     found, zeros, others = [], 0, 0
@@ -213,7 +213,7 @@ def counts_for(folder: Path, measure: Measure, output: Output) -> I64 | None:
     root = output.root
     if not measure.shapes:
         raise UsageError(f"--statistics {folder}: {root} has no layers of experts; leave it out.")
-    path = folder / FILE
+    path = folder / COUNTS
     if "imatrix" in output.facts and not path.exists():
         return None
     counts = counts_of(folder)

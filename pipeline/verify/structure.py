@@ -10,10 +10,11 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.containers.safetensors_index import INDEX, PART
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import LOOSE_METHODS, legal
+from ktconvert.layouts.outputs import LOOSE_METHODS
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output, files_of
 from ktconvert.layouts.outputs.parts import ExpertGrid, Place
@@ -199,7 +200,7 @@ def _sizes(output: Output, measure: Measure) -> Iterator[str]:
             yield f"the files are called {prefix}, their sizes are those of {measure.method}"
     _, hidden, intermediate = _usual(measure)
     if measure.fmt is not None and (hidden or intermediate):
-        reason = legal.illegal_reason(measure.fmt, [(hidden, intermediate)], measure.numa)
+        reason = illegal_reason(measure.fmt, [(hidden, intermediate)], measure.numa)
         if reason is not None:
             yield f"{measure.method} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
     for name, actual in sizes_of(measure).items():

@@ -5,10 +5,10 @@ To add one, write its file beside these and name it here. A container knows noth
 
 from __future__ import annotations
 
-from ktconvert.layouts.checkpoints.containers import gguf, gguf_split, safetensors, safetensors_index
+from ktconvert.layouts.checkpoints.containers import gguf, gguf_split, safetensors
 from ktconvert.layouts.checkpoints.containers.container import Container
 
-SAFETENSORS = Container("safetensors", ".safetensors", safetensors.read_header, safetensors_index.select)
+SAFETENSORS = Container("safetensors", ".safetensors", safetensors.read_header, safetensors.select)
 GGUF = Container(
     "GGUF",
     ".gguf",

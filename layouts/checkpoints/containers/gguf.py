@@ -8,17 +8,97 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.container import Header
-from ktconvert.layouts.checkpoints.containers.ggml import GGML_TYPES
-from ktconvert.layouts.checkpoints.containers.gguf_config import config_of
-from ktconvert.layouts.checkpoints.containers.reading import opened, read_at
+from ktconvert.layouts.checkpoints.containers.container import Header, opened, read_at
 from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_file
 from ktconvert.layouts.tensors import TensorInfo
+
+# Before general.architecture, whose names are llama.cpp's, in model_type and in the table of architectures.
+PREFIX = "gguf:"
+# Key of config.json -> key of the metadata, after "{architecture}.".
+KEYS = {
+    "hidden_size": "embedding_length",
+    "routed_expert_hidden_size": "moe_latent_size",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "intermediate_size": "feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "swiglu_limits": "swiglu_clamp_exp",
+    "hidden_act": "hidden_activation",
+}
+LAYERS, MTP_LAYERS = "block_count", "nextn_predict_layers"  # the last blocks are the MTP part
+
+
+def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration made of the metadata; {} for a file without an architecture, such as a later part of a split."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        return {}
+    config: dict[str, Any] = {"model_type": f"{PREFIX}{architecture}"}
+    for name, key in KEYS.items():
+        if (value := metadata.get(f"{architecture}.{key}")) is not None:
+            config[name] = value
+    layers, mtp = (metadata.get(f"{architecture}.{key}") for key in (LAYERS, MTP_LAYERS))
+    if type(layers) is int:
+        config["num_hidden_layers"] = layers - (mtp if type(mtp) is int else 0)
+    return config
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """A block of `columns` values is stored in `nbytes` bytes. Blocks run along the last axis, the columns of a row."""
+
+    name: str
+    columns: int
+    nbytes: int
+
+
+# By the number that a file holds. What is missing was taken back by ggml, or is not known here.
+GGML_TYPES = {
+    number: GgmlType(name, columns, nbytes)
+    for number, name, columns, nbytes in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (9, "Q8_1", 32, 40),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (24, "I8", 1, 1),
+        (25, "I16", 1, 2),
+        (26, "I32", 1, 4),
+        (27, "I64", 1, 8),
+        (28, "F64", 1, 8),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36),
+    )
+}
+
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
