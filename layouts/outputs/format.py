@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.encodings.encoding import Encoding, why_not_multiple
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.loose import SUFFIXES, path_in_layer
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part, Place
+from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from ktconvert.layouts.checkpoints.experts import MoeModel
     from ktconvert.layouts.outputs.output import Output
-
-
-class Names(Protocol):
-    """The names of an output's tensors. Two namings that give the same names compare equal."""
-
-    def key(self, place: Place, suffix: str) -> str:
-        """The name of a tensor."""
-
-    def find(self, name: str) -> tuple[Place, str] | None:
-        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
-
-    def stray(self, name: str) -> str | None:
-        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
-
-    def describe(self, place: Place, suffix: str) -> str:
-        """Which tensor of which expert, for messages."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, decoded, loose
-from ktconvert.layouts.outputs.format import Names
 from ktconvert.layouts.outputs.linear_names import NativeNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
-from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
 
 STATISTICS = "calibrate"  # the command whose output holds no weights

@@ -14,8 +14,7 @@ import numpy as np
 
 from ktconvert.layouts.encodings.encoding import Bytes, Read
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs.format import Names
-from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
 
 AGAIN = "convert it again"

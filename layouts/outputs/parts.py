@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,22 @@ class Place(NamedTuple):
     projection: str
     backward: bool
     numa: int
+
+
+class Names(Protocol):
+    """The names of an output's tensors. Two namings that give the same names compare equal."""
+
+    def key(self, place: Place, suffix: str) -> str:
+        """The name of a tensor."""
+
+    def find(self, name: str) -> tuple[Place, str] | None:
+        """(place, suffix) of a tensor; None if it is no part of a routed expert."""
+
+    def stray(self, name: str) -> str | None:
+        """Why a tensor that is no part of a routed expert does not belong here; None where it may."""
+
+    def describe(self, place: Place, suffix: str) -> str:
+        """Which tensor of which expert, for messages."""
 
 
 @dataclass(frozen=True)

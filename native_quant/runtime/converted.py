@@ -19,7 +19,7 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.legal import require_legal
+from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
-from ktconvert.layouts.outputs.legal import require_legal
+from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import sigbus

@@ -13,8 +13,7 @@ from ktconvert.layouts.encodings.encoding import Bytes, Encoding, is_zero
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
-from ktconvert.layouts.outputs.format import Names
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.stages.expert_stream import items

@@ -12,8 +12,8 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
-from ktconvert.layouts.outputs.format import Names, expert_bytes
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.format import expert_bytes
+from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
