@@ -35,7 +35,7 @@ def _order(name: str, codes: npt.NDArray[Any], dtype: np.dtype[Any], n: int, k: 
 
 
 def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
-    """A linear as BF16, in the order of panels, row after row, or in kt-kernel's blocks (panels.lay_blocks).
+    """A linear as BF16, in the order of panels, row after row, or in kt-kernel's blocks (panels.to_blocks).
 
     n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (panels), [n, k] (rows) or [n*k] (blocks) is
     written. NonFinite: a value is infinite or NaN; codes are then partly written.

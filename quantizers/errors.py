@@ -12,7 +12,7 @@ from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers.reference import F32, U16, bf16_to_f32
 
 ROWS = 64  # decoded at a time, so that memory stays small
-PIECE = 1 << 14  # numbers in float64 at a time, so that they stay in the cache
+CHUNK = 1 << 14  # numbers in float64 at a time, so that they stay in the cache
 
 
 def decode_finite(matrix: Matrix) -> U16:
@@ -29,8 +29,8 @@ def sums_of(x: F32, y: F32) -> npt.NDArray[np.float64]:
     """Sums of x*x, y*y, x*y and (x-y)^2 over arrays of one shape: float64 [4]."""
     sums = np.zeros(4)
     x, y = x.reshape(-1), y.reshape(-1)
-    for at in range(0, x.size, PIECE):
-        a, b = x[at : at + PIECE].astype(np.float64), y[at : at + PIECE].astype(np.float64)
+    for at in range(0, x.size, CHUNK):
+        a, b = x[at : at + CHUNK].astype(np.float64), y[at : at + CHUNK].astype(np.float64)
         d = a - b
         # einsum makes no array of products, and does not start the threads of a BLAS as dot does.
         sums += [np.einsum("i,i", p, q) for p, q in ((a, a), (b, b), (a, b), (d, d))]

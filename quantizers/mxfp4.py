@@ -61,7 +61,7 @@ def dequantize(codes: U8, exponents: U8) -> F32:
     return values.reshape(n, groups * GROUP)
 
 
-def lay_codes(codes: U8) -> U8:
+def codes_to_panels(codes: U8) -> U8:
     """Codes [n, k], multiples of 32, to panels uint8 [n/32, 16*k].
 
     A word of 16 bits has columns 0, 2, 4 and 6, or 1, 3, 5 and 7, of 8 columns of a row, from the low bits up; in half
@@ -74,11 +74,11 @@ def lay_codes(codes: U8) -> U8:
     return ordered.view(np.uint8).reshape(n // panels.ROWS, panels.ROWS * k // 2)
 
 
-def unlay_codes(laid: U8) -> U8:
+def codes_from_panels(held: U8) -> U8:
     """The inverse of lay_codes: codes [n, k]."""
-    count, items = laid.shape
+    count, items = held.shape
     k = items // (panels.ROWS // 2)
-    pairs = np.ascontiguousarray(laid).view("<u4").reshape(count, k // GROUP, 2, 4, panels.HALF)
+    pairs = np.ascontiguousarray(held).view("<u4").reshape(count, k // GROUP, 2, 4, panels.HALF)
     words = np.ascontiguousarray(pairs.transpose(0, 2, 4, 1, 3)).view(np.uint8).reshape(-1, 2, 2)  # parity, byte
     codes = np.empty((len(words), 2, 2, 2), np.uint8)  # of 8 columns: byte, nibble, parity
     for parity in range(2):
@@ -88,15 +88,15 @@ def unlay_codes(laid: U8) -> U8:
     return codes.reshape(count * panels.ROWS, k)
 
 
-def lay_exponents(exponents: U8) -> U8:
+def exponents_to_panels(exponents: U8) -> U8:
     """Exponents [n, k/32] to panels [n/32, k]: block after block, each with those of its 32 rows."""
     n, groups = exponents.shape
     split = exponents.reshape(n // panels.ROWS, panels.ROWS, groups)
     return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(n // panels.ROWS, groups * panels.ROWS)
 
 
-def unlay_exponents(laid: U8) -> U8:
+def exponents_from_panels(held: U8) -> U8:
     """The inverse of lay_exponents: exponents [n, k/32]."""
-    count, k = laid.shape
-    split = laid.reshape(count, k // panels.ROWS, panels.ROWS)
+    count, k = held.shape
+    split = held.reshape(count, k // panels.ROWS, panels.ROWS)
     return np.ascontiguousarray(split.transpose(0, 2, 1)).reshape(count * panels.ROWS, k // panels.ROWS)

@@ -17,7 +17,7 @@ BLOCK_COLUMNS = 1792
 Item = TypeVar("Item", bound=np.generic)
 
 
-def lay(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+def to_panels(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
     """[n, k], multiples of 32, to panels [n/32, 32*k]: by blocks of 32 columns, halves of 16 rows, pairs of columns,
     rows, and the two columns of the pair.
     """
@@ -26,7 +26,7 @@ def lay(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
     return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 2, 5)).reshape(n // ROWS, ROWS * k)
 
 
-def unlay(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
+def from_panels(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
     """Panels [n/32, 32*k] back to [n, k]."""
     count, items = panels.shape
     k = items // ROWS
@@ -34,20 +34,20 @@ def unlay(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
     return np.ascontiguousarray(split.transpose(0, 2, 4, 1, 3, 5)).reshape(count * ROWS, k)
 
 
-def lay_blocks(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
+def to_blocks(values: npt.NDArray[Item]) -> npt.NDArray[Item]:
     """[n, k], multiples of 32, to kt-kernel's order of BF16 [n*k]: by blocks of 256 rows and in these of 1792 columns,
     each block in panels. The last ones may be smaller.
     """
-    return np.concatenate([lay(values[rows, columns]).reshape(-1) for rows, columns in _blocks(*values.shape)])
+    return np.concatenate([to_panels(values[rows, columns]).reshape(-1) for rows, columns in _blocks(*values.shape)])
 
 
-def unlay_blocks(flat: npt.NDArray[Item], n: int, k: int) -> npt.NDArray[Item]:
+def from_blocks(flat: npt.NDArray[Item], n: int, k: int) -> npt.NDArray[Item]:
     """lay_blocks back to [n, k]."""
     values = np.empty((n, k), flat.dtype)
     at = 0
     for rows, columns in _blocks(n, k):
         block = values[rows, columns]
-        block[:] = unlay(flat[at : at + block.size].reshape(len(block) // ROWS, -1))
+        block[:] = from_panels(flat[at : at + block.size].reshape(len(block) // ROWS, -1))
         at += block.size
     return values
 

@@ -110,7 +110,7 @@ def quantize(bits: int, bf16: U16) -> tuple[I8, F32]:
 def pack(bits: int, codes: I8) -> U8:
     """Codes [n, k] in kt-kernel's order: row blocks, column blocks, panels of 32 rows, tiles, halves, quads."""
     n, k = codes.shape
-    pieces = []
+    ordered = []
     for row in range(0, n, ROW_BLOCK[bits]):
         for column in range(0, k, K_BLOCK):
             block = codes[row : row + ROW_BLOCK[bits], column : column + K_BLOCK]
@@ -118,8 +118,8 @@ def pack(bits: int, codes: I8) -> U8:
                 low, high = block.reshape(block.shape[0], -1, 2, 64).swapaxes(0, 2).swapaxes(1, 2)
                 block = (low & 15 | high << 4).reshape(block.shape[0], -1)
             tiles = block.reshape(-1, 2, HALF_ROWS, block.shape[1] // 64, 16, 4)  # panel, half, row, tile, quad, byte
-            pieces.append(tiles.transpose(0, 3, 1, 4, 2, 5).reshape(-1))
-    return np.concatenate(pieces).view(np.uint8)
+            ordered.append(tiles.transpose(0, 3, 1, 4, 2, 5).reshape(-1))
+    return np.concatenate(ordered).view(np.uint8)
 
 
 def unpack(bits: int, weight: U8, n: int, k: int) -> I8:

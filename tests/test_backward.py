@@ -57,8 +57,8 @@ def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: b
         kernels_panels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
     finally:
         kernels.set_isa(None)
-    assert (codes == panels.lay_blocks(values)).all()
-    assert (panels.unlay_blocks(codes, n, k) == values).all()
+    assert (codes == panels.to_blocks(values)).all()
+    assert (panels.from_blocks(codes, n, k) == values).all()
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 96), (544, 1856), (288, 3616)])
@@ -71,7 +71,7 @@ def test_element_is_where_the_format_says(n: int, k: int) -> None:
     at = nb * k + kb * rows + (r - nb) // 32 * 32 * columns + (c - kb) // 32 * 32 * 32
     at = at + i // 16 * 512 + j // 2 * 32 + i % 16 * 2 + j % 2
     places = np.arange(n * k, dtype=np.uint32).reshape(n, k)
-    assert (panels.lay_blocks(places)[at] == places).all()
+    assert (panels.to_blocks(places)[at] == places).all()
 
 
 @pytest.mark.parametrize("row", [0, 255, 256, 287])
@@ -110,7 +110,7 @@ def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, byte
             for part in range(parts):
                 cut = slice(part * width, (part + 1) * width)
                 turned = (linear[:, cut] if projection == "down" else linear[cut]).T
-                data = panels.lay_blocks(turned).tobytes()
+                data = panels.to_blocks(turned).tobytes()
                 start = f"_layer_{layer}/_numa_{part}/BF16_{projection}_bwd_{expert}_"
                 files |= {f"{start}{len(data)}Byte_quant_.kt": data, f"{start}0Byte_scale_.kt": b""}
     return files

@@ -71,13 +71,13 @@ def parts_of(how: tuple[Any, ...]) -> int:
 def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
     """The tensors of a linear of these BF16 values, by the definition."""
     if method == "bf16":
-        return [bits if how == KT else panels.lay(bits)]
+        return [bits if how == KT else panels.to_panels(bits)]
     codes, scales = (mxfp4 if method == "mxfp4" else fp8).quantize(bits)
     if how == KT:
         return [codes[:, ::2] | codes[:, 1::2] << 4 if method == "mxfp4" else codes, scales]
     if method == "fp8":
-        return [panels.lay(codes), scales]
-    return [mxfp4.lay_codes(codes), mxfp4.lay_exponents(scales)]
+        return [panels.to_panels(codes), scales]
+    return [mxfp4.codes_to_panels(codes), mxfp4.exponents_to_panels(scales)]
 
 
 def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection: str, part: int) -> list[str]:
@@ -148,14 +148,14 @@ def kept(method: str, part: Matrix) -> list[Any]:
         assert part.scales is not None
         (row, column), (n, k) = (start // 128 for start in part.origin), part.shape
         return [
-            panels.lay(np.ascontiguousarray(part.values)),
+            panels.to_panels(np.ascontiguousarray(part.values)),
             part.scales[row : row + n // 128, column : column + k // 128],
         ]
     scales = part.each_scale()[:, ::32]
     values = reference.bf16_to_f32(reference.decode(part)) / np.repeat(scales, 32, axis=1)
     return [
-        mxfp4.lay_codes(_e2m1(values)),
-        mxfp4.lay_exponents((np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)),
+        mxfp4.codes_to_panels(_e2m1(values)),
+        mxfp4.exponents_to_panels((np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)),
     ]
 
 

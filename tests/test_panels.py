@@ -42,17 +42,17 @@ def packed(method: str, matrix: Matrix, isa: str | None = None) -> list[Bits]:
         if method == "BF16":
             codes: Bits = np.empty((n // 32, 32 * k), np.uint16)
             kernels_panels.pack_bf16(matrix, codes)
-            return [panels.unlay(codes)]
+            return [panels.from_panels(codes)]
         if method == "FP8":
             codes, scales = (
                 np.full((n // 32, 32 * k), 0xAA, np.uint8),
                 np.full((n // 128, k // 128), np.nan, np.float32),
             )
             kernels_panels.pack_fp8(matrix, codes, scales)
-            return [panels.unlay(codes), scales]
+            return [panels.from_panels(codes), scales]
         codes, exponents = np.full((n // 32, 16 * k), 0xAA, np.uint8), np.full((n // 32, k), 0xAA, np.uint8)
         kernels_panels.pack_mxfp4(matrix, codes, exponents)
-        return [mxfp4.unlay_codes(codes), mxfp4.unlay_exponents(exponents)]
+        return [mxfp4.codes_from_panels(codes), mxfp4.exponents_from_panels(exponents)]
     finally:
         kernels.set_isa(before)
 
@@ -172,9 +172,9 @@ def test_element_is_where_the_format_says() -> None:
     n, k = 64, 96
     rng = np.random.default_rng(0)
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
-    flat = panels.lay(values).reshape(-1).view(np.uint8)
+    flat = panels.to_panels(values).reshape(-1).view(np.uint8)
     codes, exponents = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 255, (n, k // 32), np.uint8)
-    laid, scales = mxfp4.lay_codes(codes).reshape(-1), mxfp4.lay_exponents(exponents).reshape(-1)
+    laid, scales = mxfp4.codes_to_panels(codes).reshape(-1), mxfp4.exponents_to_panels(exponents).reshape(-1)
     for r in range(n):
         for c in range(k):
             s, h, i, b, j = r // 32, r % 32 // 16, r % 16, c // 32, c % 32
@@ -183,9 +183,9 @@ def test_element_is_where_the_format_says() -> None:
             at = 16 * s * k + 512 * b + 256 * h + 64 * (j // 8) + 4 * i + 2 * (j % 2) + j % 8 // 4
             assert laid[at] >> 4 * (j % 8 // 2 % 2) & 15 == codes[r, c]
             assert scales[s * k + 32 * b + r % 32] == exponents[r, b]
-    assert (panels.unlay(panels.lay(values)) == values).all()
-    assert (mxfp4.unlay_codes(laid.reshape(2, -1)) == codes).all()
-    assert (mxfp4.unlay_exponents(scales.reshape(2, -1)) == exponents).all()
+    assert (panels.from_panels(panels.to_panels(values)) == values).all()
+    assert (mxfp4.codes_from_panels(laid.reshape(2, -1)) == codes).all()
+    assert (mxfp4.exponents_from_panels(scales.reshape(2, -1)) == exponents).all()
 
 
 # --- the definition of FP8 ----------------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, r
         kernels_panels.lay_fp8(values, codes)
     finally:
         kernels.set_isa(None)
-    np.testing.assert_array_equal(codes, panels.lay(values))
+    np.testing.assert_array_equal(codes, panels.to_panels(values))
 
 
 @pytest.mark.parametrize("nan", [0x7F, 0xFF])

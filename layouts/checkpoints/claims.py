@@ -89,29 +89,29 @@ SAME: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def contradiction(config: Config, stated: Config, arch: Arch) -> str | None:
-    """Where a config.json is of another model than weight files say of themselves (stated), or None. Of two numbers
+def contradiction(config: Config, declared: Config, arch: Arch) -> str | None:
+    """Where a config.json is of another model than weight files say of themselves (declared), or None. Of two numbers
     and names one must be known to be wrong: llama.cpp calls several families by one name.
     """
-    own = family(stated)
+    own = family(declared)
     if own is not None and (other := other_family(config, own.name)) is not None:
-        called = stated["model_type"].removeprefix(PREFIX)
+        called = declared["model_type"].removeprefix(PREFIX)
         return (
             f"config.json is of {other}, and the weights' own header says general.architecture = {called}, {own.name}"
         )
-    limit, blocks = cfg.number(config, arch.layers), cfg.number(stated, NUM_LAYERS)
+    limit, blocks = cfg.number(config, arch.layers), cfg.number(declared, NUM_LAYERS)
     mtp = cfg.number(config, ("num_nextn_predict_layers",))
     if limit and blocks and blocks[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
         return (
             f"config.json says {limit[0]} = {limit[1]}, and the weights are of {blocks[1]} layers by their own header"
         )
     for name, keys in SAME.items():
-        number = stated.get(name)
+        number = declared.get(name)
         said = {key: n[1] for key in keys if (n := cfg.find(config, (key,))) is not None and type(n[1]) is int}
         if type(number) is int and said and number not in said.values():
             key = next(iter(said))
             return f"config.json says {key} = {said[key]}, and the weights' own header {KEYS[name]} = {number}"
-    acts = [cfg.find(each, HIDDEN_ACT) for each in (config, stated)]
+    acts = [cfg.find(each, HIDDEN_ACT) for each in (config, declared)]
     if acts[0] and acts[1]:
         one, two = ({*HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
         if not one & two:

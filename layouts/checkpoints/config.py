@@ -74,7 +74,7 @@ class Quantization:
     ordered: tuple[bool, ...] = ()
 
 
-BESIDE = "quantize_config.json"  # where AutoGPTQ and GPTQModel write it, some of them nowhere else
+QUANTIZE_CONFIG = "quantize_config.json"  # where AutoGPTQ and GPTQModel write it, some of them nowhere else
 # Field of Quantization -> its key there.
 KEYS = {
     "method": "quant_method",
@@ -88,7 +88,7 @@ KEYS = {
 
 def quantization(config: dict[str, Any]) -> Quantization:
     """How a config says that weights are quantized; unusable values are ignored."""
-    method, laid_out, weights, sizes = "", "", [], []
+    method, words, weights, sizes = "", "", [], []
     for scope in scopes(config):
         for key in ("quantization_config", "compression_config"):
             if isinstance(quant := scope.get(key), dict):
@@ -103,7 +103,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
                 weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
-                    laid_out = laid_out or _format(quant)
+                    words = words or _format(quant)
                     weights += _schemes(quant)
     blocks = [
         (s[0], s[1]) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and n > 0 for n in s)
@@ -115,7 +115,7 @@ def quantization(config: dict[str, Any]) -> Quantization:
 
     return Quantization(
         method,
-        laid_out,
+        words,
         tuple(dict.fromkeys(blocks)),
         tuple(n for n in each("num_bits", int) if n > 0),
         tuple(n for n in each("group_size", int) if n > 0),
@@ -124,18 +124,18 @@ def quantization(config: dict[str, Any]) -> Quantization:
     )
 
 
-def merge_quantization_files(stated: Quantization, beside: dict[str, Any]) -> Quantization:
+def merge_quantization_files(declared: Quantization, other_file: dict[str, Any]) -> Quantization:
     """What config.json states, with what a quantize_config.json says beyond that; one without a quant_method is of the
     stated one, else of GPTQ. Raises ValueError, saying on what, where they contradict each other.
     """
-    if not beside.keys() & KEYS.values():
-        return stated
-    said = quantization({"quantization_config": {"quant_method": stated.method or "gptq", **beside}})
+    if not other_file.keys() & KEYS.values():
+        return declared
+    said = quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})
     for name, key in KEYS.items():
-        one, other = getattr(stated, name), getattr(said, name)
+        one, other = getattr(declared, name), getattr(said, name)
         if one and other and one != other:
             raise ValueError(f"says {key} {_shown(other)}, and config.json says {_shown(one)}")
-    return replace(stated, **{name: getattr(stated, name) or getattr(said, name) for name in KEYS})
+    return replace(declared, **{name: getattr(declared, name) or getattr(said, name) for name in KEYS})
 
 
 def _shown(value: Any) -> str:

@@ -187,7 +187,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         arch, seen = _generic(source, archs, arch, notes)
     assert arch is not None
     limit = cfg.number(source.config, arch.layers)
-    if source.has_config and (why := claims.contradiction(source.config, source.stated, arch)) is not None:
+    if source.has_config and (why := claims.contradiction(source.config, source.declared, arch)) is not None:
         raise InputError(f"{why}; they are not of one model")
     refuse_formats((kind, name) for (kind, n), name in seen.foreign.items() if limit is None or n < limit[1])
     prefix, layers, mtp = _converted(seen, limit)

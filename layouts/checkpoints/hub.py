@@ -17,7 +17,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
 COMMIT = re.compile(r"[0-9a-f]{40}")
 COMPANIONS = ("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
-WANTED = (*(f"*{container.suffix}" for container in CONTAINERS if not container.experts_only), *COMPANIONS)
+FILES = (*(f"*{container.suffix}" for container in CONTAINERS if not container.experts_only), *COMPANIONS)
 TRUE = ("1", "true", "yes", "on")
 
 
@@ -49,7 +49,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     if cached is not None and (_has_config(cached) if companions_only else complete(cached)):
         return cached
     _require_network(text, revision, cached)
-    folder = _download(text, revision, COMPANIONS if companions_only else WANTED)
+    folder = _download(text, revision, COMPANIONS if companions_only else FILES)
     if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
         raise InputError(f"{text}: holds no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
     return folder

@@ -63,7 +63,7 @@ def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
     return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
 
 
-def beside_experts(info: TensorInfo) -> str | None:
+def unread_format(info: TensorInfo) -> str | None:
     """The format of a tensor outside the experts, if no loader of a BF16 output would understand it; else None."""
     by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
     if by_name is None and (info.name.endswith(".weight") or len(info.shape) == 3):
@@ -220,7 +220,7 @@ def _rules(
                 slots = SLOT.findall(name)
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
-                for suffixed, role, unread in _beside(name, roles):
+                for suffixed, role, unread in _tensors_of(name, roles):
                     same = rules.setdefault(_shape(suffixed), [])
                     same.append(_Rule(style, prefix, part, role, unread, suffixed, layer, expert))
                 shape = _shape(name)
@@ -236,7 +236,7 @@ def _prefixed(template: str) -> Iterator[tuple[str, str]]:
         yield from ((p, template.replace("{prefix}", p)) for p in PREFIXES)
 
 
-def _beside(template: str, roles: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
+def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
     """(name, role, whether it is foreign) of every tensor that may belong to the weight of this template."""
     known = [(pattern, role, False) for pattern, role in roles]
     known += [(pattern, BIAS, False) for pattern in BIASES]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import UNUSED, beside_experts
+from ktconvert.layouts.checkpoints.match import UNUSED, unread_format
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
@@ -52,7 +52,7 @@ def other_tensors(source: TensorSource, taken: Collection[str], quantization: Qu
         if name not in dropped:
             raise failure
     for name in names:
-        if name not in dropped and (what := beside_experts(source.tensors[name])) is not None:
+        if name not in dropped and (what := unread_format(source.tensors[name])) is not None:
             where = ", and stands outside the routed experts" if taken else ""
             raise UnsupportedError(
                 f"{source.path(source.tensors[name])}: tensor {name!r} is {what}{where}; that is not an "
@@ -72,7 +72,7 @@ def _weight(
     source: TensorSource, info: TensorInfo, quantization: Quantization, roles: Mapping[str, str]
 ) -> tuple[str, Weight] | None:
     """The quantized weight whose values this tensor holds, with its name in BF16; None for any other tensor."""
-    for template, candidates in encodings.beside_weight(info, source.tensors, roles):
+    for template, candidates in encodings.tensors_of_weight(info, source.tensors, roles):
         tensors = {role: infos[0] for role, infos in candidates.items()}
         row = encodings.of_tensors(tensors, quantization)
         if row is None or not row.quantized or tensors[row.values] is not info:

@@ -22,7 +22,7 @@ from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.tensors import TensorInfo
 
 # Bytes: of a longer range Linux reads no more than the device's read-ahead setting, and that is often this much.
-READ_AHEAD_PIECE = 128 << 10
+READ_AHEAD = 128 << 10
 
 # NumPy types of tensors; dtypes that NumPy lacks are unsigned integers of the same width.
 VIEWS: dict[str, type[np.generic]] = {
@@ -61,7 +61,7 @@ class TensorSource:
     container  what kind of files it consists of.
     config     config.json as parsed (params.json where only that exists), else what the weight files say themselves;
                {} where neither does.
-    stated     what the weight files say themselves.
+    declared   what the weight files say themselves.
     quantization  how weights are quantized, by config.json and quantize_config.json.
     shards     the weight files, in the order of their names.
     tensors    every tensor by name.
@@ -79,7 +79,7 @@ class TensorSource:
         alone: bool = False,
         *,
         container: Container = SAFETENSORS,
-        stated: dict[str, Any] | None = None,
+        declared: dict[str, Any] | None = None,
         companion_root: Path | None = None,
         quantization: cfg.Quantization | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class TensorSource:
         self.ignored = ignored
         self.container = container
         self._by_name = {shard.name: shard for shard in shards}
-        self.stated = {} if stated is None else stated
+        self.declared = {} if declared is None else declared
         self.companion_root = companion_root or root
         self.quantization = cfg.quantization(config) if quantization is None else quantization
         self._alone = alone
@@ -99,7 +99,7 @@ class TensorSource:
     @property
     def has_config(self) -> bool:
         """Whether there is a config.json."""
-        return self.config is not self.stated and bool(self.config)
+        return self.config is not self.declared and bool(self.config)
 
     def path(self, info: TensorInfo) -> Path:
         """The file that a tensor is in."""
@@ -134,8 +134,8 @@ class TensorSource:
     def prefetch(self, info: TensorInfo) -> None:
         """Asks the system to start reading the tensor's pages."""
         mapped, stop = self._map(info), info.start + info.nbytes
-        for start in range(info.start - info.start % mmap.PAGESIZE, stop, READ_AHEAD_PIECE):
-            mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD_PIECE, stop - start))
+        for start in range(info.start - info.start % mmap.PAGESIZE, stop, READ_AHEAD):
+            mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD, stop - start))
 
     def companions(self) -> list[str]:
         """Every file that is neither weights nor an index of them, as sorted paths relative to root; no dot files.
@@ -182,7 +182,7 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
 
     config  a directory or a model of the hub whose config.json and other companions are those of a GGUF
     Raises InputError when files are missing, damaged or contradict the index; UnsupportedError for weights of another
-    format; UsageError for a config beside a checkpoint that needs none.
+    format; UsageError for a config given with a checkpoint that needs none.
     """
     path = hub.resolve(where, revision)
     if path.is_dir():
@@ -211,9 +211,9 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
     if chosen.index is not None:
         _agree(root, chosen.index, tensors)
     container.check(root, names, tuple(headers.values()))
-    stated = next((header.config for header in headers.values() if header.config), {})
-    beside = root if config is None else hub.resolve(config, companions_only=True)
-    own = _config_of(beside, required=config is not None) or stated
+    declared = next((header.config for header in headers.values() if header.config), {})
+    companion_root = root if config is None else hub.resolve(config, companions_only=True)
+    own = _config_of(companion_root, required=config is not None) or declared
     return TensorSource(
         root,
         own,
@@ -222,9 +222,9 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         chosen.ignored,
         alone=not path.is_dir(),
         container=container,
-        stated=stated,
-        companion_root=beside,
-        quantization=_quantization(beside, own),
+        declared=declared,
+        companion_root=companion_root,
+        quantization=_quantization(companion_root, own),
     )
 
 
@@ -308,13 +308,13 @@ def read_quantization(root: Path) -> cfg.Quantization:
 
 
 def _quantization(root: Path, config: dict[str, Any]) -> cfg.Quantization:
-    stated, beside = cfg.quantization(config), root / cfg.BESIDE
-    if not beside.exists():
-        return stated
+    declared, companion_root = cfg.quantization(config), root / cfg.QUANTIZE_CONFIG
+    if not companion_root.exists():
+        return declared
     try:
-        return cfg.merge_quantization_files(stated, _parsed(beside))
+        return cfg.merge_quantization_files(declared, _parsed(companion_root))
     except ValueError as error:
-        raise InputError(f"{beside}: {error}; correct the one that is wrong") from None
+        raise InputError(f"{companion_root}: {error}; correct the one that is wrong") from None
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantizatio
     return Weight(row, ordered, row.shape(ordered, quantization), quantization)
 
 
-def beside_weight(
+def tensors_of_weight(
     values: TensorInfo, tensors: Mapping[str, TensorInfo], roles: Mapping[str, str]
 ) -> Iterable[tuple[str, dict[str, list[TensorInfo]]]]:
     """For each row whose values this tensor may hold: the weight's name in BF16, and the tensors stored beside it, by

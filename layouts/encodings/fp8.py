@@ -144,7 +144,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         """The product of code and scale, rounded once."""
-        codes = rows_of(stored[0].reshape(n // order, order * k), n, rows, panels.unlay)
+        codes = rows_of(stored[0].reshape(n // order, order * k), n, rows, panels.from_panels)
         return fp8.values(codes, block_scales(stored[1], n, k)[np.arange(n)[rows] // fp8.BLOCK])
 
     def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.config import BESIDE, Quantization
+from ktconvert.layouts.checkpoints.config import QUANTIZE_CONFIG, Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import (
     CheckpointEncoding,
@@ -120,7 +120,7 @@ def _which_format(zeros: TensorInfo) -> str:
     return (
         f"tensor {zeros.name!r}: no config says whether it holds zero points less one or as they are, and the weights "
         'differ; write {"checkpoint_format": "gptq"} (less one: AutoGPTQ, and most files) or {"checkpoint_format": '
-        f'"gptq_v2"}} (as they are) to {BESIDE} beside the weights'
+        f'"gptq_v2"}} (as they are) to {QUANTIZE_CONFIG} beside the weights'
     )
 
 

@@ -141,12 +141,14 @@ def _quantize_panels(matrix: Matrix, out: Sequence[Bytes]) -> None:
 
 def _decode_panels(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
     codes, scales = (each.reshape(n // panels.ROWS, -1) for each in stored)
-    return mxfp4.dequantize(rows_of(codes, n, rows, mxfp4.unlay_codes), rows_of(scales, n, rows, mxfp4.unlay_exponents))
+    return mxfp4.dequantize(
+        rows_of(codes, n, rows, mxfp4.codes_from_panels), rows_of(scales, n, rows, mxfp4.exponents_from_panels)
+    )
 
 
 def _panel_codes(read: Read, scale: int) -> Bytes:
     block, row = divmod(scale, panels.ROWS)
-    return mxfp4.unlay_codes(read(0, block * BLOCK, (block + 1) * BLOCK).reshape(1, BLOCK))[row : row + 1]
+    return mxfp4.codes_from_panels(read(0, block * BLOCK, (block + 1) * BLOCK).reshape(1, BLOCK))[row : row + 1]
 
 
 # --- row after row --------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ PANELS = Encoding(
     decode=_decode_panels,
     is_exact=is_exact,
     defects=(None, _bad_scale(_panel_codes)),
-    scales=lambda last, n, k: mxfp4.unlay_exponents(last.reshape(n // panels.ROWS, k)),
+    scales=lambda last, n, k: mxfp4.exponents_from_panels(last.reshape(n // panels.ROWS, k)),
 )
 ROWS = Encoding(
     "MXFP4",

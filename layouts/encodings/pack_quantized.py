@@ -143,7 +143,7 @@ IN_CHECKPOINTS = (_row(4, INT4), _row(8, INT8))
 # --- as we write it: W4A16 and W8A16 (FORMAT.md) --------------------------------------------------
 
 SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
-PIECE = 1 << 14  # bytes of codes that are read at a time
+CHUNK = 1 << 14  # bytes of codes that are read at a time
 
 
 def pack_quantized(grid: Grid, rounding: str) -> Encoding:
@@ -199,8 +199,8 @@ def _all_zeros(bits: int) -> Defect:
 
     def all_zeros(read: Read, n: int, k: int) -> str:
         """No codes are all zeros, unless the scales say that the source was; of others only the beginning is read."""
-        starts = range(0, n * k * bits // 8, PIECE)
-        if any((read(0, start, start + PIECE) != zero).any() for start in starts):
+        starts = range(0, n * k * bits // 8, CHUNK)
+        if any((read(0, start, start + CHUNK) != zero).any() for start in starts):
             return ""
         if (read(2).view("<u2") == groups.EMPTY_SCALE).all():
             return ""

@@ -62,7 +62,7 @@ def _encoding(order: int, suffix: str) -> Encoding:
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         held = stored[0].view(np.uint16).reshape(n // order, order * k)
-        return bf16_to_f32(rows_of(held, n, rows, panels.unlay))
+        return bf16_to_f32(rows_of(held, n, rows, panels.from_panels))
 
     return Encoding(
         "BF16",
@@ -98,7 +98,7 @@ def _quantize_blocks(matrix: Matrix, out: Sequence[Bytes]) -> None:
 
 
 def _decode_blocks(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-    return bf16_to_f32(panels.unlay_blocks(stored[0].view(np.uint16), n, k)[rows])
+    return bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows])
 
 
 PANELS = _encoding(IN_PANELS, "codes")

@@ -100,16 +100,16 @@ class DirectFile:
                         raise
                     self._direct = self._set_direct(False)
 
-    def _set_direct(self, wanted: bool) -> bool:
+    def _set_direct(self, direct: bool) -> bool:
         """Begin or end direct writes; whether they are direct now. Not by open(): it may fail and leave the file."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
         except OSError:
-            if not wanted:
+            if not direct:
                 raise
             return False  # tmpfs and others do not support O_DIRECT
-        return wanted
+        return direct
 
     def append(self, data: bytes | Bytes | memoryview) -> None:
         """Write and hash the next bytes of the file, any length."""
@@ -235,9 +235,9 @@ def copy_file(source: Path, path: Path) -> tuple[int, str]:
         size = os.fstat(file.fileno()).st_size
         with DirectFile(path, size) as target:
             left = size
-            while left and (piece := file.read(min(STAGING_BYTES, left))):
-                target.append(piece)
-                left -= len(piece)
+            while left and (chunk := file.read(min(STAGING_BYTES, left))):
+                target.append(chunk)
+                left -= len(chunk)
             if left:
                 raise InputError(f"{source}: became shorter while it was copied; put the old file back and resume.")
             return size, target.close()

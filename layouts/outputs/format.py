@@ -69,7 +69,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Description:
-    """What people and loaders are told of a format: text made from the facts of a manifest.
+    """What people and loaders read of a format: text made from the facts of a manifest.
 
     numbers         what its numbers are, for the model card
     card            (facts, base model, loose, non_experts, numbers) -> the model card. non_experts: what

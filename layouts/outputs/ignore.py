@@ -116,10 +116,10 @@ def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str,
         yield "config.json has no quantization_config with an ignore list"
         return
     ignored = [str(pattern) for pattern in about["ignore"]]
-    wanted = config_for(ignored)
-    for key in sorted(wanted.keys() | about.keys()):
-        if about.get(key) != wanted.get(key):
-            yield f"quantization_config: {key} is {about.get(key)}, must be {wanted.get(key)}"
+    expected = config_for(ignored)
+    for key in sorted(expected.keys() | about.keys()):
+        if about.get(key) != expected.get(key):
+            yield f"quantization_config: {key} is {about.get(key)}, must be {expected.get(key)}"
     for scope, inner in output.config.items():
         if isinstance(inner, dict):
             yield from (f"config.json holds a {key} in {scope}" for key in CONFIG_KEYS if key in inner)
@@ -152,5 +152,5 @@ def _pattern(name: str) -> str:
     routed = ROUTED.search(name)
     whole = name[: routed.end() - 1] if routed else name
     start = max((p for p in PREFIXES if whole.startswith(p)), key=len)
-    shape = r"\.".join(re.escape(piece) for piece in NUMBER.sub("#", f"{whole[len(start) :]}.").split(".")[:-1])
+    shape = r"\.".join(re.escape(word) for word in NUMBER.sub("#", f"{whole[len(start) :]}.").split(".")[:-1])
     return "re:(.*\\.)?" + shape.replace(re.escape("#"), r"\d+") + (r"(\..*)?$" if routed else "$")

@@ -32,7 +32,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorKind:
     """What tensors of one layer have in common: which of the three projections, suffix, dtype, shape, bytes."""
 
     layer: int
@@ -51,20 +51,20 @@ def measure(output: Output, hidden: int = 0) -> Measure:
     """
     numa, backward, formats = 1, False, formats_by_names(output)
     experts: dict[int, int] = {}
-    kinds: Counter[Kind] = Counter()
+    kinds: Counter[TensorKind] = Counter()
     for (place, suffix), s in output.tensors.items():
         numa, backward = max(numa, place.numa + 1), backward or place.backward
         experts[place.layer] = max(experts.get(place.layer, 0), place.expert + 1)
         if place.backward != formats[0].forward:
-            kinds[Kind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)] += 1
+            kinds[TensorKind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)] += 1
     claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
-    stated = output.facts.get("hidden", claimed[1] if claimed else 0)
+    declared = output.facts.get("hidden", claimed[1] if claimed else 0)
     candidates = []
     for fmt in formats:
         if fmt.forward:
             sizes = _sizes(fmt, kinds, sorted(experts))
         else:
-            sizes = _by_product(fmt, kinds, sorted(experts), stated or hidden)
+            sizes = _by_product(fmt, kinds, sorted(experts), declared or hidden)
         candidates.append((_fitting(fmt, kinds, sizes), _agreeing(fmt, kinds), fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
     weights = sum(count for kind, count in kinds.items() if kind.suffix == best.encoding.tensors(0, 0)[0].name)
@@ -89,7 +89,7 @@ def formats_by_names(output: Output) -> tuple[Format, ...]:
     return alone or tuple(fmt for fmt in named if fmt.forward)
 
 
-def _sizes(fmt: Format, kinds: Mapping[Kind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
+def _sizes(fmt: Format, kinds: Mapping[TensorKind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
     """layer -> (hidden size, width of a part), by a majority of the layer's tensors, else of all tensors."""
     votes: dict[tuple[int | None, str], Counter[int]] = {}
     for kind, count in kinds.items():
@@ -108,7 +108,7 @@ def _sizes(fmt: Format, kinds: Mapping[Kind, int], layers: list[int]) -> dict[in
 
 
 def _by_product(
-    fmt: Format, kinds: Mapping[Kind, int], layers: Iterable[int], hidden: object
+    fmt: Format, kinds: Mapping[TensorKind, int], layers: Iterable[int], hidden: object
 ) -> dict[int, tuple[int, int]]:
     """The same of tensors that show only the product of the two, by the hidden size of all layers; 0 if not known."""
     if type(hidden) is not int or hidden < 1:
@@ -121,7 +121,7 @@ def _by_product(
     return {layer: (hidden, max(votes, key=votes.__getitem__, default=0)) for layer, votes in widths.items()}
 
 
-def _fitting(fmt: Format, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
+def _fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
     """How many packed weights (the first tensor of each part) have the size that the format requires."""
     count = 0
     for kind, number in kinds.items():
@@ -132,7 +132,7 @@ def _fitting(fmt: Format, kinds: Mapping[Kind, int], sizes: Mapping[int, tuple[i
     return count
 
 
-def _agreeing(fmt: Format, kinds: Mapping[Kind, int]) -> int:
+def _agreeing(fmt: Format, kinds: Mapping[TensorKind, int]) -> int:
     """How many packed weights have the format's dtype: formats that share names may fit in other sizes."""
     weight = fmt.encoding.tensors(0, 0)[0]
     return sum(number for kind, number in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))

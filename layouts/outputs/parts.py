@@ -66,8 +66,8 @@ class Part:
 
     def of(self, linear: Matrix, parts: int) -> Matrix:
         """This part of the whole linear; a view."""
-        piece = take_part(linear, self.projection, self.numa, parts)
-        return piece.T if self.backward else piece
+        part = take_part(linear, self.projection, self.numa, parts)
+        return part.T if self.backward else part
 
     def of_columns(self, whole: npt.NDArray[Item] | None) -> npt.NDArray[Item] | None:
         """This part of an array with a number for each column of the linear; a view. None of None and a transpose."""
@@ -93,9 +93,9 @@ def take_part(linear: Matrix, projection: str, part: int, parts: int) -> Matrix:
     return linear.rows(part * width, (part + 1) * width)
 
 
-def join_parts(projection: str, pieces: Sequence[npt.NDArray[Item]]) -> npt.NDArray[Item]:
+def join_parts(projection: str, arrays: Sequence[npt.NDArray[Item]]) -> npt.NDArray[Item]:
     """Arrays of all parts of a linear, codes or scales [n, ...], in order, as one of the whole linear."""
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1 if projection == "down" else 0)
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1 if projection == "down" else 0)
 
 
 def cut_parts(projection: str, whole: npt.NDArray[Item], parts: int) -> list[npt.NDArray[Item]]:

@@ -36,12 +36,12 @@ def rearrange(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) 
     assert encoding.pack is not None
     width = old[0][0].k
     for rows in _row_blocks(encoding, new[0][0].n):
-        pieces = [_codes_and_scales(encoding, part, stored, rows) for part, stored in old]
+        held = [_codes_and_scales(encoding, part, stored, rows) for part, stored in old]
         for number, (part, stored) in enumerate(new):
             start, stop = number * part.k, (number + 1) * part.k  # columns of the whole linear
             shared = range(start // width, -(-stop // width))
-            codes = [pieces[t][0][:, max(start - t * width, 0) : stop - t * width] for t in shared]
-            one, scales = to_one_scale(codes, [pieces[t][1] for t in shared])
+            codes = [held[t][0][:, max(start - t * width, 0) : stop - t * width] for t in shared]
+            one, scales = to_one_scale(codes, [held[t][1] for t in shared])
             encoding.pack(one, scales, _of_rows(part, stored, rows))
 
 
@@ -70,8 +70,8 @@ def _cut_tensors(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored
     for number, tensor in enumerate(encoding.tensors(old[0][0].n, old[0][0].k)):
         rows = tensor.shape[0]
         whole = np.concatenate([stored[number].reshape(rows, -1) for _, stored in old], axis)
-        for (_, stored), piece in zip(new, np.split(whole, len(new), axis), strict=True):
-            stored[number].reshape(piece.shape)[:] = piece
+        for (_, stored), part in zip(new, np.split(whole, len(new), axis), strict=True):
+            stored[number].reshape(part.shape)[:] = part
 
 
 def _codes_and_scales(

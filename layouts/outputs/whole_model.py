@@ -39,7 +39,7 @@ def _is_trusted(facts: Mapping[str, Any]) -> bool:
 WHOLE_MODEL = Arrangement("pack-quantized", "gpu", "", _names, _is_trusted, whole=True, shard_bytes=5 * 10**9)
 
 
-def loading_notes(fmt: Format, model: MoeModel, ranks_asked: Iterable[int]) -> tuple[str, ...]:
+def loading_notes(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int]) -> tuple[str, ...]:
     """Notes on how an output of this model can be loaded, also in tensor-parallel ranks.
 
     Raises UnsupportedError where groups do not fit, alone or at one of these numbers of ranks.
@@ -55,7 +55,7 @@ def loading_notes(fmt: Format, model: MoeModel, ranks_asked: Iterable[int]) -> t
                     "convert it with `ktconvert cpu`, or serve its experts in BF16"
                 )
         fits = ", ".join(str(ranks) for ranks in RANKS if width % (ranks * group) == 0)
-        for ranks in ranks_asked:
+        for ranks in tensor_parallel:
             if ranks < 1 or width % (ranks * group):
                 raise UnsupportedError(
                     f"the expert width {width} cannot be cut into {ranks} tensor-parallel ranks of whole groups of "

@@ -136,7 +136,7 @@ def _write_mxfp8(stored: StoredPart, out: Sequence[Bytes]) -> None:
     assert stored.part.scales is not None
     scales = _part_of(stored.part.scales, stored.part, mxfp4_codes.GROUP).view(np.uint32)
     exponents = (scales >> 23).astype(np.uint8)  # 2^-127 is subnormal: 0
-    out[1][:] = mxfp4_codes.lay_exponents(exponents).reshape(-1)
+    out[1][:] = mxfp4_codes.exponents_to_panels(exponents).reshape(-1)
 
 
 def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:

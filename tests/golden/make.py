@@ -98,16 +98,16 @@ def write(name: str, kind: str, source: dict[str, Any], laid: dict[str, Any]) ->
 def laid_mxfp4(bf16: Any) -> dict[str, Any]:
     """Of BF16 values, in MXFP4."""
     codes, exponents = mxfp4.quantize(bf16)
-    return {"out.codes": mxfp4.lay_codes(codes), "out.scales": mxfp4.lay_exponents(exponents)}
+    return {"out.codes": mxfp4.codes_to_panels(codes), "out.scales": mxfp4.exponents_to_panels(exponents)}
 
 
 def laid_fp8(bf16: Any) -> dict[str, Any]:
     """The same in FP8."""
     codes, scales = fp8.quantize(bf16)
-    return {"out.codes": panels.lay(codes), "out.scales": scales}
+    return {"out.codes": panels.to_panels(codes), "out.scales": scales}
 
 
-LAID = {"mxfp4": laid_mxfp4, "fp8": laid_fp8, "bf16": lambda bf16: {"out.codes": panels.lay(bf16)}}
+LAID = {"mxfp4": laid_mxfp4, "fp8": laid_fp8, "bf16": lambda bf16: {"out.codes": panels.to_panels(bf16)}}
 
 
 if __name__ == "__main__":

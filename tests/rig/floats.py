@@ -58,19 +58,19 @@ def mxfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight
 def fp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each 128 x 128."""
     numbers = e4m3_values()[codes] * np.repeat(np.repeat(scales.astype(np.float64), 128, 0), 128, 1)
-    return Weight(as_bytes(panels.lay(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
 
 
 def fp8_perchannel(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> Weight:
     """E4M3 codes [n, k] with a scale for each row."""
     numbers = e4m3_values()[codes] * scales.astype(np.float64)[:, None]
-    return Weight(as_bytes(panels.lay(codes)), as_bytes(scales), numbers)
+    return Weight(as_bytes(panels.to_panels(codes)), as_bytes(scales), numbers)
 
 
 def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight:
     """E4M3 codes [n, k] with an E8M0 code for each row and 32 columns, [n, k/32]."""
     numbers = e4m3_values()[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
-    return Weight(as_bytes(panels.lay(codes)), mxfp4(codes % 16, scales).scales, numbers)
+    return Weight(as_bytes(panels.to_panels(codes)), mxfp4(codes % 16, scales).scales, numbers)
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: float) -> Weight:
@@ -85,7 +85,7 @@ def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], whole: fl
 
 def bf16(bits: npt.NDArray[np.uint16]) -> Weight:
     """BF16 bits [n, k]."""
-    return Weight(as_bytes(panels.lay(bits)), np.empty(0, np.uint8), from_bits(bits))
+    return Weight(as_bytes(panels.to_panels(bits)), np.empty(0, np.uint8), from_bits(bits))
 
 
 def as_bytes(data: npt.NDArray[Any]) -> Bytes:

@@ -182,9 +182,9 @@ class _Cursor:
         """The next bytes. InputError where the file ends before."""
         if self._at + count > len(self._chunk):
             self._load(count)
-        piece = self._chunk[self._at : self._at + count]
+        taken = self._chunk[self._at : self._at + count]
         self._at += count
-        return piece
+        return taken
 
     def number(self, code: str) -> Any:
         """The next number, by its code of the struct module."""

@@ -57,10 +57,10 @@ def check(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:
     tensors = sum(len(header.entries) for header in headers)
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         for key, value in ((COUNT, len(names)), ("split.no", number), ("split.tensors.count", tensors)):
-            stated = header.metadata.get(key, "missing" if key == COUNT and len(names) > 1 else str(value))
-            merged = key == COUNT and stated == "0" and len(names) == 1  # what gguf-split --merge leaves
-            if stated != str(value) and not merged:
+            recorded = header.metadata.get(key, "missing" if key == COUNT and len(names) > 1 else str(value))
+            merged = key == COUNT and recorded == "0" and len(names) == 1  # what gguf-split --merge leaves
+            if recorded != str(value) and not merged:
                 raise InputError(
-                    f"{root / name}: {key} is {stated}, but by the files' names and tensors it should be {value}; "
+                    f"{root / name}: {key} is {recorded}, but by the files' names and tensors it should be {value}; "
                     f"files of a split must keep their names and lie in one directory, else {REMEDY}"
                 )

@@ -177,8 +177,8 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged_file(path, "has no weight_map")
-    places = {shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()}
-    for shard, name in places.items():
+    shards = {shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()}
+    for shard, name in shards.items():
         if not isinstance(weight_map[name], str) or not _inside(shard):
             raise damaged_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
         if not shard.endswith(".safetensors"):
