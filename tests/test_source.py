@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,8 @@ def test_every_dtype_is_seen_as_it_should_be(tmp_path: Path) -> None:
     data = np.random.default_rng(1).integers(0, 2, at, dtype=np.uint8).tobytes()
     (tmp_path / "model.safetensors").write_bytes(encode(header, data))
     source = open_checkpoint(tmp_path)
-    seen = {
-        "BF16": np.uint16,
-        "F16": np.uint16,
-        "F32": np.float32,
-        "F8_E4M3": np.uint8,
-        "I8": np.uint8,
-        "I32": np.int32,
-    }
+    seen: dict[str, Any] = {"BF16": np.uint16, "F16": np.uint16, "F32": np.float32}
+    seen |= {"F8_E4M3": np.uint8, "I8": np.uint8, "I32": np.int32}
     for dtype, kind in seen.items():
         values = source.array(dtype)
         assert values.dtype == kind and values.shape == (4, 2) and not values.flags.writeable
@@ -178,35 +173,14 @@ def test_a_file_cut_after_opening_is_not_mapped(sharded: Path) -> None:
         source.array("a")
 
 
+COMPANIONS = """LICENSE chat_template.jinja generation_config.json merges.txt modeling_x.py sub/deep/vocab.txt
+    tiktoken.model tokenizer.json tokenizer_config.json vocab.json"""
+OTHERS = """.gitattributes .cache/x.json pytorch_model.bin pytorch_model.bin.index.json x.gguf onnx/m.onnx sub/.secret
+    original/consolidated.00.pth model.safetensors.index.fp16.json sub/w.safetensors a.PT"""
+
+
 def test_companions(sharded: Path) -> None:
-    wanted = [
-        *(
-            "LICENSE",
-            "chat_template.jinja",
-            "generation_config.json",
-            "merges.txt",
-            "modeling_x.py",
-            "sub/deep/vocab.txt",
-        ),
-        *("tiktoken.model", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
-    ]
-    left = [
-        *(
-            ".gitattributes",
-            ".cache/x.json",
-            "pytorch_model.bin",
-            "pytorch_model.bin.index.json",
-            "x.gguf",
-            "onnx/m.onnx",
-        ),
-        *(
-            "original/consolidated.00.pth",
-            "model.safetensors.index.fp16.json",
-            "sub/w.safetensors",
-            "a.PT",
-            "sub/.secret",
-        ),
-    ]
+    wanted, left = COMPANIONS.split(), OTHERS.split()
     for name in wanted + left:
         (sharded / name).parent.mkdir(parents=True, exist_ok=True)
         (sharded / name).write_text("{}")
@@ -217,48 +191,83 @@ def test_companions(sharded: Path) -> None:
 # Which files count
 
 
-def test_consolidated_beside_model_is_ignored(sharded: Path) -> None:
-    safetensors.numpy.save_file({"other": np.zeros(1)}, sharded / "consolidated.safetensors")
-    assert open_checkpoint(sharded).ignored == ("consolidated.safetensors",)
-    (sharded / INDEX).unlink()
+def test_consolidated_weights(sharded: Path) -> None:
+    """Beside others they are ignored; alone they are the checkpoint, with a config of their own. Folders are not walked."""
+    save(sharded / "consolidated.safetensors", "other")
+    save(sharded / "original" / "model-00001-of-00002.safetensors", "a")
+    for _ in range(2):
+        source = open_checkpoint(sharded)
+        assert source.ignored == ("consolidated.safetensors",) and "other" not in source.tensors
+        assert len(source.shards) == 2
+        (sharded / INDEX).unlink(missing_ok=True)
+    for path in (shard(sharded, 1), shard(sharded, 2), sharded / "config.json"):
+        path.unlink()
+    (sharded / "params.json").write_text('{"dim": 8}')
     source = open_checkpoint(sharded)
-    assert source.ignored == ("consolidated.safetensors",) and "other" not in source.tensors
+    assert list(source.tensors) == ["other"] and source.config == {"dim": 8}
 
 
-def test_consolidated_alone(tmp_path: Path) -> None:
-    safetensors.numpy.save_file({"a": np.zeros(1)}, tmp_path / "consolidated.safetensors")
-    (tmp_path / "params.json").write_text('{"dim": 8}')
-    source = open_checkpoint(tmp_path)
-    assert list(source.tensors) == ["a"] and source.config == {"dim": 8}
+def shard(root: Path, number: int) -> Path:
+    return root / f"model-0000{number}-of-00002.safetensors"
 
 
-def test_sub_folders_are_not_walked(sharded: Path) -> None:
-    (sharded / "original").mkdir()
-    safetensors.numpy.save_file({"a": np.zeros(1)}, sharded / "original" / "model-00001-of-00002.safetensors")
-    assert len(open_checkpoint(sharded).shards) == 2
+def save(path: Path, *names: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    safetensors.numpy.save_file({name: np.zeros(1) for name in names}, path)
 
 
-def test_shard_missing(sharded: Path) -> None:
-    missing = sharded / "model-00002-of-00002.safetensors"
-    missing.unlink()
-    with pytest.raises(InputError, match=r"model-00002-of-00002.*missing"):
+def only(root: Path, name: str, data: bytes = b"PK") -> None:
+    """One other file is all there is."""
+    for path in root.iterdir():
+        path.unlink()
+    (root / name).write_bytes(data)
+
+
+def special(root: Path, make: Callable[[Path], object]) -> None:
+    shard(root, 1).unlink()
+    make(shard(root, 1))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+BILLION = "model-00001-of-999999999.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda root: shard(root, 2).unlink(), r"model-00002-of-00002.*missing"),
+        (lambda root: (shard(root, 2).unlink(), (root / INDEX).unlink()), r"model-00002-of-00002.*missing"),
+        (
+            lambda root: (save(root / "model-00001-of-00001.safetensors", "z"), (root / INDEX).unlink()),
+            "several checkpoints",
+        ),
+        (lambda root: (only(root, "x"), save(root / BILLION, "z")), r"model-00002-of-999999999.* is missing"),
+        (lambda root: save(shard(root, 2), "c", "a"), "tensor 'a' is also in model-00001"),
+        (lambda root: shard(root, 1).write_text(POINTER), "Git LFS pointer"),
+        (lambda root: (root / INDEX).write_text(POINTER), "Git LFS pointer, not the index"),
+        (lambda root: only(root, "x"), r"holds no \.safetensors"),
+        (lambda root: special(root, os.mkfifo), "not a regular file"),
+        (lambda root: special(root, os.mkdir), "not a regular file|cannot be"),
+    ],
+)
+def test_files_that_are_no_checkpoint(spoil: Callable[[Path], object], words: str, sharded: Path) -> None:
+    spoil(sharded)
+    with pytest.raises(InputError, match=words):
         open_checkpoint(sharded)
-    (sharded / INDEX).unlink()
-    with pytest.raises(InputError, match=r"model-00002-of-00002.*missing"):
-        open_checkpoint(sharded)
 
 
-def test_shards_of_two_checkpoints(sharded: Path) -> None:
-    (sharded / INDEX).unlink()
-    safetensors.numpy.save_file({"z": np.zeros(1)}, sharded / "model-00001-of-00001.safetensors")
-    with pytest.raises(InputError, match="several checkpoints"):
-        open_checkpoint(sharded)
+@pytest.mark.parametrize("name", ["absent", "x\0y"])
+def test_nothing_there(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        open_checkpoint(f"{tmp_path}/{name}")
 
 
-def test_a_file_name_that_claims_a_billion_shards(tmp_path: Path) -> None:
-    safetensors.numpy.save_file({"z": np.zeros(1)}, tmp_path / "model-00001-of-999999999.safetensors")
-    with pytest.raises(InputError, match=r"model-00002-of-999999999.* is missing"):
-        open_checkpoint(tmp_path)
+@pytest.mark.parametrize(("name", "what"), [("m.pt", r"PyTorch \.pt"), ("pytorch_model.bin", r"PyTorch \.bin")])
+def test_other_formats(sharded: Path, name: str, what: str) -> None:
+    only(sharded, name)
+    for path, words in ((sharded, what), (sharded / name, r"not a \.safetensors or \.gguf file")):
+        with pytest.raises(UnsupportedError, match=words):
+            open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -286,64 +295,15 @@ def test_index_and_files_disagree(sharded: Path, changed: dict[str, Any], words:
     assert words in str(failure.value) and str(sharded) in str(failure.value)
 
 
-def test_tensor_in_two_shards(sharded: Path) -> None:
-    safetensors.numpy.save_file({"c": np.zeros(1), "a": np.zeros(1)}, sharded / "model-00002-of-00002.safetensors")
-    with pytest.raises(InputError, match="tensor 'a' is also in model-00001"):
-        open_checkpoint(sharded)
-
-
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", "\xff", "[" * 100_000]
 )
-def test_index_that_is_none(sharded: Path, text: str) -> None:
-    (sharded / INDEX).write_text(text, encoding="latin-1")
-    with pytest.raises(InputError, match="index"):
-        open_checkpoint(sharded)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100_000])
-def test_config_that_is_none(sharded: Path, text: str) -> None:
-    (sharded / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(InputError, match=r"config\.json"):
-        open_checkpoint(sharded)
-
-
-def test_git_lfs_pointers(sharded: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    (sharded / "model-00001-of-00002.safetensors").write_text(pointer)
-    with pytest.raises(InputError, match="Git LFS pointer"):
-        open_checkpoint(sharded)
-    (sharded / INDEX).write_text(pointer)
-    with pytest.raises(InputError, match="Git LFS pointer, not the index"):
-        open_checkpoint(sharded)
-
-
-@pytest.mark.parametrize("name, what", [("m.pt", r"PyTorch \.pt"), ("pytorch_model.bin", r"PyTorch \.bin")])
-def test_other_formats(tmp_path: Path, name: str, what: str) -> None:
-    (tmp_path / name).write_bytes(b"PK")
-    with pytest.raises(UnsupportedError, match=what):
-        open_checkpoint(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"not a \.safetensors or \.gguf file"):
-        open_checkpoint(tmp_path / name)
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no \.safetensors"):
-        open_checkpoint(tmp_path)
-    with pytest.raises(InputError, match="no such file"):
-        open_checkpoint(tmp_path / "absent")
-    with pytest.raises(InputError, match="no such file"):
-        open_checkpoint("x\0y")
-
-
-def test_not_a_regular_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match="not a regular file"):
-        open_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(InputError, match=r"not a regular file|cannot be"):
-        open_checkpoint(tmp_path)
+def test_documents_that_are_none(sharded: Path, name: str, text: str) -> None:
+    (sharded / name).write_text(text, encoding="latin-1")
+    if name == INDEX or not text.startswith("{") or text == "{":
+        with pytest.raises(InputError, match="index" if name == INDEX else r"config\.json"):
+            open_checkpoint(sharded)
 
 
 # Damaged and hostile headers
@@ -463,26 +423,12 @@ def test_any_header_gives_sound_tensors_or_an_input_error(header: Header, size: 
         at += e.nbytes
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(
-            [
-                "num_experts",
-                "hidden_size",
-                "num_hidden_layers",
-                "moe",
-                "quantization_config",
-                "text_config",
-                "model_type",
-                "architectures",
-                "hidden_act",
-                "swiglu_limit",
-                "moe_intermediate_size",
-            ]
-        ),
-        json_values,
-    )
+KEYS = (
+    "num_experts hidden_size num_hidden_layers moe quantization_config text_config model_type architectures hidden_act"
 )
+
+
+@given(st.dictionaries(st.sampled_from([*KEYS.split(), "swiglu_limit", "moe_intermediate_size"]), json_values))
 @settings(max_examples=100, deadline=None)
 def test_any_config_gives_a_model_or_an_error_of_ours(config: dict[str, Any]) -> None:
     header: Header = {}
