@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, read_header
+from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, parts_of, read_header
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
-from rig import conversion, gguf, killpoint
+from rig import conversion, floats, gguf, golden, killpoint
 from rig.conversion import KTCONVERT, tree
-from rig.gguf import E, H, I, about, blocks, file, info, model, pair, values_of, write
-from rig.safetensors import bits_of, read_folder
+from rig.gguf import E, H, I, about, blocks, file, info, model, pair, write
+from rig.safetensors import bits_of, read_file, read_folder
 
 EVERY = (*gguf.TYPES, "F32", "F16", "BF16")
 LAYERS = [(*EVERY[at : at + 3], *EVERY)[:3] for at in range(0, len(EVERY), 3)]
@@ -34,22 +34,37 @@ def recognised(path: Path, config: str | None = None) -> MoeModel:
 
 
 @pytest.fixture(scope="module")
-def all_types(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A model whose layers go through all types, and its tensors."""
-    tensors = model(LAYERS)
-    return write(tmp_path_factory.mktemp("gguf") / "all.gguf", tensors, about(len(LAYERS))), tensors
+def all_types(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers go through all types."""
+    return write(tmp_path_factory.mktemp("gguf") / "all.gguf", model(LAYERS), about(len(LAYERS)))
 
 
-@pytest.fixture(scope="module")
-def truth(all_types: tuple[Path, dict[str, Any]]) -> dict[tuple[int, str, int], Any]:
-    """BF16 of every linear, by layer, projection and expert."""
+def values(path: Path) -> dict[tuple[int, str], Any]:
+    """BF16 [E, n, k] by layer and projection: gguf-py's reader and its values."""
     out = {}
-    for layer in range(len(LAYERS)):
-        for part in PROJECTIONS:
-            kind, stored = all_types[1][f"blk.{layer}.ffn_{part}_exps.weight"]
-            for expert in range(E):
-                out[layer, part, expert] = values_of(kind, stored[expert])
+    for tensor in (t for name in parts_of(path.name) for t in library.GGUFReader(path.with_name(name)).tensors):
+        block, layer, part, *_ = [*tensor.name.split("."), "", ""]
+        if block == "blk" and part.endswith("_exps"):
+            exact = library.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            out[int(layer), part.removeprefix("ffn_").removesuffix("_exps")] = np.stack(
+                [*map(reference.f32_to_bf16, exact)]
+            )
     return out
+
+
+def in_bf16(path: Path, folder: Path, write_qwen: Any) -> Path:
+    """A checkpoint of these values."""
+    layers: dict[int, dict[str, Any]] = {}
+    for (layer, part), bits in values(path).items():
+        layers.setdefault(layer, {})[part] = bits
+    return Path(write_qwen(folder, layers))
+
+
+def same_weights(one: Path, other: Path) -> None:
+    """Of merged outputs the tensors, of others the files."""
+    assert read_folder(one) == read_folder(other)
+    ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (one, other))
+    assert ours == theirs and (ours or read_folder(one))
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -61,65 +76,78 @@ def test_sizes_are_those_of_gguf_py() -> None:
         assert theirs[number] == (of.name, of.columns, of.nbytes)
 
 
-def test_every_type_has_gguf_pys_values(all_types: tuple[Path, dict[str, Any]], truth: dict[Any, Any]) -> None:
+def test_every_type_has_gguf_pys_values(all_types: Path) -> None:
     """Whole linears, and parts of them that begin inside a block of 256 columns; both orientations."""
-    moe = recognised(all_types[0])
+    moe = recognised(all_types)
     assert set(moe.dtypes) == set(EVERY) and moe.shape(0) == (E, H, I)
-    for (layer, part, expert), bits in truth.items():
-        linear = moe.linear(layer, expert, part)
-        assert (kernels.decode(linear) == bits).all(), (layer, part)
-        n, k = bits.shape
-        cut = linear.rows(n // 2, n - 3).columns(64, k - 64)
-        assert (kernels.decode(cut) == bits[n // 2 : n - 3, 64 : k - 64]).all()
-        again = cut.columns(64, k - 128)
-        assert (kernels.decode(again) == bits[n // 2 : n - 3, 128 : k - 64]).all()
-        assert (kernels.decode(again.T) == bits[n // 2 : n - 3, 128 : k - 64].T).all()
+    for (layer, part), experts in values(all_types).items():
+        for expert, bits in enumerate(experts):
+            linear, (n, k) = moe.linear(layer, expert, part), bits.shape
+            assert (kernels.decode(linear) == bits).all(), (layer, part)
+            cut = linear.rows(n // 2, n - 3).columns(64, k - 64)
+            assert (kernels.decode(cut) == bits[n // 2 : n - 3, 64 : k - 64]).all()
+            again = cut.columns(64, k - 128)
+            assert (kernels.decode(again) == bits[n // 2 : n - 3, 128 : k - 64]).all()
+            assert (kernels.decode(again.T) == bits[n // 2 : n - 3, 128 : k - 64].T).all()
 
 
-def expected(truth: dict[Any, Any], bits: int, parts: int) -> dict[str, Any]:
-    """Weights and scales of a merged output by the definition."""
-    out = {}
-    for (layer, part, expert), linear in truth.items():
-        for i, piece in enumerate(np.split(linear, parts, axis=1 if part == "down" else 0)):
-            key = f"blk.{layer}.ffn_{part}_exps.{expert}.numa.{i}"
-            weight, scale = reference.quantize_pack(bits, np.ascontiguousarray(piece))
-            out |= {f"{key}.weight": weight.view(np.int8), f"{key}.scale": scale}
-    return out
-
-
-def same(folder: Path, wanted: dict[str, Any]) -> None:
-    ours = bits_of(read_folder(folder))
-    assert ours.keys() == wanted.keys()
-    for name, bits in wanted.items():
-        assert ours[name].tobytes() == bits.tobytes(), name
-
-
-@pytest.mark.parametrize(("bits", "parts"), [(4, 1), (4, 2), (8, 1), (8, 4)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("int4", 1),
+        ("int4", 2),
+        ("int8", 1),
+        ("int8", 4),
+        ("int4", 2, "--no-merge-safetensor", "--save-backward-weights"),
+    ],
+    ids=str,
+)
 def test_every_type_is_converted(
-    bits: int, parts: int, all_types: tuple[Path, dict[str, Any]], truth: dict[Any, Any], cli: Cli, tmp_path: Path
+    how: tuple[Any, ...], all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path
 ) -> None:
-    """Parts of down_proj begin at columns 64 and 128 of a block of 256."""
-    how = ["--quant-method", f"int{bits}", "--threadpool-count", parts]
-    cli("cpu", "-i", all_types[0], "-o", tmp_path / "out", *how, "--input-type", "gguf")
-    same(tmp_path / "out", expected(truth, bits, parts))
-    if parts == 2:
-        cli("verify", tmp_path / "out", "--against", all_types[0], "--full")
+    """To what is made of gguf-py's values in BF16. Parts of down_proj begin at columns 64 and 128 of a block of 256."""
+    method, parts, *more = how
+    options = ("--quant-method", method, "--threadpool-count", parts, *more)
+    cli("cpu", "-i", all_types, "-o", tmp_path / "ours", *options, "--input-type", "gguf")
+    cli("cpu", "-i", in_bf16(all_types, tmp_path / "plain", write_qwen), "-o", tmp_path / "theirs", *options)
+    same_weights(tmp_path / "ours", tmp_path / "theirs")
+    if how == ("int4", 2):
+        cli("verify", tmp_path / "ours", "--against", all_types, "--full")
 
 
-def test_loose_and_backward_are_those_of_a_bf16_checkpoint(
-    all_types: tuple[Path, dict[str, Any]], truth: dict[Any, Any], cli: Cli, write_qwen: Any, tmp_path: Path
+# Files that other programs wrote. KTCONVERT_GOLDEN=FOLDER tests more files of the same kind, also those of a split.
+WRITTEN = [path for name, path in golden.files("*.gguf").items() if "imatrix" not in name]
+of_others = pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+
+
+@of_others
+@pytest.mark.parametrize("how", [("int4", 2), ("int8", 1, "--no-merge-safetensor")], ids=str)
+def test_files_of_other_programs_are_converted(
+    how: tuple[Any, ...], path: Path, cli: Cli, write_qwen: Any, tmp_path: Path
 ) -> None:
-    layers = {
-        layer: {part: np.stack([truth[layer, part, e] for e in range(E)]) for part in PROJECTIONS}
-        for layer in range(len(LAYERS))
-    }
-    plain = write_qwen(tmp_path / "plain", layers)
-    trees = []
-    for source in (all_types[0], plain):
-        out = tmp_path / f"out-{source.stem}"
-        cli("cpu", "-i", source, "-o", out, "--no-merge-safetensor", "--save-backward-weights")
-        trees.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.kt")})
-    assert trees[0] and trees[0] == trees[1]
+    moe, truth = recognised(path), values(path)
+    for (layer, part), experts in truth.items():
+        for expert, bits in enumerate(experts):
+            assert (kernels.decode(moe.linear(layer, expert, part)) == bits).all()
+    method, parts, *more = how
+    for source, out in ((path, "ours"), (in_bf16(path, tmp_path / "plain", write_qwen), "theirs")):
+        options = ("--quant-method", method, "--threadpool-count", parts, *more)
+        cli("cpu", "-i", source, "-o", tmp_path / out, *options)
+    same_weights(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
+def test_the_forward_is_kt_kernels_reference(name: str) -> None:
+    """In float64, but for the rounding of our values to BF16."""
+    path = golden.FOLDER / f"gguf_{name}.gguf"
+    stored, moe = bits_of(read_file(path.with_suffix(".safetensors"))), recognised(path)
+
+    def linear(expert: int, part: str) -> Any:
+        return floats.from_bits(kernels.decode(moe.linear(0, expert, part)))
+
+    out = floats.forward(linear, *(stored[f"in.{key}"] for key in ("hidden", "topk_ids", "topk_weights")))
+    wanted = stored["out.float64_reference"]
+    assert np.linalg.norm(out - wanted) < 4e-3 * np.linalg.norm(wanted)
 
 
 # ---- names and files -------------------------------------------------------------------------------------------------
@@ -351,56 +379,41 @@ def test_config_gives_companions_and_the_family(tmp_path: Path, cli: Cli) -> Non
     assert conversion.identity(of) == before
 
 
-def test_config_of_another_model(tmp_path: Path, example: Path) -> None:
+def test_config_that_is_no_config(tmp_path: Path, example: Path) -> None:
     source = small(tmp_path / "m.gguf")
-    with pytest.raises(InputError, match="num_hidden_layers = 3, and the weights are of 2 layers"):
-        recognised(source, str(hugging_face(tmp_path / "layers", num_hidden_layers=3)))
-    with pytest.raises(InputError, match=r"config\.json says moe_intermediate_size = 300"):
-        recognised(source, str(hugging_face(tmp_path / "width", moe_intermediate_size=300)))
     assert "gelu" in recognised(source, str(hugging_face(tmp_path / "gelu", hidden_act="gelu"))).notes[0]
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match=r"has no config\.json"):
         recognised(source, str(tmp_path / "none"))
     with pytest.raises(UsageError, match="--config"):
-        recognised(example, str(tmp_path / "width"))
+        recognised(example, str(tmp_path / "gelu"))
 
 
-OTHER_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": (
+OF_ANOTHER: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 3}, "num_hidden_layers = 3, and the weights are of 2 layers by their own header"),
+    ({"num_experts": 3}, "num_experts = 3, and the weights' own header expert_count = 2"),
+    ({"hidden_size": 256}, "hidden_size = 256, and the weights' own header embedding_length = 512"),
+    ({"moe_intermediate_size": 300}, "= 300, and the weights' own header expert_feed_forward_length = 256"),
+    ({"intermediate_size": 2048}, "= 2048, and the weights' own header feed_forward_length = 1024"),
+    ({"first_k_dense_replace": 1}, "= 1, and the weights' own header leading_dense_block_count = 0"),
+    ({"hidden_act": "gelu"}, "hidden_act = gelu, and the weights' own header silu"),
+    (
         {"model_type": "mixtral", "num_local_experts": E, "intermediate_size": I},
-        "config.json is of Mixtral, and the weights' own header says general.architecture = qwen3moe, "
-        "Qwen3-MoE, Qwen3-Coder",
+        "config.json is of Mixtral, and the weights' own header says general.architecture = qwen3moe, Qwen3-MoE, Qwen3-Coder",
     ),
-    "layers": ({"num_hidden_layers": 3}, "num_hidden_layers = 3, and the weights are of 2 layers by their own header"),
-    "experts": ({"num_experts": 3}, "num_experts = 3, and the weights' own header expert_count = 2"),
-    "hidden size": ({"hidden_size": 256}, "hidden_size = 256, and the weights' own header embedding_length = 512"),
-    "expert width": (
-        {"moe_intermediate_size": 300},
-        "moe_intermediate_size = 300, and the weights' own header expert_feed_forward_length = 256",
-    ),
-    "dense width": (
-        {"intermediate_size": 2048},
-        "intermediate_size = 2048, and the weights' own header feed_forward_length = 1024",
-    ),
-    "first dense layers": (
-        {"first_k_dense_replace": 1},
-        "first_k_dense_replace = 1, and the weights' own header leading_dense_block_count = 0",
-    ),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act = gelu, and the weights' own header silu"),
-}
+]
 
 
-@pytest.mark.parametrize("what", OTHER_CONFIGS)
-@pytest.mark.parametrize("beside", [False, True], ids=["--config", "beside the file"])
-def test_a_config_that_contradicts_the_metadata(what: str, beside: bool, tmp_path: Path, cli: Cli) -> None:
-    """Tensors alone would not show it: they fit the config in all but what it says of the others."""
-    changed, words = OTHER_CONFIGS[what]
-    of = hugging_face(tmp_path / "hf", **changed)
+@pytest.mark.parametrize(("changed", "words"), OF_ANOTHER)
+def test_a_config_that_contradicts_the_metadata(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Beside the file or given. Tensors alone would not show it: they fit it in all but what it says of the others."""
+    of, more = hugging_face(tmp_path / "hf", **changed), {"leading_dense_block_count": 0, "hidden_activation": "silu"}
     (of / "model.safetensors").unlink()
-    folder = of if beside else tmp_path
-    source = small(folder / "m.gguf", leading_dense_block_count=0, hidden_activation="silu")
-    done = cli("cpu", "-i", source, "-o", tmp_path / "out", *([] if beside else ["--config", of]), code=5)
-    assert f"{words}; they are not of one model" in done.stderr and not (tmp_path / "out").exists()
+    given = small(tmp_path / "m.gguf", **more)
+    for source, config in ((given, str(of)), (small(of / "m.gguf", **more), None)):
+        with pytest.raises(InputError) as refused:
+            recognised(source, config)
+        assert f"{words}; they are not of one model" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -462,11 +475,11 @@ def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path,
         assert ("int8 is 7.2 to 8.6 % off" in plan.stderr) == (warned and method == "int4")
 
 
-def test_killed_and_resumed_to_the_same_bytes(all_types: tuple[Path, dict[str, Any]], tmp_path: Path, cli: Cli) -> None:
+def test_killed_and_resumed_to_the_same_bytes(all_types: Path, tmp_path: Path, cli: Cli) -> None:
     shim, log = killpoint.build(tmp_path), tmp_path / "log"
 
     def run(out: Path, n: int) -> int:
-        command = [*KTCONVERT, "cpu", "-i", str(all_types[0]), "-o", str(out), "--threadpool-count", "2", "-q"]
+        command = [*KTCONVERT, "cpu", "-i", str(all_types), "-o", str(out), "--threadpool-count", "2", "-q"]
         return killpoint.run([*command, "--input-type", "gguf"], out, n, shim, log).returncode
 
     assert run(tmp_path / "whole", 0) == 0
