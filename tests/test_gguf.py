@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, parts_of, read_header
+from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, read_header
+from ktconvert.layouts.checkpoints.containers.gguf_split import parts_of
 from ktconvert.layouts.checkpoints.experts import PROJECTIONS, MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
 from rig import conversion, floats, gguf, golden, killpoint
-from rig.conversion import KTCONVERT, tree
+from rig.conversion import KTCONVERT
 from rig.gguf import E, H, I, about, blocks, file, info, model, pair, write
 from rig.safetensors import bits_of, read_file, read_folder
 
@@ -476,18 +477,8 @@ def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path,
 
 
 def test_killed_and_resumed_to_the_same_bytes(all_types: Path, tmp_path: Path, cli: Cli) -> None:
-    shim, log = killpoint.build(tmp_path), tmp_path / "log"
-
-    def run(out: Path, n: int) -> int:
-        command = [*KTCONVERT, "cpu", "-i", str(all_types), "-o", str(out), "--threadpool-count", "2", "-q"]
-        return killpoint.run([*command, "--input-type", "gguf"], out, n, shim, log).returncode
-
-    assert run(tmp_path / "whole", 0) == 0
-    wanted, calls = tree(tmp_path / "whole"), killpoint.count(log)
-    for n in (calls // 3, 2 * calls // 3):
-        assert run(tmp_path / "out", n) == killpoint.KILLED
-    cli("resume", tmp_path / "out")
-    assert tree(tmp_path / "out") == wanted
+    command = [*KTCONVERT, "cpu", "-i", all_types, "-q", "--input-type", "gguf", "-o"]
+    killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 2 / 3)
 
 
 def test_a_value_that_is_no_number_is_refused_with_its_place(tmp_path: Path, cli: Cli) -> None:

@@ -349,13 +349,8 @@ def test_killed_and_resumed_to_the_same_bytes(
     name: str, method: str, how: tuple[Any, ...], source: Path, tmp_path: Path, cli: Any
 ) -> None:
     given = encodings.write(name, tmp_path / "model")[0] if name else source
-    shim, log, again = killpoint.build(tmp_path), tmp_path / "log", tmp_path / "again"
     command = [*conversion.KTCONVERT, "cpu", "-i", given, "-q", "--quant-method", method, *map(str, how), "-o"]
-    assert killpoint.run([*command, tmp_path / "whole"], tmp_path / "whole", 0, shim, log).returncode == 0
-    calls = killpoint.count(log)
-    assert killpoint.run([*command, again], again, calls // 2, shim).returncode == killpoint.KILLED
-    cli("resume", again)
-    assert conversion.tree(again) == conversion.tree(tmp_path / "whole")
+    killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 1 / 2)
 
 
 # --- our runtime, and the layout of kt-kernel ---------------------------------------------------------------------------

@@ -7,9 +7,7 @@ As a program this file is `ktconvert` with that row: python tests/test_toy_choic
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.quantizers import Grid, reference, scale_search
 from ktconvert.quantizers.choice import QUANTIZERS, Choice
-from rig import conversion, killpoint
+from rig import conversion
 from rig.safetensors import read_file
+from rig.toys import Toy, main
 
 LARGEST = 100 / 127  # of the codes
 
@@ -50,13 +49,11 @@ DEFINITIONS = {"toy": truncated, "mse": searched}
 
 # --- the tests ------------------------------------------------------------------------------------
 
-COMMAND = (sys.executable, __file__)
 
-
-def ktconvert(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr
-    return done
+@pytest.fixture(scope="module")
+def ktconvert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    with Toy(__file__, tmp_path_factory.mktemp("toy")) as toy:
+        yield toy
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["int4 toy", "int8 toy", "int4 mse"])
-def output(request: pytest.FixtureRequest, source: Path) -> Path:
+def output(request: pytest.FixtureRequest, source: Path, ktconvert: Toy) -> Path:
     """Named by the method and the choice."""
     path = source.with_name(request.param)
     ktconvert("cpu", "-i", source, "-o", path, *options(path))
@@ -91,7 +88,7 @@ def test_its_codes_are_packed(source: Path, output: Path) -> None:
     np.testing.assert_array_equal(measured.fmt.encoding.decode(stored, *part.shape), expected)
 
 
-def test_it_is_verified(source: Path, output: Path) -> None:
+def test_it_is_verified(source: Path, output: Path, ktconvert: Toy) -> None:
     document, scale = json.loads((output / "manifest.json").read_bytes()), output.name.split()[1]
     assert document["model"]["scale"] == document["settings"]["scale"] == scale
     assert f"| scales | `--scale {scale}` |" in (output / "README.md").read_text()
@@ -106,7 +103,7 @@ def test_it_is_verified(source: Path, output: Path) -> None:
         assert json.loads(ktconvert("inspect", output, "--json").stdout)["scale"] == scale
 
 
-def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path) -> None:
+def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
     for layout in ((), ("--layout", "kt")):
         done = ktconvert(
             "cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "fp8", "--scale", "toy", *layout, code=2
@@ -115,7 +112,7 @@ def test_what_has_no_codes_to_choose_is_refused(source: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path) -> None:
+def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path, ktconvert: Toy) -> None:
     """Other bytes than by default, and the default is named nowhere, as before there was a choice."""
     plain = tmp_path / "plain"
     ktconvert("cpu", "-i", source, "-o", plain, *options(output)[:2])
@@ -123,13 +120,13 @@ def test_it_is_another_conversion(source: Path, output: Path, tmp_path: Path) ->
     assert "scale" not in json.loads((plain / "manifest.json").read_bytes())["settings"]
 
 
-def test_the_plan_says_what_it_would_gain(source: Path, tmp_path: Path) -> None:
+def test_the_plan_says_what_it_would_gain(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
     for words, said in ((("int4",), True), (("int8",), False), (("int4", "--scale", "mse"), False)):
         done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
         assert ("--scale mse makes the same files with less error" in done.stderr) is said
 
 
-def test_it_is_merged_and_resplit(source: Path, tmp_path: Path) -> None:
+def test_it_is_merged_and_resplit(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
     """Loose files with matrices for fine-tuning, merged, and for another number of NUMA parts: still known as mse."""
     loose, merged, one = (tmp_path / name for name in ("loose", "merged", "one"))
     ktconvert("cpu", "-i", source, "-o", loose, "--scale", "mse", "--no-merge-safetensor", "--save-backward-weights")
@@ -140,21 +137,10 @@ def test_it_is_merged_and_resplit(source: Path, tmp_path: Path) -> None:
         assert report["ok"] and report["scale"] == "mse" and report["backward"]
 
 
-def test_it_is_resumed(source: Path, output: Path, tmp_path: Path) -> None:
-    shim, log = killpoint.build(tmp_path), tmp_path / "log"
-    again = tmp_path / "out"
-    command = [*COMMAND, "cpu", "-i", source, "-o", again, *options(output)]
-    assert killpoint.run(command, again, 0, shim, log).returncode == 0
-    calls = killpoint.count(log)
-    for n in (calls // 3, calls // 2):
-        shutil.rmtree(again)
-        assert killpoint.run(command, again, n, shim).returncode == killpoint.KILLED
-        ktconvert("resume", again)
-        assert conversion.tree(again) == conversion.tree(output)
+def test_it_is_resumed(source: Path, output: Path, tmp_path: Path, ktconvert: Toy) -> None:
+    ktconvert.check_resumed(tmp_path, "cpu", "-i", source, *options(output))
+    assert conversion.tree(tmp_path / "killed1") == conversion.tree(output)
 
 
 if __name__ == "__main__":
-    QUANTIZERS[TOY.name] = TOY
-    from ktconvert.pipeline.cli import main
-
-    main()
+    main(lambda: QUANTIZERS.update({TOY.name: TOY}))

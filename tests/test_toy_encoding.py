@@ -8,8 +8,7 @@ table.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, aligned
 from ktconvert.native_quant import matrix as of
 from ktconvert.quantizers import reference
-from rig import killpoint
-from rig.conversion import KTCONVERT, tree
 from rig.safetensors import edit_file, read_folder, write_file
+from rig.toys import Toy, main
 
-# ---- the row: int8 codes, and one F16 scale for each row
-# ---------------------------------------------------------------
+# --- the row: int8 codes, and one F16 scale for each row ---------------------------------------------------------------
 
 
 def decoded(linear: of.Matrix) -> Any:
@@ -50,24 +47,15 @@ ROW = CheckpointEncoding(
     input_types=("toy",),
 )
 
-if __name__ == "__main__":
-    encodings.CHECKPOINT_ENCODINGS = (*encodings.CHECKPOINT_ENCODINGS, ROW)
-    from ktconvert.pipeline.cli import main
-
-    sys.exit(main())
-
-# ---- its proof
-# ---------------------------------------------------------------------------------------------------------
+# --- the tests ----------------------------------------------------------------------------------------------------------
 
 E, H, I = 2, 256, 384  # noqa: E741
-COMMAND = (sys.executable, __file__)
 
 
-def toy(*arguments: object, code: int = 0, command: tuple[str, ...] = COMMAND) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    return done
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    with Toy(__file__, tmp_path_factory.mktemp("toy")) as toy:
+        yield toy
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +85,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])
-def test_converted_and_verified(checkpoints: tuple[Path, Path], options: tuple[object, ...], tmp_path: Path) -> None:
+def test_converted_and_verified(
+    checkpoints: tuple[Path, Path], options: tuple[object, ...], tmp_path: Path, toy: Toy
+) -> None:
     source, plain = checkpoints
     toy("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "toy", "--threadpool-count", *options)
     toy("cpu", "-i", plain, "-o", tmp_path / "plain", "--threadpool-count", *options)
@@ -107,7 +97,7 @@ def test_converted_and_verified(checkpoints: tuple[Path, Path], options: tuple[o
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["model"]["dtypes"] == ["TOY8"]
 
 
-def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path, toy: Toy) -> None:
     source, plain = checkpoints
     gpu = "--quant-method", "RTN", "--quant-type", "W4A16"
     toy("gpu", "-i", source, "-o", tmp_path / "out", *gpu)
@@ -117,22 +107,11 @@ def test_for_a_gpu_and_inspected(checkpoints: tuple[Path, Path], tmp_path: Path)
     assert json.loads(toy("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
 
 
-def test_killed_and_resumed_to_the_same_bytes(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    shim, log = killpoint.build(tmp_path), tmp_path / "log"
-
-    def run(out: Path, n: int) -> int:
-        command = [*COMMAND, "cpu", "-i", str(checkpoints[0]), "-o", str(out), "--threadpool-count", "1", "-q"]
-        return killpoint.run(command, out, n, shim, log).returncode
-
-    assert run(tmp_path / "whole", 0) == 0
-    expected, calls = tree(tmp_path / "whole"), killpoint.count(log)
-    for n in (calls // 2, calls // 3, calls // 4):  # a resumed run has fewer calls
-        assert run(tmp_path / "out", n) == killpoint.KILLED
-    assert run(tmp_path / "out", 0) == 0
-    assert tree(tmp_path / "out") == expected
+def test_it_is_resumed(checkpoints: tuple[Path, Path], tmp_path: Path, toy: Toy) -> None:
+    toy.check_resumed(tmp_path, "cpu", "-i", checkpoints[0], "--threadpool-count", 1)
 
 
-def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], tmp_path: Path, toy: Toy) -> None:
     for folder, lost, words in (
         ("scale", "_qs", "is TOY8 but model.layers.1.mlp.experts.1.up_proj.weight_qs is missing"),
         ("codes", "_q", "weight 'model.layers.1.mlp.experts.1.up_proj.weight_q' is missing"),
@@ -146,5 +125,13 @@ def test_what_lacks_a_tensor_is_refused_by_name(checkpoints: tuple[Path, Path], 
         assert words in toy("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
 
 
-def test_without_the_row_it_is_no_input(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    toy("cpu", "-i", checkpoints[0], "-o", tmp_path / "out", command=KTCONVERT, code=3)
+def test_without_the_row_it_is_no_input(checkpoints: tuple[Path, Path], tmp_path: Path, cli: Any) -> None:
+    cli("cpu", "-i", checkpoints[0], "-o", tmp_path / "out", code=3)
+
+
+def add() -> None:
+    encodings.CHECKPOINT_ENCODINGS = (*encodings.CHECKPOINT_ENCODINGS, ROW)
+
+
+if __name__ == "__main__":
+    main(add)

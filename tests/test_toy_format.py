@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +24,8 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import Grid, reference
 from ktconvert.quantizers.errors import decode_finite
-from rig import conversion, killpoint
+from rig import conversion
+from rig.toys import Toy, main
 
 # --- the encoding: 8-bit codes row by row, one float32 scale for each row -------------------------
 
@@ -124,14 +122,13 @@ TOY = Format(
 
 # --- the tests ------------------------------------------------------------------------------------
 
-COMMAND = (sys.executable, __file__)
 OPTIONS = ("--quant-method", "toy8", "--threadpool-count", "2", "--save-backward-weights")
 
 
-def ktconvert(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr
-    return done
+@pytest.fixture(scope="module")
+def ktconvert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    with Toy(__file__, tmp_path_factory.mktemp("toy")) as toy:
+        yield toy
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +138,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def toys(source: Path) -> Path:
+def toys(source: Path, ktconvert: Toy) -> Path:
     output = source.with_name("toys")
     ktconvert("cpu", "-i", source, "-o", output, "--non-experts", "copy", *OPTIONS)
     return output
 
 
-def test_it_is_converted(source: Path, toys: Path) -> None:
+def test_it_is_converted(source: Path, toys: Path, ktconvert: Toy) -> None:
     config = json.loads((toys / "config.json").read_bytes())
     assert config["quantization_config"] == {"quant_method": "toy", "parts": 2}
     assert "# Toys" in (toys / "README.md").read_text()
@@ -160,7 +157,7 @@ def test_it_is_converted(source: Path, toys: Path) -> None:
     assert [m["legal"] for m in makeable if m["method"] == "TOY8"] == [[1, 2]]
 
 
-def test_it_is_verified(source: Path, toys: Path, tmp_path: Path) -> None:
+def test_it_is_verified(source: Path, toys: Path, tmp_path: Path, ktconvert: Toy) -> None:
     assert "verified" in ktconvert("verify", toys).stdout
     page = tmp_path / "report.html"
     report = json.loads(ktconvert("verify", toys, "--against", source, "--full", "--json", "--report", page).stdout)
@@ -177,31 +174,20 @@ def test_it_is_verified(source: Path, toys: Path, tmp_path: Path) -> None:
         shard.write_bytes(before)
 
 
-def test_it_has_no_loose_files(source: Path, tmp_path: Path) -> None:
+def test_it_has_no_loose_files(source: Path, tmp_path: Path, ktconvert: Toy) -> None:
     done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
     assert "TOY8 has no loose files" in done.stderr
 
 
-def test_our_runtime_says_that_it_cannot_compute_it(toys: Path) -> None:
+def test_our_runtime_says_that_it_cannot_compute_it(toys: Path, ktconvert: Toy) -> None:
     assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr
 
 
-def test_it_is_resumed(source: Path, toys: Path, tmp_path: Path) -> None:
+def test_it_is_resumed(source: Path, toys: Path, tmp_path: Path, ktconvert: Toy) -> None:
     """Killed before several of its changes to the directory, and resumed each time: the same bytes."""
-    shim, log = killpoint.build(tmp_path), tmp_path / "log"
-    output = tmp_path / "out"
-    command = [*COMMAND, "cpu", "-i", source, "-o", output, "--non-experts", "copy", *OPTIONS]
-    assert killpoint.run(command, output, 0, shim, log).returncode == 0
-    calls = killpoint.count(log)
-    for n in (calls // 4, calls // 2, calls - 3):
-        shutil.rmtree(output)
-        assert killpoint.run(command, output, n, shim).returncode == killpoint.KILLED
-        ktconvert("resume", output)
-        assert conversion.tree(output) == conversion.tree(toys)
+    ktconvert.check_resumed(tmp_path, "cpu", "-i", source, "--non-experts", "copy", *OPTIONS)
+    assert conversion.tree(tmp_path / "killed1") == conversion.tree(toys)
 
 
 if __name__ == "__main__":
-    FORMATS[TOY.name] = TOY
-    from ktconvert.pipeline.cli import main
-
-    main()
+    main(lambda: FORMATS.update({TOY.name: TOY}))

@@ -26,10 +26,16 @@ class Forks:
 
     modules  what they load beside the command line. torch starts no threads before a child needs them, so that it can
     be among these.
+    program  which calls serve
     """
 
     def __init__(
-        self, preload: Sequence[Path], count: int, prefix: Sequence[str] = (), modules: Sequence[str] = ()
+        self,
+        preload: Sequence[Path],
+        count: int,
+        prefix: Sequence[str] = (),
+        modules: Sequence[str] = (),
+        program: Sequence[str] = ("-P", __file__),
     ) -> None:
         one = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         libraries = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), *map(str, preload)]))
@@ -37,7 +43,7 @@ class Forks:
         env.pop("KILLPOINT_ROOT", None)
         self._all = [
             subprocess.Popen(
-                [*prefix, sys.executable, "-P", __file__, *modules],
+                [*prefix, sys.executable, *program, *modules],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -11,8 +11,6 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.quantizers import reference
-
 U8 = npt.NDArray[np.uint8]
 Types = Sequence[Sequence[str]]  # of gate, up and down, by layer
 
@@ -47,11 +45,6 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> U8:
     if kind == "MXFP4":
         out[..., 0] = rng.integers(110, 122, out.shape[:2])
     return out.reshape(rows, -1)
-
-
-def values_of(kind: str, stored: U8) -> npt.NDArray[np.uint16]:
-    """What gguf-py says that blocks [rows, bytes] stand for, rounded to BF16."""
-    return reference.f32_to_bf16(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]))
 
 
 def write(

@@ -10,9 +10,11 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from rig.conversion import differing, tree
 
 KILLED = -signal.SIGKILL  # the return code of a run that reached its kill point
 
@@ -88,3 +90,17 @@ def _lines(log: Path) -> list[tuple[str, Call]]:
     lines = log.read_text().splitlines() if log.exists() else []
     fields = sorted((line.split("\t") for line in lines), key=lambda field: int(field[0]))
     return [(kind, Call(re.sub(r"(64(v2)?|(?<=v)2)$", "", name), *paths)) for _, kind, name, *paths in fields]
+
+
+def check_resumed(
+    convert: Callable[[Path], Sequence[str | Path]], resume: Callable[[Path], object], folder: Path, *where: float
+) -> None:
+    """Killed at these fractions of its calls and resumed, a conversion to an output gives what it gives undisturbed."""
+    shim, log, whole = build(folder), folder / "log", folder / "whole"
+    done = run(convert(whole), whole, 0, shim, log)
+    assert done.returncode == 0, done.stderr
+    for number, fraction in enumerate(where):
+        killed = folder / f"killed{number}"
+        assert run(convert(killed), killed, int(fraction * count(log)), shim).returncode == KILLED
+        resume(killed)
+        assert differing(tree(killed), tree(whole)) == []
