@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.lockfile import Holder
+from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Result, Unit, Written
 from rig import conversion
@@ -41,8 +42,8 @@ NO_RECORDS: dict[str, dict[str, Any]] = {
     "time without end": {"ended": float("inf")},
     "time that no float holds": {"began": 10**400},
     "before the epoch": {"began": -1.0},
-    "text that is none": {"process": "\ud800"},
-    "host that is none": {"host": "\udcff"},
+    "text that is none": {"unit": "\ud800"},
+    "process that is none": {"process": "1 here"},
 }
 
 
@@ -108,7 +109,7 @@ def test_containers_of_one_host_have_processes_of_the_same_number(paths: Paths) 
     names = {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for _ in range(2)}
     assert len(names) == 2
     assert {attempt.name for attempt in attempts.read(paths)} == names
-    assert {attempt.pid for attempt in attempts.read(paths)} == {1}
+    assert {attempt.process.pid for attempt in attempts.read(paths)} == {1}
 
 
 def test_disk_space_of_the_dead_is_freed_and_their_records_count(paths: Paths) -> None:
@@ -116,12 +117,12 @@ def test_disk_space_of_the_dead_is_freed_and_their_records_count(paths: Paths) -
     start = machine.process_start(ended.pid)
     ended.wait()
     own = Holder.this()
-    of_ended = Holder(ended.pid, own.host, own.boot, start, own.namespace).line.decode()
-    elsewhere = Holder(ended.pid, "elsewhere", own.boot, start, own.namespace).line.decode()
+    of_ended = Holder(ended.pid, own.host, own.boot, start, own.namespace)
+    elsewhere = Holder(ended.pid, "elsewhere", own.boot, start, own.namespace)
     begun = [attempts.begin(paths, UNIT, "run") for _ in range(3)]
-    for attempt, process in zip(begun, (of_ended, elsewhere, own.line.decode()), strict=True):
+    for attempt, process in zip(begun, (of_ended, elsewhere, own), strict=True):
         path = paths.attempts / f"{attempt.name}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"process": process}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"process": msgspec.structs.asdict(process)}))
         (paths.partial / attempt.name).write_bytes(b"0")
     whole = made(paths)
     attempts.free(paths)

@@ -4,7 +4,6 @@ byte that of threads, or there is one sentence, and all can be resumed."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from ktconvert.pipeline.engine import journal
 from rig import conversion, forks, killpoint, shims
 from rig.dask_cluster import Cluster
 
@@ -96,7 +94,7 @@ def at(cluster: Cluster) -> tuple[str, str]:
 
 
 def book(output: Path) -> list[dict[str, Any]]:
-    return journal.read(output.with_name(f"{output.name}.work") / "journal.jsonl")
+    return conversion.events((output.with_name(f"{output.name}.work") / "journal.jsonl").read_text())
 
 
 def of(records: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
@@ -111,7 +109,7 @@ def wait(done: Callable[[], bool], seconds: float = conversion.TIMEOUT) -> None:
 
 
 def events(done: Done) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    return conversion.events(done.stderr)
 
 
 # ---- workers ---------------------------------------------------------------------------------------------------------

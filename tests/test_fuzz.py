@@ -163,7 +163,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     assert command("cpu", "-i", source, "-o", root / "broken", *PARTS, "--cpuinfer-threads", 1, "-q") == 5
     old = saved_plan(locate(root / "broken"))
     assert old is not None
-    plan = plan_request(Request(old["command"], old["input"], root / "broken", old["settings"], old["tuning"]))
+    plan = plan_request(Request(old.command, old.input, root / "broken", old.settings, old.tuning))
     (root / "arch.toml").write_text(ARCH)
     gguf.write(
         root / "model.gguf",
@@ -199,7 +199,7 @@ def read_plan(paths: Paths, _: Path) -> None:
 
 def read_journal(paths: Paths, path: Path) -> None:
     records = journal.read(path)
-    journal.death(records)
+    journal.last_run(records)
     journal.assembled(records)
     unit_states(paths.plan, work(paths))
 
@@ -384,7 +384,15 @@ def changed(path: Path, change: Callable[[Any], object]) -> None:
 def test_a_plan_whose_source_has_no_name(paths: Paths) -> None:
     with restored(work(paths).plan):
         changed(work(paths).plan, lambda plan: plan["source"][0].pop("name"))
-        assert command("resume", paths.broken, "--dry-run", words="not a plan (source[0].name is missing)") == 7
+        assert (
+            command(
+                "resume",
+                paths.broken,
+                "--dry-run",
+                words="not a plan (Object missing required field `name` - at `$.source[0]`)",
+            )
+            == 7
+        )
     with restored(work(paths).plan):
         changed(work(paths).plan, lambda plan: plan["tuning"].pop("cpuinfer_threads"))
         assert command("resume", paths.broken, "--dry-run", words="(tuning.cpuinfer_threads is missing)") == 7
@@ -401,7 +409,7 @@ def test_a_record_without_a_fingerprint(paths: Paths) -> None:
         assert command("resume", paths.broken, "--dry-run") == 0
 
 
-@pytest.mark.parametrize("name", ["\0", "\ud800", "x" * 300])
+@pytest.mark.parametrize("name", ["\0", "x" * 300])
 def test_a_record_of_a_file_that_cannot_be(name: str, paths: Paths) -> None:
     path = work(paths).journal
     with restored(path) as whole:
@@ -420,7 +428,7 @@ def test_an_original_whose_config_is_a_list(paths: Paths) -> None:
 def test_a_manifest_of_more_experts_than_memory_holds(paths: Paths) -> None:
     with restored(paths.packed / "manifest.json"):
         changed(paths.packed / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
-        assert command("verify", paths.packed, "--no-load", words="(model.experts is 4294967296)") == 6
+        assert command("verify", paths.packed, "--no-load", words="`$.model.experts`") == 6
 
 
 DIGITS = "9" * 400

@@ -39,11 +39,11 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(
     assert f"ktconvert resume {output}" in stderr
     assert not output.exists()
     records = journal.read(tmp_path / "out.work/journal.jsonl")
-    started = [r["unit"] for r in records if r.get("event") == "start"]
-    assert sorted(r["unit"] for r in journal.finished(records).values()) == sorted(started)
+    started = [r.unit for r in records if isinstance(r, journal.Start)]
+    assert sorted(r.unit for r in journal.finished(records).values()) == sorted(started)
     assert 0 < len(started) < 5
-    assert records[-1]["event"] == "end"
-    assert records[-1]["why"].startswith(f"stopped by {number.name}")
+    assert isinstance(records[-1], journal.End)
+    assert str(records[-1].why).startswith(f"stopped by {number.name}")
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
     assert "died" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -42,7 +43,7 @@ RACE = (
     + """
 import random, time
 from ktconvert.layouts.files import publish
-from ktconvert.pipeline.engine import lockfile
+from ktconvert.pipeline.engine import lock as locks
 
 def dawdling(call):
     def slow(*arguments):
@@ -72,7 +73,7 @@ for number in range(int(sys.argv[3])):
     def contend():
         os.close(go)
         os.close(stop)
-        lockfile.read, publish.publish = dawdling(lockfile.read), dawdling(publish.publish)
+        locks.read, publish.publish = dawdling(locks.read), dawdling(publish.publish)
         os.read(start, 1)
         try:
             lock = acquire(root, output)
@@ -275,7 +276,8 @@ def test_a_file_stands_for_the_lock_where_there_is_none(tmp_path: Path, preloads
     first = Process(tmp_path / "out", **env)
     held = tmp_path / "out.work/lock.held"
     assert held.read_bytes() == (tmp_path / "out.work/lock").read_bytes()
-    assert held.read_text().split()[:3] == [str(first.process.pid), machine.host(), machine.boot_id()]
+    said = json.loads(held.read_bytes())
+    assert [said[key] for key in ("pid", "host", "boot")] == [first.process.pid, machine.host(), machine.boot_id()]
     second = Process(tmp_path / "out", **env)
     assert f"process {first.process.pid} on host {machine.host()} is converting into it" in second.text
     assert "--force-unlock" not in second.text  # it is known to run
@@ -315,7 +317,8 @@ def test_whose_lock_is_taken_over(
         "start": machine.process_start(pid),
         "namespace": machine.pid_namespace(),
     }
-    line = f"{pid} {host} {boot} {start} {namespace}\n".format(**known)
+    about = {"host": host, "boot": boot.format(**known), "namespace": namespace.format(**known)}
+    line = json.dumps(about | {"pid": pid, "start": int(start.format(**known))})
     (root / "lock.held").write_text(line)
     mine = "localhost" if host == "localhost" else "this"
     second = Process(tmp_path / "out", KTCONVERT_HOST=mine, **no_locks)
@@ -326,7 +329,7 @@ def test_whose_lock_is_taken_over(
     second.end()
 
 
-@pytest.mark.parametrize("content", [b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n"])
+@pytest.mark.parametrize("content", [b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n", b"{}"])
 def test_a_lock_that_says_nothing_is_respected(tmp_path: Path, no_locks: dict[str, str], content: bytes) -> None:
     root = tmp_path / "out.work"
     root.mkdir()

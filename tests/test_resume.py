@@ -43,26 +43,26 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, stopped: Path) -> None:
         assert len(journal.finished(journal.read(path))) == 1
         book = journal.Journal(path)
         assert len(journal.finished(book.records)) == 1
-        book.append({"event": "end"}, sync=True)
+        book.append(journal.End(at=1.5), sync=True)
         book.close()
-        assert path.read_bytes() == b"".join(lines[:-1]) + b'{"event": "end"}\n'
+        assert path.read_bytes() == b"".join(lines[:-1]) + b'{"event": "end", "at": 1.5}\n'
 
 
 def test_a_record_that_did_not_fit_hides_no_other(tmp_path: Path) -> None:
     path, limit = tmp_path / "journal.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     book = journal.Journal(path)
-    book.append({"event": "start", "unit": "first"})
+    book.append(journal.Start(unit="first"))
     before = path.read_bytes()
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limit[1]))  # room for a part of a line
     try:
         with pytest.raises(ResourceError):
-            book.append({"event": "start", "unit": "second"})
+            book.append(journal.Start(unit="second"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_bytes() == before
-    book.append({"event": "start", "unit": "third"})
+    book.append(journal.Start(unit="third"))
     book.close()
-    assert [record.get("unit") for record in journal.read(path)] == [None, "first", "third"]
+    assert [record.unit for record in journal.read(path) if isinstance(record, journal.Start)] == ["first", "third"]
 
 
 @pytest.mark.parametrize("left", ["none of it", "a byte", "half", "all but a brace", "all but the end of line"])

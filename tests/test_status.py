@@ -89,9 +89,10 @@ def test_a_part_between_two_units(bench: Bench) -> None:
 def test_files_that_hold_anything(bench: Bench) -> None:
     bench.stop_after(1)
     book = bench.work / "journal.jsonl"
-    run = {"event": "run", "pid": 1, "process": "\ud800", "at": float("nan")}
+    process = {"pid": 1, "host": "\x1b[2J", "boot": "", "start": 1, "namespace": ""}
+    run = {"event": "run", "process": process, "at": 1e12}
     with book.open("a") as file:
-        for record in (run, {"event": "start", "unit": "\x1b[2J\ud800", "at": 10**400}):
+        for record in (run, {"event": "start", "unit": "\x1b[2J"}, {"event": "start", "unit": "x", "at": 10**400}):
             file.write(json.dumps(record) + "\n")
     found = status(bench)
     assert found["state"] == "running"
@@ -99,7 +100,7 @@ def test_files_that_hold_anything(bench: Bench) -> None:
     assert said.returncode == 0 and "\x1b" not in said.stderr
 
 
-@pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "of_parts")])
+@pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "parts_at_work")])
 def test_a_conversion_that_ends_while_it_is_looked_at(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
 ) -> None:

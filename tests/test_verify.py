@@ -334,7 +334,7 @@ def test_a_manifest_that_says_otherwise(change: dict[str, Any], copy: Callable[[
     assert problems(refused(output)[0], "tensors")
 
 
-@pytest.mark.parametrize("change", [{"command": "merge"}, {"settings": {}}, {"more": 1}, {"sha256": "0" * 64}])
+@pytest.mark.parametrize("change", [{"command": "merge"}, {"settings": {}}, {"source": []}, {"sha256": "0" * 64}])
 def test_a_manifest_that_was_changed(change: dict[str, Any], copy: Callable[[str], Path]) -> None:
     """What it says has a hash, too; white space does not matter."""
     output = copy("int4-merged")
@@ -350,8 +350,11 @@ def test_a_manifest_that_was_changed(change: dict[str, Any], copy: Callable[[str
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": {"name": "ktconvert-manifest", "version": 1}}'])
 def test_a_damaged_manifest(text: str, copy: Callable[[str], Path]) -> None:
     output = copy("int4-merged")
-    (output / manifest.NAME).write_text(text)
-    assert "manifest" in refused(output)[1]
+    path = output / manifest.NAME
+    unknown = json.dumps(json.loads(path.read_bytes()) | {"more": 1})
+    for damaged in (text, unknown):
+        path.write_text(damaged)
+        assert "manifest" in refused(output)[1]
 
 
 def test_types_of_a_manifest_are_not_trusted(copy: Callable[[str], Path], example: Path) -> None:

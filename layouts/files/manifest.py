@@ -6,55 +6,153 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Struct
 
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import documents, publish
-from ktconvert.layouts.files.documents import COUNT, NUMBER
+from ktconvert.layouts.files.documents import Count, Number
 
 NAME = "manifest.json"
 FORMAT = 1
 LONGEST_NAME = 255  # bytes, on Linux
-LAYERS = [range(1 << 31)]
+
+
+class SourceFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What tells an input file from another. mtime_ns is compared on resume, but is no part of any output."""
+
+    name: str
+    size: Number
+    header_sha256: str | None = None
+    mtime_ns: int | None = None
+    blob: str | None = None
+    sha256: str | None = None
+
+    def lasting(self) -> SourceFile:
+        """The identity that a copied checkpoint keeps; goes into the manifest."""
+        return msgspec.structs.replace(self, mtime_ns=None)
+
+
+class OutputFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A file of the output, with the number of its tensors if it is a shard."""
+
+    name: str
+    size: Number
+    sha256: str
+    tensors: Number | None = None
+
+
+class ManifestFormat(Struct, frozen=True):
+    """What kind of document it is."""
+
+    name: Literal["ktconvert-manifest"] = "ktconvert-manifest"
+    version: Number = FORMAT
+
+
+class WrittenBy(Struct, frozen=True):
+    """What wrote it."""
+
+    name: str
+    version: str
+
+
+class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """manifest.json.
+
+    settings  of the command; model: what the output is (facts). What is read of both is as CheckedManifest says
+    sha256    `digest` of all the rest
+    """
+
+    format: ManifestFormat
+    tool: WrittenBy
+    command: str
+    settings: dict[str, Any]
+    model: dict[str, Any]
+    source: tuple[SourceFile, ...]
+    files: tuple[OutputFile, ...]
+    sha256: str = ""
+
+
+# --- what settings and facts must be, where they are there ----------------------------------------
+
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 # No model has more experts or NUMA parts; objects for more of them would fill the memory.
-EXPERTS, PARTS = range(1, 1 << 16), range(1, 1 << 10)
-SIZES = (COUNT, [COUNT], str)
-# The entries that we read, and the types that they must have (documents.mismatch).
-MANIFEST = {
-    "command": str,
-    "settings": {"arch_file?": (str, None), "no_merge_safetensor?": bool},
-    "model": {
-        "architecture?": str,
-        "activation?": str,
-        "dtypes?": [str],
-        "method?": str,
-        "imatrix?": str,
-        "without_counts?": [str],
-        "calibration?": {
-            "dataset": str,
-            "samples": NUMBER,
-            "max_length": NUMBER,
-            "seed": NUMBER,
-            "dampening": (float, int),
-            "calibrate": str,
-        },
-        "machine?": {"device": str, "threads": NUMBER},
-        "too_few_tokens?": [str],
-        "backward?": bool,
-        "layers?": LAYERS,
-        "kept_layers?": LAYERS,
-        "numa?": PARTS,
-        "quant_method?": str,
-        "scale?": str,
-        "resplit_from?": [PARTS],
-        "experts?": (EXPERTS, [EXPERTS], str),
-        "hidden?": SIZES,
-        "intermediate?": SIZES,
-    },
-    "source": [{"name": str, "size": NUMBER, "header_sha256?": str, "blob?": str, "sha256?": str}],
-    "files": [{"name": str, "size": NUMBER, "sha256": str}],
-    "sha256": str,
-}
+Experts = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+Parts = Annotated[int, msgspec.Meta(ge=1, lt=1 << 10)]
+
+
+class ManifestSettings(Struct):
+    """Of the command."""
+
+    arch_file: str | None = None
+    no_merge_safetensor: bool = False
+
+
+class CalibrationFacts(Struct):
+    """The data of a calibration."""
+
+    dataset: str
+    samples: Number
+    max_length: Number
+    seed: Number
+    dampening: float
+    calibrate: str
+
+
+class MachineFacts(Struct):
+    """Where it was calibrated."""
+
+    device: str
+    threads: Number
+
+
+class ManifestFacts(Struct):
+    """What the output is."""
+
+    architecture: str = ""
+    activation: str = ""
+    dtypes: tuple[str, ...] = ()
+    method: str = ""
+    imatrix: str = ""
+    without_counts: tuple[str, ...] = ()
+    calibration: CalibrationFacts | msgspec.UnsetType = msgspec.UNSET
+    machine: MachineFacts | msgspec.UnsetType = msgspec.UNSET
+    too_few_tokens: tuple[str, ...] = ()
+    backward: bool = False
+    layers: tuple[Index, ...] = ()
+    kept_layers: tuple[Index, ...] = ()
+    numa: Parts = 1
+    quant_method: str = ""
+    scale: str = ""
+    resplit_from: tuple[Parts, ...] = ()
+    experts: Experts | tuple[Experts, ...] | str = 1
+    hidden: Count | tuple[Count, ...] | str = 1
+    intermediate: Count | tuple[Count, ...] | str = 1
+
+
+class CheckedManifest(Struct):
+    """The part of a manifest that is checked beyond its form."""
+
+    settings: ManifestSettings
+    model: ManifestFacts
+
+
+class _Header(Struct):
+    format: ManifestFormat
+    tool: WrittenBy
+
+
+class _Named(Struct):
+    name: str
+
+
+class _AnyHeader(Struct):
+    format: _Named
+
+
+# --- writing and reading --------------------------------------------------------------------------
 
 
 def encode(
@@ -63,19 +161,20 @@ def encode(
     command: str,
     settings: Mapping[str, Any],
     facts: Mapping[str, Any],
-    source: list[dict[str, Any]],
-    files: list[dict[str, Any]],
+    source: tuple[SourceFile, ...],
+    files: list[OutputFile],
 ) -> bytes:
-    """The manifest. files: {"name", "size", "sha256", "tensors"?}. No times, no paths: same work, same bytes."""
-    document = {
-        "format": {"name": "ktconvert-manifest", "version": FORMAT},
-        "tool": {"name": "ktconvert", "version": tool_version},
-        "command": command,
-        "settings": dict(settings),
-        "model": dict(facts),
-        "source": source,
-        "files": sorted(files, key=lambda f: str(f["name"])),
-    }
+    """The manifest. No time stamps, no paths: same input and options, same bytes."""
+    manifest = Manifest(
+        format=ManifestFormat(),
+        tool=WrittenBy("ktconvert", tool_version),
+        command=command,
+        settings=dict(settings),
+        model=dict(facts),
+        source=source,
+        files=tuple(sorted(files, key=lambda f: f.name)),
+    )
+    document = msgspec.to_builtins(manifest)
     return (json.dumps({**document, "sha256": digest(document)}, indent=2) + "\n").encode()
 
 
@@ -85,37 +184,34 @@ def digest(document: Mapping[str, Any]) -> str:
     return publish.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def is_intact(document: Mapping[str, Any]) -> bool:
-    """Whether a manifest says what it said when it was written."""
-    return bool(document["sha256"] == digest(document))
+def actual_digest(manifest: Manifest) -> str:
+    """The `digest` of what a manifest says now: its `sha256` is that of what it said when it was written."""
+    return digest(msgspec.to_builtins(manifest))
 
 
-def read(folder: Path) -> dict[str, Any] | None:
-    """An output's manifest, None where there is none. Raises VerificationError for one that is damaged or too new."""
+def read(folder: Path) -> Manifest | None:
+    """An output's manifest, or None where there is none. Raises VerificationError for one that is damaged or too
+    new.
+    """
     path = folder / NAME
     if not path.is_file():
         return None
+    data = path.read_bytes()
     try:
-        document = documents.parse(path.read_bytes())
-        if documents.mismatch(document, {"format": {"name": "ktconvert-manifest"}}):
-            if documents.mismatch(document, {"format": {"name": str}}):
-                raise ValueError("it has no format")
+        if documents.read(data, _AnyHeader).format.name != ManifestFormat().name:
             return None
-        wrong = documents.mismatch(document, {"format": {"version": NUMBER}, "tool": {"version": str}})
-        if wrong is None and document["format"]["version"] > FORMAT:
-            raise VerificationError(
-                f"{path}: written by a newer ktconvert ({document['tool']['version']}); update this one."
-            )
-        wrong = wrong or documents.mismatch(document, MANIFEST)
-        if wrong is not None:
-            raise ValueError(wrong)
-        for file in document["files"]:
-            if file["name"].startswith("/") or ".." in Path(file["name"]).parts:
-                raise ValueError(f"{file['name']} lies outside the output")
-            if any(len(part) > LONGEST_NAME for part in os.fsencode(file["name"]).split(b"/")):
+        header = documents.read(data, _Header)
+        if header.format.version > FORMAT:
+            raise VerificationError(f"{path}: written by a newer ktconvert ({header.tool.version}); update this one.")
+        documents.read(data, CheckedManifest)
+        manifest = documents.read(data, Manifest)
+        for file in manifest.files:
+            if file.name.startswith("/") or ".." in Path(file.name).parts:
+                raise ValueError(f"{file.name} lies outside the output")
+            if any(len(part) > LONGEST_NAME for part in os.fsencode(file.name).split(b"/")):
                 raise ValueError("a file's name is too long")
     except ValueError as error:
         raise VerificationError(
             f"{path}: not a manifest that can be understood ({error}); convert again with --overwrite --delete-others."
         ) from error
-    return dict(document)
+    return manifest

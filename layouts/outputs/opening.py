@@ -12,6 +12,7 @@ from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_hea
 from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import Manifest
 from ktconvert.layouts.outputs import FORMATS, Format, decoded, loose
 from ktconvert.layouts.outputs.linear_names import NativeNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
@@ -34,7 +35,7 @@ def is_output(path: Path) -> bool:
     if not path.is_dir():
         return False
     if (about := _readable_manifest(path)) is not None:  # else the weights decide
-        return bool(about["command"] != decoded.COMMAND)
+        return about.command != decoded.COMMAND
     if loose.layers_in(path):
         return True
     kinds = _by_names({})
@@ -49,7 +50,7 @@ def is_output(path: Path) -> bool:
 def is_decoded(path: Path) -> bool:
     """Whether `ktconvert dequantize` wrote a directory, by its manifest. VerificationError if that cannot be read."""
     about = manifest.read(path) if path.is_dir() else None
-    return about is not None and about["command"] == decoded.COMMAND
+    return about is not None and about.command == decoded.COMMAND
 
 
 def is_whole_model(path: Path) -> bool:
@@ -58,7 +59,7 @@ def is_whole_model(path: Path) -> bool:
     return about is not None and _format_of(about).arrangement.whole
 
 
-def _readable_manifest(path: Path) -> dict[str, Any] | None:
+def _readable_manifest(path: Path) -> Manifest | None:
     try:
         return manifest.read(path)
     except VerificationError:
@@ -81,9 +82,9 @@ def open_output(root: Path) -> Output:
                 )
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
     about = _trusted(root)
-    kinds = _by_names({}) if about is None else _by_names(about["model"], _format_of(about))
+    kinds = _by_names({}) if about is None else _by_names(about.model, _format_of(about))
     folders, shards = loose.layers_in(root), _shards(root)
-    is_loose = bool(about["settings"].get("no_merge_safetensor")) if about else bool(folders) and not shards
+    is_loose = bool(about.settings.get("no_merge_safetensor")) if about else bool(folders) and not shards
     output = _opened(root, about, shards, kinds, is_loose)
     if is_loose:
         _walk_loose(output, folders)
@@ -96,7 +97,7 @@ def open_decoded(root: Path) -> Output:
 
 
 def _opened(
-    root: Path, about: dict[str, Any] | None, shards: list[str], kinds: dict[Names, tuple[Format, ...]], is_loose: bool
+    root: Path, about: Manifest | None, shards: list[str], kinds: dict[Names, tuple[Format, ...]], is_loose: bool
 ) -> Output:
     """The output with what lies in its shards; kinds: what names its tensors may have, and the formats of each."""
     damaged: dict[str, InputError] = {}
@@ -149,10 +150,10 @@ def _shards(root: Path) -> list[str]:
     return sorted(file.as_posix() for file in files if WORK_INSIDE not in file.parts)
 
 
-def _format_of(about: Mapping[str, Any]) -> Format:
+def _format_of(about: Manifest) -> Format:
     """The format that a manifest names; if it names none of ours, the first one of its command."""
-    fmt = FORMATS.get(str(about["model"].get("method")))
-    candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == about.get("command"))
+    fmt = FORMATS.get(str(about.model.get("method")))
+    candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == about.command)
     return fmt or next(candidates, next(iter(FORMATS.values())))
 
 
@@ -171,7 +172,7 @@ def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
     return next((names for tensor in tensors for names in kinds if names.find(tensor) is not None), None)
 
 
-def _trusted(root: Path) -> dict[str, Any] | None:
+def _trusted(root: Path) -> Manifest | None:
     """The manifest, None if there is none.
 
     Raises VerificationError where a fact that is needed has the wrong type, UnsupportedError for statistics.
@@ -179,12 +180,12 @@ def _trusted(root: Path) -> dict[str, Any] | None:
     about = manifest.read(root)
     if about is None:
         return None
-    if about["command"] == STATISTICS:
+    if about.command == STATISTICS:
         raise UnsupportedError(
             f"{root}: holds statistics of a model's experts, and no weights; `ktconvert experts` and "
             "`cpu --scale imatrix --statistics` read it."
         )
-    facts = about["model"]
+    facts = about.model
     if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _format_of(about).arrangement.is_trusted(facts):
         raise VerificationError(
             f"{root / manifest.NAME}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite."

@@ -14,6 +14,7 @@ import numpy as np
 
 from ktconvert.layouts.encodings.encoding import Bytes, Read
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.files.manifest import Manifest
 from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
 
@@ -46,7 +47,7 @@ class Output:
     methods: tuple[str, ...]
     names: Names
     whole: bool
-    manifest: dict[str, Any] | None
+    manifest: Manifest | None
     config: dict[str, Any]
     weight_map: dict[str, str] | None = None
     total_size: int | None = None
@@ -62,7 +63,12 @@ class Output:
     @property
     def facts(self) -> dict[str, Any]:
         """What the manifest says that the output is; {} without one."""
-        return {} if self.manifest is None else dict(self.manifest["model"])
+        return {} if self.manifest is None else dict(self.manifest.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """With which options it was made, by its manifest; {} without one."""
+        return {} if self.manifest is None else dict(self.manifest.settings)
 
     def read(self, stored: TensorInfo, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
         """Bytes start..stop-1 of a tensor (all of it by default), in `out` or in memory of their own.

@@ -237,8 +237,8 @@ def _kt_layout(path: Path) -> Mapping[str, Any] | None:
         about = manifest.read(path)
     except VerificationError:
         return None  # not our manifest.json, or damaged
-    fmt = FORMATS.get(str(about["model"].get("method"))) if about else None
-    return about["model"] if about and fmt and fmt.arrangement == NATIVE else None
+    fmt = FORMATS.get(str(about.model.get("method"))) if about else None
+    return about.model if about and fmt and fmt.arrangement == NATIVE else None
 
 
 def open_stored(path: Path) -> Checkpoint:

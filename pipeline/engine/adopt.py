@@ -75,13 +75,13 @@ def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
         record = work.finished.get(unit.fingerprint)
         if record is None:
             continue
-        files = [(store / unit.stored_name / path, nbytes, sha256) for path, nbytes, sha256 in record["files"]]
-        for name, nbytes, sha256 in record["beside"]:
-            if name == unit.left_name:  # without it the unit stays, and the chain starts again before it
-                left = _present([(store / name, nbytes, sha256)])
-                found.append(_Found(unit.name, left, (store / name).unlink))
-            elif name == unit.side_name:
-                files.append((store / name, nbytes, sha256))
+        files = [(store / unit.stored_name / w.path, w.nbytes, w.sha256) for w in record.result.files]
+        for w in record.for_chain:
+            file = (store / w.path, w.nbytes, w.sha256)
+            if w.path == unit.left_name:  # without it the unit stays, and the chain starts again before it
+                found.append(_Found(unit.name, _present([file]), file[0].unlink))
+            elif w.path == unit.side_name:
+                files.append(file)
         found.append(_Found(unit.name, _present(files), partial(work.forget, unit)))
     return found
 
@@ -104,6 +104,6 @@ def _made_elsewhere(plan: Plan, work: WorkDir) -> list[tuple[Attempt, Unit[Any]]
 def _attempted(work: WorkDir, attempt: Attempt) -> _Found:
     def discard() -> None:
         attempts.forget(work.paths, attempt)
-        work.journal.append(attempts.note("lost", attempt))
+        work.journal.append(attempts.lost(attempt))
 
     return _Found(attempt.unit, attempt.recorded_files(work.paths), discard)

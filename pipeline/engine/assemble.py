@@ -5,10 +5,10 @@ all.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header
 from ktconvert.layouts.files import manifest, publish
+from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import journal
@@ -16,19 +16,19 @@ from ktconvert.pipeline.engine.appear import appear
 from ktconvert.pipeline.engine.existing import require_replaceable
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, require_unchanged, tool_version
 from ktconvert.pipeline.engine.side_output import deliver
-from ktconvert.pipeline.engine.workdir import WorkDir, records
+from ktconvert.pipeline.engine.workdir import WorkDir
 
 
 def assemble(plan: Plan, work: WorkDir) -> None:
     """Put the output together and let it appear. May be cut off and run again at any point."""
     target, assembly = work.paths.assembly, plan.assembly
-    kept = records(work, plan.units)
-    weights: dict[str, dict[str, Any]] = {}
-    for unit, record in kept.items():
-        for path, nbytes, sha256 in record["files"]:
-            name = f"{unit.final}/{path}" if path else unit.final
-            weights[name] = {"name": name, "size": nbytes, "sha256": sha256}
-            weights[name] |= {} if path else {"tensors": record["tensors"]}
+    kept = [unit for unit in plan.units if unit.kept]
+    weights: dict[str, OutputFile] = {}
+    for unit in kept:
+        result = work.finished[unit.fingerprint].result
+        for w in result.files:
+            name = f"{unit.final}/{w.path}" if w.path else unit.final
+            weights[name] = OutputFile(name, w.nbytes, w.sha256, None if w.path else result.tensors)
     target.mkdir(exist_ok=True)
     publish.keep_only(
         target, weights.keys()
@@ -41,12 +41,12 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     for name, source in assembly.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         size, sha256 = publish.copy_file(source, target / name)
-        files.append({"name": name, "size": size, "sha256": sha256})
+        files.append(OutputFile(name, size, sha256))
     require_unchanged(plan)
     if assembly.config is not None:
         files.append(_written(target, CONFIG, assembly.config))
-    finished = (work.finished.get(unit.fingerprint, {}) for unit in plan.units)
-    stats = [record["stats"] for record in finished if record.get("stats")]
+    finished = (work.finished.get(unit.fingerprint) for unit in plan.units)
+    stats = [record.result.stats for record in finished if record is not None and record.result.stats]
     files.append(_written(target, CARD, plan.conversion.card(stats)))
     if not assembly.loose:
         shards = []
@@ -59,7 +59,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
         command=plan.request.command,
         settings=dict(sorted(plan.request.settings.items())),
         facts={**plan.facts, **plan.found(stats)},
-        source=[f.lasting() for f in plan.source],
+        source=tuple(f.lasting() for f in plan.source),
         files=files,
     )
     _written(target, manifest.NAME, document)
@@ -70,8 +70,8 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     if work.may_replace and journal.assembled(work.journal.records) is None:
         require_replaceable(plan)  # what was put there while the conversion ran
     deliver(plan, work)
-    work.journal.append({"event": "assembled", "inode": target.stat().st_ino}, sync=True)
-    appear(work, [f["name"] for f in files])
+    work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
+    appear(work, [f.name for f in files])
     work.remove()
 
 
@@ -80,14 +80,14 @@ def _find(work: WorkDir, name: str) -> Path:
     return next(folder / name for folder in work.paths.finals if (folder / name).exists())
 
 
-def _written(target: Path, name: str, data: bytes) -> dict[str, Any]:
-    return {"name": name, "size": len(data), "sha256": publish.write_file(target / name, data)}
+def _written(target: Path, name: str, data: bytes) -> OutputFile:
+    return OutputFile(name, len(data), publish.write_file(target / name, data))
 
 
-def _kept(output: Path, layers: tuple[int, ...]) -> list[dict[str, Any]]:
+def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
     files = []
     for layer in layers:
         for _, _, path in loose.files_in(output / loose.layer_folder(layer)):
             name = path.relative_to(output).as_posix()
-            files.append({"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)})
+            files.append(OutputFile(name, path.stat().st_size, publish.sha256_file(path)))
     return files

@@ -9,54 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import re
 import secrets
 import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ktconvert.layouts.files import documents, publish
-from ktconvert.layouts.files.documents import NUMBER
+from ktconvert.layouts.files.documents import Number, Seconds
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine import lockfile
-from ktconvert.pipeline.engine.journal import FILE, STATS
-from ktconvert.pipeline.engine.lockfile import Holder
+from ktconvert.pipeline.engine.holder import Holder
+from ktconvert.pipeline.engine.journal import Failed, Lost, Start, now
 from ktconvert.pipeline.engine.paths import File, Paths, has_size
-from ktconvert.pipeline.engine.units import Result, Unit, Written
+from ktconvert.pipeline.engine.units import Result, Unit
 
 ENDING = ".json"
-RESULT = {"files": [FILE], "tensors": NUMBER, "stats": STATS}
-RECORD = {
-    "name": str,
-    "unit": str,
-    "fingerprint": str,
-    "run": str,
-    "host": str,
-    "pid": int,
-    "process": str,
-    "began": (float, int),
-    "ended": (float, int, None),
-    "result": (RESULT, None),
-    "failure": (str, None),
-    "oom_kills": (NUMBER, None),
-    "warnings": [str],
-}
-LATEST = 1 << 40  # seconds since the epoch
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One attempt: who makes which unit, since when, and what came of it.
 
     name       of its file in partial/; no other attempt has it
-    process    whose it is, as locks name it (lockfile.Holder)
+    process    whose it is
     run        the coordinator's run (WorkDir.new_token), or a part's: deaths are counted within one
-    began      seconds since the epoch; ended: None while it lasts, and where its process died
-    result     what a Result says, once the file is whole and durable
+    ended      None while it lasts, and where its process died
+    result     once the file is whole and durable
     failure    the sentence with which it failed
     oom_kills  the kernel's count when it began (machine.oom_kills)
     warnings   what the user should read, in sentences
@@ -66,39 +47,39 @@ class Attempt:
     unit: str
     fingerprint: str
     run: str
-    host: str
-    pid: int
-    process: str
-    began: float
-    ended: float | None = None
-    result: dict[str, Any] | None = None
+    process: Holder
+    began: Seconds
+    ended: Seconds | None = None
+    result: Result | None = None
     failure: str | None = None
-    oom_kills: int | None = None
+    oom_kills: Number | None = None
     warnings: tuple[str, ...] = ()
 
     @property
     def worker(self) -> str:
         """Who makes it, for people."""
-        return f"{self.host}, process {self.pid}"
+        return f"{self.process.host}, process {self.process.pid}"
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """The same for records and events."""
+        return {"host": self.process.host, "pid": self.process.pid, "attempt": self.name}
 
     def is_dead(self) -> bool:
         """Whether its process is certainly gone; of another host nobody knows."""
-        return lockfile.lives(self.process.encode()) is False
+        return self.process.lives() is False
 
     def written(self) -> Result:
         """What a finished attempt made."""
         assert self.result is not None
-        files = tuple(Written(path, nbytes, sha256) for path, nbytes, sha256 in self.result["files"])
-        return Result(files, self.result["tensors"], self.result["stats"])
+        return self.result
 
     def is_whole(self, paths: Paths) -> bool:
         """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
-        if self.result is None or not self.result["files"]:
+        if self.result is None or not self.result.files:
             return False
-        return all(
-            _is_below(inner) and has_size(paths.partial / self.name / inner, nbytes)
-            for inner, nbytes, _ in self.result["files"]
-        )
+        folder = paths.partial / self.name
+        return all(_is_below(w.path) and has_size(folder / w.path, w.nbytes) for w in self.result.files)
 
     def recorded_files(self, paths: Paths) -> list[File]:
         """The files of a finished attempt."""
@@ -120,10 +101,8 @@ def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
         unit=unit.name,
         fingerprint=unit.fingerprint,
         run=run,
-        host=own.host,
-        pid=own.pid,
-        process=own.line.decode(),
-        began=round(time.time(), 3),
+        process=own,
+        began=now(),
         oom_kills=machine.oom_kills(),
     )
     _save(paths, attempt)
@@ -132,9 +111,7 @@ def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
 
 def finish(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
     """Say that its file is whole; durable on return."""
-    files = [[w.path, w.nbytes, w.sha256] for w in result.files]
-    told = {"files": files, "tensors": result.tensors, "stats": result.stats}
-    ended = replace(attempt, ended=round(time.time(), 3), result=told, warnings=tuple(warnings))
+    ended = replace(attempt, ended=now(), result=result, warnings=tuple(warnings))
     _save(paths, ended)
     return ended
 
@@ -142,7 +119,7 @@ def finish(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[st
 def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
     """Remove what it wrote, and say why it ended."""
     publish.remove_tree(paths.partial / attempt.name)
-    ended = replace(attempt, ended=round(time.time(), 3), failure=why)
+    ended = replace(attempt, ended=now(), failure=why)
     _save(paths, ended)
     return ended
 
@@ -150,7 +127,7 @@ def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
 def _save(paths: Paths, attempt: Attempt) -> None:
     path = paths.attempts / (attempt.name + ENDING)
     aside = path.with_name(f".{path.name}")
-    publish.write_file(aside, (json.dumps(asdict(attempt), sort_keys=True) + "\n").encode())
+    publish.write_file(aside, documents.one_line(attempt))
     publish.publish(aside, path)
 
 
@@ -173,23 +150,26 @@ def _read(paths: Paths, prefix: str, known: Collection[str]) -> Iterator[Attempt
         if path.name.removesuffix(ENDING) in known:
             continue
         try:
-            record = documents.parse(path.read_bytes())
-            documents.require_plain(record)
+            attempt = documents.read(path.read_bytes(), Attempt)
         except (OSError, ValueError):
             continue
-        if (
-            documents.mismatch(record, RECORD) is None
-            and record["name"] + ENDING == path.name
-            and all(0 <= (record[key] or 0) < LATEST for key in ("began", "ended"))
-        ):
-            yield Attempt(**{key: record[key] for key in RECORD} | {"warnings": tuple(record["warnings"])})
+        if attempt.name + ENDING == path.name:
+            yield attempt
 
 
-def note(event: str, attempt: Attempt) -> dict[str, Any]:
-    """The journal's record of what has become of an attempt: `start`, `failed` or `lost` (noticed now)."""
-    at = {"start": attempt.began, "failed": attempt.ended}.get(event) or round(time.time(), 3)
-    about = {"unit": attempt.unit, "host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
-    return {"event": event, "at": at, **about, **({} if attempt.failure is None else {"why": attempt.failure})}
+def started(attempt: Attempt) -> Start:
+    """The journal's record that it began."""
+    return Start(at=attempt.began, unit=attempt.unit, **attempt.who)
+
+
+def failed(attempt: Attempt) -> Failed:
+    """The journal's record that it failed."""
+    return Failed(at=attempt.ended or now(), unit=attempt.unit, why=str(attempt.failure), **attempt.who)
+
+
+def lost(attempt: Attempt) -> Lost:
+    """The journal's record that it is of no use any more, noticed now."""
+    return Lost(unit=attempt.unit, **attempt.who)
 
 
 def forget(paths: Paths, attempt: Attempt) -> None:
@@ -266,7 +246,7 @@ def words_of(paths: Paths, attempt: Attempt) -> str:
         trace = ""
     if trace:
         return trace.splitlines()[0].removeprefix("Fatal Python error: ")
-    if attempt.host == machine.host() and kills and attempt.oom_kills is not None and kills > attempt.oom_kills:
+    if attempt.process.host == machine.host() and kills and attempt.oom_kills is not None and kills > attempt.oom_kills:
         return "the kernel has killed for memory since: give each worker fewer threads or more memory"
     return "it left no word, as a process that the system kills (SIGKILL, no memory left) does not"
 

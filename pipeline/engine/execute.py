@@ -74,7 +74,7 @@ def execute(
             to_do = left_to_do(plan, work)
             with _runner(len(to_do), work, reporter, executor, reopen, threads) as runner:
                 run_units(plan, to_do, runner, partial(publish_unit, plan, work, reporter), reporter, stop)
-            work.journal.append({"event": "start", "unit": "assemble"})
+            work.journal.append(journal.Start(unit="assemble"))
             assemble(plan, work)
     _summary(plan, reporter)
     return True
@@ -115,7 +115,6 @@ def _runner(
 def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
     """Agree with what was begun here before, or begin."""
     old = saved_plan(work.paths)
-    document = plan.document()
     afresh = nothing_made(work.paths)
     dropped, touched = agree(plan, old, overwrite or afresh) if old is not None else (False, [])
     if dropped:
@@ -123,35 +122,35 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
             reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
         work.drop()
         old = None
-    work.may_replace = overwrite or bool(old and old.get("overwrite"))
-    if work.may_replace:
-        document["overwrite"] = True
+    work.may_replace = overwrite or bool(old and old.overwrite)
     if touched:
         units = plan.units_reading(touched)
         for unit in units:
             work.forget(unit)
         reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
+    document = plan.document(work.may_replace)
     if old != document:
         work.save_plan(document)
 
 
 def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
-    last = journal.death(work.journal.records)
+    last = journal.last_run(work.journal.records)
     done = sum(done_reason(work.paths, work.finished, unit) is not None for unit in plan.units)
     if last is None:
         if done:
             reporter.say(f"resuming: {done} of {len(plan.units)} units are finished")
         return
-    where = f" in {', '.join(last['units'])}" if last["units"] else ""
-    kills, before = machine.oom_kills(), last["oom_kills"]
+    run, units = last
+    where = f" in {', '.join(units)}" if units else ""
+    kills, before = machine.oom_kills(), run.oom_kills
     memory = (
         "; the kernel has killed for memory since then: lower --cpuinfer-threads or set --max-memory"
         if kills and before is not None and kills > before
         else ""
     )
     reporter.note(
-        f"the last run (process {last['pid']}) died{where}{memory}; {done} of {len(plan.units)} units are finished and "
-        "kept"
+        f"the last run (process {run.process.pid}) died{where}{memory}; {done} of {len(plan.units)} units are finished "
+        "and kept"
     )
 
 

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ktconvert.layouts.errors import InputError, OutputError, UsageError, VerificationError
 from ktconvert.layouts.files import documents, manifest
-from ktconvert.layouts.files.documents import NUMBER
+from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
@@ -21,6 +23,7 @@ from ktconvert.pipeline.engine.plan import (
     CONFIG,
     FORMAT,
     Plan,
+    SavedPlan,
     changed_files,
     require_same_settings,
     require_same_source,
@@ -30,39 +33,23 @@ from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
 
 IGNORED = {INSIDE, "lost+found"}
-SOURCE = {
-    "name": str,
-    "size": NUMBER,
-    "mtime_ns?": int,
-    "header_sha256?": (str, None),
-    "blob?": (str, None),
-    "sha256?": (str, None),
-}
-# plan.json. Settings and tuning are the command's own (pipeline/plans/commands.py).
-PLAN = {
-    "command": str,
-    "input": str,
-    "settings": {},
-    "tuning": {},
-    "source": [SOURCE],
-    "units?": NUMBER,
-    "overwrite?": bool,
-}
 
 
-def saved_plan(paths: Paths) -> dict[str, Any] | None:
+class _Header(msgspec.Struct):
+    version: Number = msgspec.field(name="ktconvert-plan")
+    tool_version: str
+
+
+def saved_plan(paths: Paths) -> SavedPlan | None:
     """plan.json of a conversion that was begun, or None. Raises OutputError where it cannot be understood."""
     try:
-        document = documents.parse(paths.plan.read_bytes())
-        wrong = documents.mismatch(document, {"ktconvert-plan": NUMBER, "tool_version": str})
-        if wrong is None and document["ktconvert-plan"] != FORMAT:
+        data = paths.plan.read_bytes()
+        header = documents.read(data, _Header)
+        if header.version != FORMAT:
             raise OutputError(
-                f"{paths.plan}: written by another ktconvert ({document['tool_version']}); finish it with that one."
+                f"{paths.plan}: written by another ktconvert ({header.tool_version}); finish it with that one."
             )
-        wrong = wrong or documents.mismatch(document, PLAN)
-        if wrong is not None:
-            raise ValueError(wrong)
-        return dict(document)
+        return documents.read(data, SavedPlan)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -73,7 +60,7 @@ def begun_with(output: Path) -> dict[str, Any] | None:
     """The settings with which this output was begun or finished, or None."""
     paths = locate(output)
     old = (None if nothing_made(paths) else saved_plan(paths)) or manifest.read(output)
-    return dict(old["settings"]) if old else None
+    return dict(old.settings) if old else None
 
 
 def nothing_made(paths: Paths) -> bool:
@@ -112,7 +99,7 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     old = saved_plan(own)
     if old is not None and own.inside and _assembled(own) is not None:
         return False  # it was about to move in file by file, or is in the midst of it
-    if old is not None and old.get("overwrite") and old["settings"] == plan.document()["settings"]:
+    if old is not None and old.overwrite and old.settings == plan.document().settings:
         if _assembled(own) == output.stat().st_ino:
             return True
         overwrite = True
@@ -122,8 +109,8 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
     done = manifest.read(output)
     if done is not None:
         require_same_settings(output, done, plan)
-        require_same_source(output, done["source"], plan)
-        damaged = [f["name"] for f in done["files"] if not has_size(output / f["name"], f["size"])]
+        require_same_source(output, done.source, plan)
+        damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]
         if damaged:
             raise VerificationError(
                 f"{output} is finished, but {damaged[0]} is missing or has another size; convert again with "
@@ -234,18 +221,18 @@ def _lies_in(path: Path, folder: Path) -> bool:
     return any(p == there or (p.exists() and there.exists() and p.samefile(there)) for p in (path, *path.parents))
 
 
-def agree(plan: Plan, old: dict[str, Any], may_drop: bool) -> tuple[bool, list[str]]:
+def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
     """What becomes of the unfinished conversion of plan.json `old`: whether it is dropped, and which files were touched
     since.
 
     Raises OutputError or InputError, showing both values, where it was begun with other options or another input.
     """
     new = plan.document()
-    others, touched = changed_files(old["source"], plan)
-    if may_drop and (others or touched or any(old[key] != new[key] for key in ("command", "settings"))):
+    others, touched = changed_files(old.source, plan)
+    if may_drop and (others or touched or (old.command, old.settings) != (new.command, new.settings)):
         return True, []
     require_same_settings(plan.request.output, old, plan)
-    require_same_source(plan.request.output, old["source"], plan)
+    require_same_source(plan.request.output, old.source, plan)
     if touched and not plan.request.tuning.get("verify_inputs"):
         raise InputError(
             f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and "

@@ -2,43 +2,96 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from msgspec import Struct, field
 
 from ktconvert.layouts.files import documents
-from ktconvert.layouts.files.documents import NUMBER
+from ktconvert.layouts.files.documents import Number, Seconds
 from ktconvert.layouts.files.publish import explained
+from ktconvert.pipeline.engine.holder import Holder
+from ktconvert.pipeline.engine.units import Result, Written
 
-Record = dict[str, Any]
-HEADER: Record = {"ktconvert-journal": 1}
-FILE = [str, NUMBER, str]  # path below the unit's final place, bytes, sha256
-FIGURES = {"relative_error": (float, int), "cosine": (float, int)}
-STATS = {"layer?": NUMBER, "gate?": FIGURES, "up?": FIGURES, "down?": FIGURES}
-TIME = (float, int)  # seconds since the epoch, or that it took
-WHO = {"at?": TIME, "host?": str, "pid?": int, "attempt?": str}  # of an attempt in another process
-# event -> what its record holds (documents.mismatch)
-EVENTS: dict[str, dict[str, Any]] = {
-    "run": {"pid": int, "oom_kills?": (NUMBER, None), "process?": str, "at?": TIME},
-    "start": {"unit": str, **WHO},
-    "failed": {"unit": str, "why": str, **WHO},
-    "lost": {"unit": str, **WHO},
-    "done": {
-        "unit": str,
-        "fingerprint": str,
-        "files": [FILE],
-        "beside": [FILE],  # named as in the store: what it left to the next unit of its chain, its side file
-        "tensors": NUMBER,
-        "stats": STATS,
-        "seconds?": TIME,
-        **WHO,
-    },
-    "end": {"at?": TIME, "why?": str},
-    "forgotten": {"fingerprint": str},
-    "assembled": {"inode": NUMBER},
-}
+HEADER = b'{"ktconvert-journal": 1}\n'
+
+
+def now() -> float:
+    """Seconds since the epoch, to the millisecond."""
+    return round(time.time(), 3)
+
+
+class Event(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True, tag_field="event"):
+    """What all records have: when it happened."""
+
+    at: Seconds = field(default_factory=now)
+
+
+class Run(Event, frozen=True, kw_only=True, tag="run"):
+    """A process begins to work. oom_kills: machine.oom_kills() at that time."""
+
+    process: Holder
+    oom_kills: Number | None = None
+
+
+class End(Event, frozen=True, kw_only=True, tag="end"):
+    """It stops by itself; why: the sentence with which it failed."""
+
+    why: str | None = None
+
+
+class OfUnit(Event, frozen=True, kw_only=True):
+    """Something happens to a unit. host, pid, attempt: where it is made in another process."""
+
+    unit: str
+    host: str | None = None
+    pid: int | None = None
+    attempt: str | None = None
+
+
+class Start(OfUnit, frozen=True, kw_only=True, tag="start"):
+    """Somebody begins to make it."""
+
+
+class Failed(OfUnit, frozen=True, kw_only=True, tag="failed"):
+    """An attempt ended with this sentence."""
+
+    why: str
+
+
+class Lost(OfUnit, frozen=True, kw_only=True, tag="lost"):
+    """An attempt is of no use any more: it ended without a word, or another was done first."""
+
+
+class Done(OfUnit, frozen=True, kw_only=True, tag="done"):
+    """It is published. for_chain: the files that it has in the store for other units of its chain."""
+
+    fingerprint: str
+    result: Result
+    for_chain: tuple[Written, ...] = ()
+    seconds: Seconds
+
+
+class Forgotten(Event, frozen=True, kw_only=True, tag="forgotten"):
+    """A finished unit is to be made again."""
+
+    fingerprint: str
+
+
+class Dropped(Event, frozen=True, kw_only=True, tag="dropped"):
+    """Everything is to be made again."""
+
+
+class Assembled(Event, frozen=True, kw_only=True, tag="assembled"):
+    """The folder of this inode is complete and about to become the output."""
+
+    inode: Number
+
+
+Record = Run | End | Start | Failed | Lost | Done | Forgotten | Dropped | Assembled
 
 
 def read(path: Path) -> list[Record]:
@@ -49,30 +102,19 @@ def read(path: Path) -> list[Record]:
     return _parse(path.read_bytes())[0] if path.exists() else []
 
 
-def _line(record: Record) -> bytes:
-    return (json.dumps(record, sort_keys=True) + "\n").encode()
-
-
 def _parse(data: bytes) -> tuple[list[Record], int]:
-    """The whole records and the length in bytes of the part that holds them."""
+    """The whole records and the length in bytes of the part that holds them, with the header."""
     records: list[Record] = []
-    good = 0
-    if not data.startswith(_line(HEADER)):
-        return records, good
-    for line in data.splitlines(keepends=True):
+    if not data.startswith(HEADER):
+        return records, 0
+    good = len(HEADER)
+    for line in data[good:].splitlines(keepends=True):
         try:
-            record = documents.parse(line) if line.endswith(b"\n") else None
+            records.append(documents.read(line if line.endswith(b"\n") else b"", Record))  # type: ignore[arg-type]
         except ValueError:
             break
-        if not isinstance(record, dict) or documents.mismatch(record, _form(record.get("event"))):
-            break
-        records.append(record)
         good += len(line)
     return records, good
-
-
-def _form(event: Any) -> dict[str, Any]:
-    return EVENTS.get(event, {}) if isinstance(event, str) else {}
 
 
 class Journal:
@@ -85,13 +127,17 @@ class Journal:
         with explained(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             os.ftruncate(self._fd, self._size)
-        if not self.records:
-            self.append(HEADER, sync=True)
+        if not self._size:
+            self._write(HEADER, sync=True)
 
     def append(self, record: Record, *, sync: bool = False) -> None:
         """Add a record; with sync it is durable on return."""
-        line = _line(record)
-        with self._lock, explained(self.path):
+        with self._lock:
+            self._write(documents.one_line(record), sync)
+            self.records.append(record)
+
+    def _write(self, line: bytes, sync: bool) -> None:
+        with explained(self.path):
             try:
                 done = 0
                 while done < len(line):
@@ -100,7 +146,6 @@ class Journal:
                 os.ftruncate(self._fd, self._size)  # a torn line would hide those that follow it
                 raise
             self._size += len(line)
-            self.records.append(record)
             if sync:
                 os.fsync(self._fd)
 
@@ -109,46 +154,44 @@ class Journal:
         os.close(self._fd)
 
 
-def finished(records: list[Record]) -> dict[str, Record]:
+def finished(records: Iterable[Record]) -> dict[str, Done]:
     """The last record of each finished unit, by fingerprint; less those that were forgotten or dropped since."""
-    latest: dict[str, Record] = {}
+    latest: dict[str, Done] = {}
     for record in records:
-        match record.get("event"):
-            case "done":
-                latest[record["fingerprint"]] = record
-            case "forgotten":
-                latest.pop(record["fingerprint"], None)
-            case "dropped":
+        match record:
+            case Done():
+                latest[record.fingerprint] = record
+            case Forgotten():
+                latest.pop(record.fingerprint, None)
+            case Dropped():
                 latest.clear()
     return latest
 
 
-def assembled(records: list[Record]) -> int | None:
+def assembled(records: Iterable[Record]) -> int | None:
     """The inode of the folder that was complete and about to become the output; None where it had not come to that."""
     inode = None
     for record in records:
-        match record.get("event"):
-            case "assembled":
-                inode = int(record["inode"])
-            case "forgotten" | "dropped":
+        match record:
+            case Assembled():
+                inode = record.inode
+            case Forgotten() | Dropped():
                 inode = None
     return inode
 
 
-def death(records: list[Record]) -> Record | None:
-    """How the last run ended, if it did not end by itself: {"pid", "units" in flight, "oom_kills" at its start}; else
-    None.
-    """
-    run: Record | None = None
-    flying: list[str] = []
+def last_run(records: Iterable[Record]) -> tuple[Run, dict[str, Start]] | None:
+    """The last run and the units that it was making, if it did not end by itself; else None."""
+    run: Run | None = None
+    flying: dict[str, Start] = {}
     for record in records:
-        match record.get("event"):
-            case "run":
-                run, flying = record, []
-            case "start":
-                flying.append(record["unit"])
-            case "done":
-                flying = [u for u in flying if u != record["unit"]]
-            case "end":
+        match record:
+            case Run():
+                run, flying = record, {}
+            case Start():
+                flying[record.unit] = record
+            case Done():
+                flying.pop(record.unit, None)
+            case End():
                 run = None
-    return None if run is None else {"pid": run["pid"], "units": flying, "oom_kills": run.get("oom_kills")}
+    return None if run is None else (run, flying)

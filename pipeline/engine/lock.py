@@ -2,7 +2,7 @@
 
 Where the file system has locks, they are flock's: `lock` is held exclusively by who works alone, and shared by parts;
 each of these holds `lock.part-R-of-N` exclusively. Where it has none, `lock.held` and `lock.held.part-R-of-N` are files
-that exist as long as they are held (lockfile.py).
+that exist as long as they are held: made by one process alone, taken over from one that has ended, by one alone.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ktconvert.layouts.errors import OutputError
-from ktconvert.layouts.files import publish
-from ktconvert.pipeline.engine import lockfile
-from ktconvert.pipeline.engine.lockfile import Holder
+from ktconvert.layouts.files import documents, publish
+from ktconvert.pipeline.engine.holder import Holder
 
 OURS = {"token", "plan.json", "journal.jsonl", "partial", "attempts", "store", "out", "old"}
 NAMES = re.compile(r"lock(\.part-\d+-of-\d+|\.held(\.part-\d+-of-\d+)?(\.(after-)?[0-9a-f]+)*)?")
+OF_PART = re.compile(r"lock(\.held)?\.part-(\d+)-of-(\d+)")
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 PATIENCE = 1.0  # seconds, for one that wants to work alone to see our part and to give way
 NAMED = 4  # processes that a message names
+LONGEST = 1024  # bytes that are read of a lock
 
 Holders = list[tuple[Path, bytes]]  # locks, each with what it contains
 
@@ -55,7 +57,7 @@ class Lock:
     """
 
     root: Path
-    own: Holder = field(default_factory=Holder.this)
+    own: bytes = field(default_factory=lambda: documents.one_line(Holder.this()))
     fds: list[int] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
 
@@ -79,7 +81,7 @@ class Lock:
     def release(self) -> None:
         """Let others work in the directory."""
         for path in self.files:
-            if lockfile.read(path) == self.own.line:  # else --force-unlock took it away
+            if read(path) == self.own:  # else --force-unlock took it away
                 path.unlink(missing_ok=True)
         for fd in self.fds:
             with contextlib.suppress(OSError):  # closing is not enough where a process was forked meanwhile
@@ -148,9 +150,16 @@ def unlock(root: Path, output: Path, part: Part | None = None) -> list[str]:
         lock.release()
     for path, _ in _others(lock, part):
         since = _since(path)
-        if (content := lockfile.take_away(path, lock.own)) is not None:
+        if (content := _take_away(path, lock.own)) is not None:
             taken.append(f"{path} of {_who(path, content)}, made {since}")
     return taken
+
+
+def parts_at_work(root: Path) -> bool:
+    """Whether a part may be at work; each removes its lock at its end."""
+    return any(
+        (content := read(path)) and lives(content) is not False for path in _locks(root) if OF_PART.fullmatch(path.name)
+    )
 
 
 def _lock(lock: Lock, output: Path, part: Part | None) -> None:
@@ -161,7 +170,7 @@ def _lock(lock: Lock, output: Path, part: Part | None) -> None:
         raise OutputError(_busy(output, _holders(lock.root, error, part))) from error
     if not has_locks:
         held = lock.root / _held(part)
-        if (content := lockfile.take(held, lock.own)) is not None:
+        if (content := _take(held, lock.own)) is not None:
             raise OutputError(_refusal(output, [(held, content)]))
         lock.files.append(held)
     deadline = time.monotonic() + PATIENCE
@@ -170,12 +179,11 @@ def _lock(lock: Lock, output: Path, part: Part | None) -> None:
             raise OutputError(_refusal(output, others))
         time.sleep(PATIENCE / 20)
     if has_locks and part is None:
-        for path in _locks(lock.root):
-            if _of_part("lock.", path):  # of one that was killed: parts hold `lock`, too
-                path.unlink()
+        for path in _flocks_of_parts(lock.root):  # of one that was killed: parts hold `lock`, too
+            path.unlink()
     if has_locks or part is None:
         os.ftruncate(lock.fds[-1], 0)
-        os.pwrite(lock.fds[-1], lock.own.line, 0)
+        os.pwrite(lock.fds[-1], lock.own, 0)
 
 
 def _flock(lock: Lock, part: Part | None) -> bool:
@@ -189,6 +197,9 @@ def _flock(lock: Lock, part: Part | None) -> bool:
     return True
 
 
+# --- files that belong to locks -------------------------------------------------------------------
+
+
 def _held(part: Part | None) -> str:
     return f"lock.held.{part.name}" if part else "lock.held"
 
@@ -198,42 +209,121 @@ def _locks(root: Path) -> set[Path]:
     return {path for path in root.iterdir() if NAMES.fullmatch(path.name)}
 
 
+def _flocks_of_parts(root: Path) -> list[Path]:
+    return [path for path in sorted(_locks(root)) if (of := OF_PART.fullmatch(path.name)) and not of[1]]
+
+
 def _others(lock: Lock, part: Part | None) -> Holders:
     """The locks that are files and bar the way to a part, or to one that works alone, with what they contain; without
     those of processes that have ended.
     """
     found = []
     for path in sorted(_locks(lock.root) - set(lock.files)):
-        bars = path.name in ("lock.held", _held(part)) or (part is None and _of_part("lock.held.", path))
-        if bars and (content := lockfile.read(path)) is not None and lockfile.lives(content) is not False:
+        of_part = OF_PART.fullmatch(path.name)
+        bars = path.name in ("lock.held", _held(part)) or (part is None and of_part and of_part[1])
+        if bars and (content := read(path)) is not None and lives(content) is not False:
             found.append((path, content))
     return found
-
-
-def of_parts(root: Path) -> list[bytes]:
-    """What the locks of parts contain that may be at work; a part removes its lock at its end."""
-    paths = (path for path in _locks(root) if _of_part("lock.", path) or _of_part("lock.held.", path))
-    return [content for path in paths if (content := lockfile.read(path)) and lockfile.lives(content) is not False]
 
 
 def _holders(root: Path, error: BlockingIOError, part: Part | None) -> Holders:
     """Who holds the flock that we met: parts, if there are any, and we want to work alone."""
     met = Path(error.filename)
-    parts = [path for path in sorted(_locks(root)) if part is None and _of_part("lock.", path)]
-    holders = [(path, lockfile.read(path) or b"") for path in parts]
-    return [held for held in holders if lockfile.lives(held[1]) is not False] or [(met, lockfile.read(met) or b"")]
+    holders = [(path, read(path) or b"") for path in (_flocks_of_parts(root) if part is None else ())]
+    return [held for held in holders if lives(held[1]) is not False] or [(met, read(met) or b"")]
 
 
-def _of_part(prefix: str, path: Path) -> re.Match[str] | None:
-    """The number and the count of the part whose lock this is."""
-    return re.fullmatch(rf"{re.escape(prefix)}part-(\d+)-of-(\d+)", path.name)
+def read(path: Path) -> bytes | None:
+    """What a lock contains, or None where there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(LONGEST)
+    except FileNotFoundError:
+        return None
+
+
+def _holder(content: bytes) -> Holder | None:
+    """Whom a lock names; None where it names nobody that we could understand: it may be another version's."""
+    try:
+        return documents.read(content, Holder)
+    except ValueError:
+        return None
+
+
+def lives(content: bytes) -> bool | None:
+    """Whether the process that a lock names still runs; None where that cannot be told."""
+    holder = _holder(content)
+    return holder.lives() if holder else None
+
+
+# --- locks that are files -------------------------------------------------------------------------
+
+
+def _take(path: Path, own: bytes) -> bytes | None:
+    """Make the lock at `path` ours and return None, or return what it contains if another process has it that may live.
+
+    The lock of a process that has ended is replaced. The right to do that is a lock of its own, whose name follows from
+    what is to be replaced, and is taken in the same way: so of several that try at once one replaces it, and one that
+    had looked before that finds another content, and looks again.
+    """
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        while True:
+            before = read(path)
+            if before is not None and lives(before) is not False:
+                return before
+            if not aside.exists():
+                publish.write_file(aside, own)
+            if before is None:
+                if publish.publish_new(aside, path):
+                    return None
+                continue
+            right = _right_to_replace(path, before)
+            if (other := _take(right, own)) is not None:
+                return other
+            try:
+                if read(path) == before:
+                    publish.publish(aside, path)
+                    return None
+            finally:
+                right.unlink(missing_ok=True)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _take_away(path: Path, own: bytes) -> bytes | None:
+    """Remove the lock of a process of which it cannot be told whether it lives, and return what it contained.
+
+    Returns None where there is no lock, or a process has it that lives.
+    """
+    before = read(path)
+    if before is None or lives(before):
+        return None
+    right = _right_to_replace(path, before)
+    while _take(right, own) is not None:
+        if _take_away(right, own) is None and read(right) is not None:
+            return None
+    try:
+        if read(path) != before:
+            return None
+        path.unlink(missing_ok=True)
+        return before
+    finally:
+        right.unlink(missing_ok=True)
+
+
+def _right_to_replace(path: Path, content: bytes) -> Path:
+    return path.with_name(f"{path.name}.after-{publish.sha256(content)[:12]}")
+
+
+# --- in words -------------------------------------------------------------------------------------
 
 
 def _who(path: Path, content: bytes) -> str:
     """Whom a lock names, with its part."""
-    part = _of_part("lock.", path) or _of_part("lock.held.", path)
-    name = lockfile.named(content)
-    return f"part {part[1]}/{part[2]} ({name})" if part else name
+    name = str(_holder(content) or "another process")
+    part = OF_PART.fullmatch(path.name)
+    return f"part {part[2]}/{part[3]} ({name})" if part else name
 
 
 def _since(path: Path) -> str:
@@ -251,7 +341,7 @@ def _busy(output: Path, holders: Holders) -> str:
 
 
 def _refusal(output: Path, holders: Holders) -> str:
-    unknown = [path for path, content in holders if lockfile.lives(content) is None]
+    unknown = [path for path, content in holders if lives(content) is None]
     if not unknown:
         return _busy(output, holders)
     return (

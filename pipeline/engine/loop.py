@@ -9,7 +9,6 @@ import os
 import queue
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,7 +19,8 @@ from typing import Any
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.lockfile import Holder
+from ktconvert.pipeline.engine.holder import Holder
+from ktconvert.pipeline.engine.journal import End, Run
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.runner import Made, Runner
 from ktconvert.pipeline.engine.units import LEFT, Stage, Unit
@@ -71,17 +71,16 @@ class StopFlag:
 @contextlib.contextmanager
 def recorded(work: WorkDir) -> Iterator[None]:
     """Let the journal say that this process works, until it ends by itself: a run without an end was killed."""
-    began = {"process": Holder.this().line.decode(), "at": round(time.time(), 3)}
-    work.journal.append({"event": "run", "pid": os.getpid(), "oom_kills": machine.oom_kills(), **began})
-    why = {}
+    work.journal.append(Run(process=Holder.this(), oom_kills=machine.oom_kills()))
+    why = None
     try:
         yield
     except (KtconvertError, OSError, Interrupted) as error:
-        why = {"why": str(error)}
+        why = str(error)
         raise
     finally:
         with contextlib.suppress(ResourceError):  # the disk may be full, and that was reported already
-            work.journal.append({"event": "end", "at": round(time.time(), 3), **why})
+            work.journal.append(End(why=why))
 
 
 ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made one after the other, and their stage
@@ -193,7 +192,7 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     if made.who:
         publish.make_readable(made.path)
     publish.publish(made.path, stored)
-    work.record(unit, made.result, made.seconds, made.beside, **made.who)
+    work.record(unit, made)
     if link is not None and link.before is not None:
         link.before.unlink(missing_ok=True)
     tell_done(reporter, unit, made)

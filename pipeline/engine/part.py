@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
-from ktconvert.layouts.files import publish
+from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
@@ -26,7 +26,6 @@ from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.threads import pools
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.engine.workdir import encode
 from ktconvert.pipeline.engine.worker import Failure, Opened, make_attempt
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -111,10 +110,9 @@ def require_all_parts(plan: Plan, paths: Paths) -> None:
 
 def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
     """Save the plan, once for all parts; raise where they differ."""
-    document = plan.document() | ({"overwrite": True} if overwrite else {})
     if not paths.plan.exists():
         aside = paths.attempts / f".plan.{secrets.token_hex(8)}"
-        publish.write_file(aside, encode(document))
+        publish.write_file(aside, documents.indented(plan.document(overwrite)))
         try:
             os.link(aside, paths.plan)
         except FileExistsError:

@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
+from ktconvert.layouts.files.documents import Number
+from ktconvert.layouts.files.manifest import Manifest, SourceFile
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.units import Stage, Unit
 
@@ -41,27 +45,21 @@ class Request:
     tuning: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """What tells an input file from another. mtime_ns is compared on resume, but is no part of any output."""
+class SavedPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """plan.json. Settings and tuning are the command's own (pipeline/plans/commands.py).
 
-    name: str
-    size: int
-    header_sha256: str | None
-    mtime_ns: int
-    blob: str | None = None
-    sha256: str | None = None
+    overwrite  whether what lies at the output may be replaced
+    """
 
-    def lasting(self) -> dict[str, Any]:
-        """The identity that a copied checkpoint keeps; goes into the manifest."""
-        identity = {
-            "name": self.name,
-            "size": self.size,
-            "header_sha256": self.header_sha256,
-            "blob": self.blob,
-            "sha256": self.sha256,
-        }
-        return {key: value for key, value in identity.items() if value is not None}
+    version: Number = msgspec.field(name="ktconvert-plan")
+    tool_version: str
+    command: str
+    input: str
+    settings: dict[str, Any]
+    tuning: dict[str, Any]
+    source: tuple[SourceFile, ...]
+    units: Number
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,31 +180,32 @@ class Plan:
             reading.update(stage.units[hit[0] :] if stage.chain and hit else (stage.units[n] for n in hit))
         return reading
 
-    def document(self) -> dict[str, Any]:
+    def document(self, overwrite: bool = False) -> SavedPlan:
         """What plan.json holds."""
-        return {
-            "ktconvert-plan": FORMAT,
-            "tool_version": tool_version(),
-            "command": self.request.command,
-            "input": self.request.input,
-            "settings": dict(self.request.settings),
-            "tuning": dict(self.request.tuning),
-            "source": [vars(f) for f in self.source],
-            "units": len(self.units),
-        }
+        return SavedPlan(
+            version=FORMAT,
+            tool_version=tool_version(),
+            command=self.request.command,
+            input=self.request.input,
+            settings=dict(self.request.settings),
+            tuning=dict(self.request.tuning),
+            source=self.source,
+            units=len(self.units),
+            overwrite=overwrite,
+        )
 
 
-def require_same_settings(output: Path, old: Mapping[str, Any], plan: Plan) -> None:
+def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
     """Raise OutputError, showing both values, if an option that can change a byte differs from what `output` was begun
     with.
     """
     new = plan.document()
     differing = []
-    if old["command"] != new["command"]:
-        differing.append(f"command was {old['command']}, is {new['command']}")
-    names = sorted({*old["settings"], *new["settings"]})
+    if old.command != new.command:
+        differing.append(f"command was {old.command}, is {new.command}")
+    names = sorted({*old.settings, *new.settings})
     for name in names:
-        was, now = old["settings"].get(name), new["settings"].get(name)
+        was, now = old.settings.get(name), new.settings.get(name)
         if was != now:
             differing.append(f"--{name.replace('_', '-')} was {_shown(was)}, is {_shown(now)}")
     if differing:
@@ -216,9 +215,9 @@ def require_same_settings(output: Path, old: Mapping[str, Any], plan: Plan) -> N
         )
 
 
-def changed_files(old: list[dict[str, Any]], plan: Plan) -> tuple[list[str], list[str]]:
+def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
     """Files of the source that are certainly other ones (with what differs), and those that were only touched since."""
-    before = {f["name"]: f for f in old}
+    before = {f.name: f for f in old}
     now = {f.name: f for f in plan.source}
     other = [f"{name} is gone" for name in before if name not in now] + [
         f"{name} is new" for name in now if name not in before
@@ -226,13 +225,13 @@ def changed_files(old: list[dict[str, Any]], plan: Plan) -> tuple[list[str], lis
     touched = []
     for name in before.keys() & now.keys():
         a, b = before[name], now[name]
-        if a["size"] != b.size:
-            other.append(f"{name} had {a['size']} bytes, has {b.size}")
-        elif a.get("header_sha256") != b.header_sha256:
-            other.append(f"the header of {name} was {str(a.get('header_sha256'))[:12]}, is {str(b.header_sha256)[:12]}")
-        elif a.get("sha256") and b.sha256 and a["sha256"] != b.sha256:
-            other.append(f"the content of {name} was {a['sha256'][:12]}, is {b.sha256[:12]}")
-        elif a.get("mtime_ns", b.mtime_ns) != b.mtime_ns and not (a.get("sha256") and a.get("sha256") == b.sha256):
+        if a.size != b.size:
+            other.append(f"{name} had {a.size} bytes, has {b.size}")
+        elif a.header_sha256 != b.header_sha256:
+            other.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
+        elif a.sha256 and b.sha256 and a.sha256 != b.sha256:
+            other.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
+        elif a.mtime_ns not in (None, b.mtime_ns) and not (a.sha256 and a.sha256 == b.sha256):
             touched.append(name)
     return sorted(other), sorted(touched)
 
@@ -269,7 +268,7 @@ def require_shareable(plan: Plan, option: str) -> None:
         )
 
 
-def require_same_source(output: Path, old: list[dict[str, Any]], plan: Plan) -> None:
+def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
     """Raise InputError, showing both values, if the input is certainly not the one that `output` was begun with."""
     other, _ = changed_files(old, plan)
     if other:

@@ -76,9 +76,8 @@ def _listed(folder: Path) -> set[str]:
     """The names of the files that a manifest lists, and its own; none of a damaged one."""
     names: set[str] = set()
     try:
-        document = manifest.read(folder)
-        if document is not None:
-            names |= {manifest.NAME, *(file["name"] for file in document["files"])}
+        if (listing := manifest.read(folder)) is not None:
+            names |= {manifest.NAME, *(file.name for file in listing.files)}
     except VerificationError:
         pass
     return names | statistics.listed(folder)

@@ -16,7 +16,7 @@ class Made:
 
     seconds  that it took
     who      the host and the process that made it, for records and events
-    link     of a unit of a chain; beside: the files that it has for others of the chain
+    link     of a unit of a chain; for_chain: the files that it has for others of the chain
     """
 
     path: Path
@@ -24,7 +24,7 @@ class Made:
     seconds: float
     who: dict[str, Any] = field(default_factory=dict)
     link: Link | None = None
-    beside: tuple[Written, ...] = ()
+    for_chain: tuple[Written, ...] = ()
 
 
 class Runner(Protocol):

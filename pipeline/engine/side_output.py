@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import publish
+from ktconvert.pipeline.engine.journal import Done
 from ktconvert.pipeline.engine.paths import has_content, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.workdir import WorkDir
 
-Finished = Mapping[str, Mapping[str, Any]]  # the journal's records of finished units, by fingerprint
+Finished = Mapping[str, Done]  # the journal's records of finished units, by fingerprint
 
 
 def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
@@ -84,8 +84,7 @@ def _delivered(plan: Plan, finished: Finished) -> bool:
         record = finished.get(unit.fingerprint)
         if record is None:
             return False
-        _, nbytes, sha256 = record["files"][0]
-        path = side_output.folder / unit.final
-        if not has_content(path, nbytes, sha256):
+        file = record.result.files[0]
+        if not has_content(side_output.folder / unit.final, file.nbytes, file.sha256):
             return False
     return True

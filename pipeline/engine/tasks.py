@@ -6,12 +6,14 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
+from ktconvert.pipeline.engine.journal import Failed, Lost, Start
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.runner import Made
@@ -96,11 +98,11 @@ class Tasks:
             known = self._known.get(attempt.name)
             self._known[attempt.name] = replace(attempt, result=None)
             if known is None:
-                self._reporter.event("start", **self._note("start", attempt))
+                self._reporter.event("start", **self._note(attempts.started(attempt)))
                 self._reporter.at(attempt.unit)
                 self._reporter.worker(attempt.worker, attempt.unit)
             if attempt.failure is not None:
-                self._reporter.event("failed", why=attempt.failure, **self._note("failed", attempt))
+                self._reporter.event("failed", why=attempt.failure, **self._note(attempts.failed(attempt)))
                 self._reporter.worker(attempt.worker, None)
 
     def _lose(self, unit: Unit[Any], made: Attempt | None = None) -> None:
@@ -108,14 +110,13 @@ class Tasks:
         self._look()
         for attempt in attempts.read(self._work.paths, unit):
             if (made is None or attempt.name != made.name) and attempt.failure is None:
-                self._reporter.event("lost", **self._note("lost", attempt))
+                self._reporter.event("lost", **self._note(attempts.lost(attempt)))
                 self._reporter.worker(attempt.worker, None)
 
-    def _note(self, event: str, attempt: Attempt) -> dict[str, Any]:
-        """Put it into the journal; what is told of it."""
-        record = attempts.note(event, attempt)
+    def _note(self, record: Start | Failed | Lost) -> dict[str, Any]:
+        """Put it into the journal; what is reported of it."""
         self._work.journal.append(record)
-        return {key: record[key] for key in ("unit", "host", "pid", "attempt")}
+        return {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
 
 
 def result_of(future: Future[Result | Failure], what: str, remedy: str) -> Result:
@@ -142,5 +143,5 @@ def made_of(paths: Paths, attempt: Attempt) -> Made:
             "see that the file systems of both hosts are the same one, then resume."
         )
     assert attempt.ended is not None
-    who = {"host": attempt.host, "pid": attempt.pid, "attempt": attempt.name}
-    return Made(paths.partial / attempt.name, attempt.written(), attempt.ended - attempt.began, who)
+    seconds = max(0.0, attempt.ended - attempt.began)  # clocks go wrong
+    return Made(paths.partial / attempt.name, attempt.written(), seconds, attempt.who)

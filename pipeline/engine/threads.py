@@ -12,6 +12,7 @@ from typing import Any
 
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.engine.journal import Start
 from ktconvert.pipeline.engine.runner import Made
 from ktconvert.pipeline.engine.units import Context, Link, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
@@ -47,13 +48,13 @@ class ThreadRunner:
         work, context, begun = self._work, self._context, time.monotonic()
         if stage.chain:
             context = replace(context, chain=_link(work, stage, unit))
-        work.journal.append({"event": "start", "unit": unit.name, "at": round(time.time(), 3)})
+        work.journal.append(Start(unit=unit.name))
         context.reporter.at(unit.key)
         context.reporter.event("start", unit=unit.name)
         partial = work.paths.partial / unit.stored_name
         result = stage.run(unit, partial, context)
-        beside = _beside(context.chain)
-        return Made(partial, result, time.monotonic() - begun, link=context.chain, beside=beside)
+        for_chain = _for_chain(context.chain)
+        return Made(partial, result, time.monotonic() - begun, link=context.chain, for_chain=for_chain)
 
 
 @contextlib.contextmanager
@@ -100,8 +101,8 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
         ready.set()
 
 
-def _beside(link: Link | None) -> tuple[Written, ...]:
-    """What a unit made beside its file, hashed for the run that reads it after this one was cut off."""
+def _for_chain(link: Link | None) -> tuple[Written, ...]:
+    """What a unit made for others of its chain, hashed for the run that reads it after this one was cut off."""
     paths = () if link is None else (link.leaves, link.side)
     return tuple(
         Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths if path is not None

@@ -13,6 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from ktconvert.layouts.files.documents import Number
 from ktconvert.pipeline.ui.progress import Reporter
 
 LEFT = ".left"  # what a unit leaves to the next one of its chain ends so
@@ -75,22 +78,39 @@ class Unit(Generic[Work]):
         return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{SIDE}"
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One finished file: path below the unit's final place ("" for the unit itself), bytes, sha256."""
 
     path: str
-    nbytes: int
+    nbytes: Number
     sha256: str
 
 
-@dataclass(frozen=True)
-class Result:
-    """What running a unit gave: its files, the number of tensors, and figures for the report."""
+class Figures(msgspec.Struct):
+    """How far a projection is from its source."""
+
+    relative_error: float
+    cosine: float
+
+
+class Stats(msgspec.Struct):
+    """Of a unit's figures, what is read of them again; there may be others."""
+
+    layer: Number = 0
+    gate: Figures | msgspec.UnsetType = msgspec.UNSET
+    up: Figures | msgspec.UnsetType = msgspec.UNSET
+    down: Figures | msgspec.UnsetType = msgspec.UNSET
+
+
+class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What running a unit gave: its files, the number of tensors, and figures for the report (Stats)."""
 
     files: tuple[Written, ...]
-    tensors: int
-    stats: dict[str, Any] = field(default_factory=dict)
+    tensors: Number
+    stats: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.stats, Stats)
 
 
 @dataclass(frozen=True)

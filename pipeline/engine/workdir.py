@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import secrets
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.files import publish
+from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine import journal as journals
 from ktconvert.pipeline.engine.attempts import Attempt
+from ktconvert.pipeline.engine.journal import Done, Dropped, Forgotten, Lost, OfUnit, Start
 from ktconvert.pipeline.engine.paths import Paths, has_content, has_size
-from ktconvert.pipeline.engine.units import Result, Unit, Written
+from ktconvert.pipeline.engine.plan import SavedPlan
+from ktconvert.pipeline.engine.runner import Made
+from ktconvert.pipeline.engine.units import Unit
 
 
 class WorkDir:
@@ -46,20 +47,20 @@ class WorkDir:
 
     def _note_attempts(self, gone: Iterable[Attempt]) -> None:
         """Let the journal have what became of attempts after the last process that worked here had died."""
-        noted = {(record.get("event"), record.get("attempt")) for record in self.journal.records}
+        noted = {(type(record), record.attempt) for record in self.journal.records if isinstance(record, OfUnit)}
         for attempt in attempts.read(self.paths):
-            if ("start", attempt.name) not in noted:
-                self.journal.append(attempts.note("start", attempt))
+            if (Start, attempt.name) not in noted:
+                self.journal.append(attempts.started(attempt))
         for attempt in gone:
-            end = "lost" if attempt.failure is None else "failed"
-            for event in ("start", end):
-                if not {(event, attempt.name), ("lost", attempt.name)} & noted:
-                    self.journal.append(attempts.note(event, attempt))
+            end = attempts.lost(attempt) if attempt.failure is None else attempts.failed(attempt)
+            for record in (attempts.started(attempt), end):
+                if not {(type(record), attempt.name), (Lost, attempt.name)} & noted:
+                    self.journal.append(record)
 
-    def save_plan(self, document: dict[str, Any]) -> None:
+    def save_plan(self, document: SavedPlan) -> None:
         """Write plan.json, whole and durable."""
         partial = self.paths.partial / "plan.json"
-        publish.write_file(partial, encode(document))
+        publish.write_file(partial, documents.indented(document))
         publish.publish(partial, self.paths.plan)
 
     def new_token(self) -> str:
@@ -70,32 +71,22 @@ class WorkDir:
         publish.publish(partial, self.paths.token)
         return name
 
-    def record(
-        self, unit: Unit[Any], result: Result, seconds: float, beside: Iterable[Written] = (), **who: Any
-    ) -> None:
-        """Make a published unit count.
-
-        beside  what it has in the store for other units of its chain
-        who     `host` and `pid` of the process that made it
-        """
-        entry = {
-            "event": "done",
-            "unit": unit.name,
-            "fingerprint": unit.fingerprint,
-            "files": [[w.path, w.nbytes, w.sha256] for w in result.files],
-            "beside": [[w.path, w.nbytes, w.sha256] for w in beside],
-            "tensors": result.tensors,
-            "seconds": round(seconds, 3),
-            "stats": result.stats,
-            "at": round(time.time(), 3),
-            **who,
-        }
-        self.journal.append(entry, sync=True)
-        self.finished[unit.fingerprint] = entry
+    def record(self, unit: Unit[Any], made: Made) -> None:
+        """Make a published unit count."""
+        record = Done(
+            unit=unit.name,
+            fingerprint=unit.fingerprint,
+            result=made.result,
+            for_chain=made.for_chain,
+            seconds=round(made.seconds, 3),
+            **made.who,
+        )
+        self.journal.append(record, sync=True)
+        self.finished[unit.fingerprint] = record
 
     def forget(self, unit: Unit[Any]) -> None:
         """Let a finished unit be made again."""
-        self.journal.append({"event": "forgotten", "fingerprint": unit.fingerprint}, sync=True)
+        self.journal.append(Forgotten(fingerprint=unit.fingerprint), sync=True)
         self.finished.pop(unit.fingerprint, None)
         for attempt in attempts.read(self.paths, unit):
             attempts.forget(self.paths, attempt)
@@ -104,7 +95,7 @@ class WorkDir:
 
     def drop(self) -> None:
         """Let everything be made again: it was begun with other options or another input."""
-        self.journal.append({"event": "dropped"}, sync=True)
+        self.journal.append(Dropped(), sync=True)
         self.finished.clear()
         for attempt in attempts.read(self.paths):
             if attempt.ended is not None:
@@ -128,12 +119,7 @@ class WorkDir:
             self.paths.root.rmdir()
 
 
-def records(work: WorkDir, units: Iterable[Unit[Any]]) -> dict[Unit[Any], dict[str, Any]]:
-    """The journal's record of every unit that is a part of the output, all of which are done."""
-    return {unit: work.finished[unit.fingerprint] for unit in units if unit.kept}
-
-
-def done_reason(paths: Paths, finished: dict[str, dict[str, Any]], unit: Unit[Any]) -> str | None:
+def done_reason(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> str | None:
     """Why a unit counts as finished: recorded, and each file lies in the store with the recorded size, or already in
     place; a side file, always in the store.
 
@@ -142,17 +128,18 @@ def done_reason(paths: Paths, finished: dict[str, dict[str, Any]], unit: Unit[An
     record = finished.get(unit.fingerprint)
     if record is None:
         return None
-    beside = {name: nbytes for name, nbytes, _ in record["beside"]}
-    if unit.side and not has_size(paths.store / unit.side_name, beside.get(unit.side_name, -1)):
+    sizes = {w.path: w.nbytes for w in record.for_chain}
+    if unit.side and not has_size(paths.store / unit.side_name, sizes.get(unit.side_name, -1)):
         return None
     stored = paths.store / unit.stored_name
     reason = "finished before"
-    for path, nbytes, sha256 in record["files"]:
-        if has_size(stored / path, nbytes):
+    for w in record.result.files:
+        if has_size(stored / w.path, w.nbytes):
             continue
         reason = "finished, in place"
-        placed = (folder / unit.final / path for folder in paths.finals)
-        if not any(has_size(file, nbytes) and _is(file, nbytes, sha256, file.stat().st_mtime_ns) for file in placed):
+        placed = [folder / unit.final / w.path for folder in paths.finals]
+        there = (path for path in placed if has_size(path, w.nbytes))
+        if not any(_is(path, w.nbytes, w.sha256, path.stat().st_mtime_ns) for path in there):
             return None
     return reason
 
@@ -160,8 +147,3 @@ def done_reason(paths: Paths, finished: dict[str, dict[str, Any]], unit: Unit[An
 @functools.cache
 def _is(path: Path, nbytes: int, sha256: str, _mtime_ns: int) -> bool:
     return has_content(path, nbytes, sha256)
-
-
-def encode(document: dict[str, Any]) -> bytes:
-    """A JSON document as we store it."""
-    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()

@@ -20,11 +20,12 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
 from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT
 from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, SourceFile, changed_since
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.walk.dataset import local_files
 

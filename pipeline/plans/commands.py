@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.engine.plan import Plan, Request, changed_files
+from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan, changed_files
 from ktconvert.pipeline.plans.calibrate import plan_calibrate
 from ktconvert.pipeline.plans.cpu import plan_cpu
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
@@ -111,19 +111,19 @@ TUNING = {
 }
 
 
-def saved_request(output: Path, saved: Mapping[str, Any]) -> Request:
+def saved_request(output: Path, saved: SavedPlan) -> Request:
     """The request of plan.json. Raises OutputError for a command that only another ktconvert has, and for damaged
     settings.
     """
-    if saved["command"] not in PLANNERS:
-        raise OutputError(f"{output}: was begun by `ktconvert {saved['command']}`, which this one does not have.")
-    settings: Mapping[str, Any] = SETTINGS[saved["command"]]
-    if saved["settings"].get("quant_method") == "GPTQ" or saved["settings"].get("scale") == "gptq":
+    if saved.command not in PLANNERS:
+        raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this one does not have.")
+    settings: Mapping[str, Any] = SETTINGS[saved.command]
+    if saved.settings.get("quant_method") == "GPTQ" or saved.settings.get("scale") == "gptq":
         settings = {**settings, **GPTQ}
-    wrong = mismatch(saved["settings"], settings, "settings") or mismatch(saved["tuning"], TUNING, "tuning")
+    wrong = mismatch(saved.settings, settings, "settings") or mismatch(saved.tuning, TUNING, "tuning")
     if wrong is not None:
         raise OutputError(f"{output}: its plan cannot be understood ({wrong}); start over with --overwrite.")
-    return Request(saved["command"], saved["input"], output, saved["settings"], saved["tuning"])
+    return Request(saved.command, saved.input, output, saved.settings, saved.tuning)
 
 
 def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
@@ -141,7 +141,7 @@ def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
         raise OutputError(f"{output}: no conversion into it was begun.")
     request = saved_request(output, saved)
     plan = plan_request(replace(request, tuning={**request.tuning, **tuning}))
-    other, touched = changed_files(saved["source"], plan)
+    other, touched = changed_files(saved.source, plan)
     if other or touched:
         wrong = other or [f"{name} was modified" for name in touched]
         raise InputError(f"{request.input} is not the input that {output} was begun with: {'; '.join(wrong[:5])}.")

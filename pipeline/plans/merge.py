@@ -11,9 +11,10 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, PROJECTIONS, card, cpu_card, loose
 from ktconvert.layouts.outputs.parts import Part
-from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, SourceFile, changed_since, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards, one_or_all, parse_layers
 from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, require_whole
@@ -195,10 +196,10 @@ def recorded_facts(root: Path) -> dict[str, Any] | None:
     """The facts of an output's manifest, if there is one. Raises VerificationError for one that ktconvert did not
     write.
     """
-    document = manifest.read(root)
-    if document is None:
+    recorded = manifest.read(root)
+    if recorded is None:
         return None
-    facts = dict(document["model"])
+    facts = dict(recorded.model)
     for key in (key for key in CARRIED if key != "resplit_from"):  # whose type manifest.read checks
         if not all(isinstance(text, str) and text.isprintable() for text in _texts(key, facts.get(key, ""))):
             raise VerificationError(

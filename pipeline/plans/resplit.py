@@ -13,6 +13,7 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import Format, card, cpu_card
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import require_legal
@@ -27,7 +28,6 @@ from ktconvert.pipeline.engine.plan import (
     Assembly,
     Plan,
     Request,
-    SourceFile,
     changed_since,
     tool_version,
 )
@@ -239,7 +239,7 @@ def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
     """What was asked of the conversion and holds for the new output, too: loose files, a choice of layers, the table's
     row.
     """
-    before = {} if output.manifest is None else output.manifest["settings"]
+    before = output.settings
     kept: dict[str, Any] = {"no_merge_safetensor": output.loose}
     if before.get("layers", "all") not in ("all", None):
         kept["layers"] = ranges(sorted(measured.shapes)).replace(" ", "")

@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, suffixes
 from ktconvert.layouts.errors import InputError, VerificationError
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs import resplit as parts_of
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
-from ktconvert.pipeline.engine.plan import SourceFile
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard

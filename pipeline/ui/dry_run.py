@@ -88,7 +88,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
     paths = locate(plan.request.output, adopt=adopts(plan))
     states = unit_states(plan, paths)
     old = None if finished else saved_plan(paths)
-    replaced = not finished and (overwrite or bool(old and old.get("overwrite")))
+    replaced = not finished and (overwrite or bool(old and old.overwrite))
     if not finished:
         require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
     if old is not None:

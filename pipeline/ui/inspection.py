@@ -125,16 +125,15 @@ def look_output(path: Path) -> dict[str, Any]:
     output = open_output(path)
     measured = measure(output)
     checks = check_structure(output, measured)
-    manifest = output.manifest or {"model": {}, "settings": {}}
     problems = [problem for check in checks for problem in check.problems]
     return {
         "kind": "output",
         "path": str(path),
         **facts(output, measured),
-        "architecture": manifest["model"].get("architecture"),
-        "activation": manifest["model"].get("activation"),
-        "expert_dtypes": manifest["model"].get("dtypes"),
-        "settings": manifest["settings"],
+        "architecture": output.facts.get("architecture"),
+        "activation": output.facts.get("activation"),
+        "expert_dtypes": output.facts.get("dtypes"),
+        "settings": output.settings,
         "complete": not problems,
         "problems": problems,
         "notes": [note for check in checks for note in check.notes],
@@ -160,16 +159,16 @@ def look_unfinished(paths: Paths) -> dict[str, Any]:
     old = saved_plan(paths)
     assert old is not None
     records = journal.read(paths.journal)
-    last = journal.death(records)
+    last = journal.last_run(records)
     document: dict[str, Any] = {
         "kind": "unfinished",
         "path": str(paths.output),
         "work_directory": str(paths.root),
-        "command": old["command"],
-        "input": old["input"],
-        "settings": old["settings"],
+        "command": old.command,
+        "input": old.input,
+        "settings": old.settings,
         "units_done": len(journal.finished(records)),
-        "died_in": last["units"] if last else [],
+        "died_in": list(last[1]) if last else [],
         "resume": shlex.join(["ktconvert", "resume", str(paths.output)]),
     }
     try:

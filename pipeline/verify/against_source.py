@@ -161,7 +161,7 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
     absent = [n for n in model.layers if n not in measure.shapes]
     if not absent:
         return problems, []
-    asked = output.manifest is not None and output.manifest["settings"].get("layers", "all") != "all"
+    asked = output.settings.get("layers", "all") != "all"
     if asked:
         return problems, [f"layers {ranges(absent)} of the source were left out, as asked"]
     return [*problems, f"layers {ranges(absent)} of {model.source.root} are missing here"], []

@@ -148,7 +148,7 @@ def _open_source(options: VerifyOptions, output: Output) -> MoeModel:
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
 
     assert options.against is not None
-    row = options.arch or (output.manifest or {"settings": {}})["settings"].get("arch_file")
+    row = options.arch or output.settings.get("arch_file")
     source = open_checkpoint(options.against, options.revision)
     return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
 

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
+from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.outputs.opening import is_decoded
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
@@ -58,7 +59,7 @@ class Known:
         return QUESTIONS[question](self, item)
 
 
-def _hash(known: Known, file: dict[str, Any]) -> str | None:
+def _hash(known: Known, file: OutputFile) -> str | None:
     return hash_problem(known.inputs.output.root, file, known.reporter)
 
 

@@ -41,8 +41,8 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
     manifest = output.manifest
     return {
         "output": str(output.root),
-        "made_by": f"ktconvert {manifest['tool']['version']}" if manifest else None,
-        "command": manifest["command"] if manifest else None,
+        "made_by": f"ktconvert {manifest.tool.version}" if manifest else None,
+        "command": manifest.command if manifest else None,
         "arrangement": _arrangement(output),
         **sizes_of(measure),
         **({"scale": output.facts["scale"]} if "scale" in output.facts else {}),

@@ -12,6 +12,7 @@ from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.outputs import LOOSE_METHODS
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import illegal_reason
@@ -41,7 +42,7 @@ def check_structure(output: Output, measure: Measure) -> list[Check]:
 def check_files(output: Output) -> Check:
     """Every file of the manifest with its size, every file readable, and none that does not belong."""
     notes = []
-    listed = {file["name"] for file in files_told(output)}
+    listed = {file.name for file in files_told(output)}
     problems = list(unreadable(output).values())
     present = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
@@ -63,20 +64,20 @@ def check_files(output: Output) -> Check:
     return Check("files", f"{number}, none too many", tuple(problems), tuple(notes))
 
 
-def files_told(output: Output) -> list[dict[str, Any]]:
-    """The files of the manifest, none without one: {"name", "size", "sha256"}."""
-    return [] if output.manifest is None else list(output.manifest["files"])
+def files_told(output: Output) -> tuple[OutputFile, ...]:
+    """The files of the manifest, none without one."""
+    return () if output.manifest is None else output.manifest.files
 
 
 def unreadable(output: Output) -> dict[str, str]:
     """Files that are missing, cut off or damaged -> what is wrong with them."""
     problems = {}
     for file in files_told(output):
-        path = output.root / file["name"]
+        path = output.root / file.name
         if not path.is_file():
-            problems[file["name"]] = f"{file['name']} is missing"
-        elif path.stat().st_size != file["size"]:
-            problems[file["name"]] = f"{file['name']} has {path.stat().st_size} bytes, the manifest says {file['size']}"
+            problems[file.name] = f"{file.name} is missing"
+        elif path.stat().st_size != file.size:
+            problems[file.name] = f"{file.name} has {path.stat().st_size} bytes, the manifest says {file.size}"
     return output.damaged | problems
 
 
@@ -316,12 +317,12 @@ def _layers_are_certain(output: Output) -> bool:
     decide.
     """
     manifest = output.manifest
-    return manifest is not None and (manifest["command"] != "merge" or manifest["settings"].get("layers") is not None)
+    return manifest is not None and (manifest.command != "merge" or manifest.settings.get("layers") is not None)
 
 
 def _by_layer(output: Output, fact: str) -> bool:
     """Whether manifest or config allow the layers to differ in "experts" or "intermediate"."""
-    if output.manifest is not None and isinstance(output.manifest["model"].get(fact), list):
+    if isinstance(output.facts.get(fact), list):
         return True
     row = claims.family(output.config)
     value = cfg.find(output.config, row.experts if fact == "experts" else row.width) if row else None

@@ -101,8 +101,8 @@ def _verify(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
     asked = check_options(measured, options.numa, options.method) if output.tensors else None
     checks += [asked] if asked else []
     whole, bad = weights_whole(output), unreadable(output)
-    hashed = [file for file in files_told(output) if file["name"] not in bad]
-    total = sum(file["size"] for file in hashed)
+    hashed = [file for file in files_told(output) if file.name not in bad]
+    total = sum(file.size for file in hashed)
     total += sum(s.nbytes for s in output.tensors.values()) if other is not None else 0
     total += source_bytes(output, measured, model) if model is not None else 0
     notes: list[str] = []
@@ -142,8 +142,8 @@ def _verify_decoded(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
     if options.statistics is not None:
         counts_for(options.statistics, MEASURE, output)
     checks, notes, bad = check_decoded(output), [], unreadable(output)
-    hashed = [file for file in files_told(output) if file["name"] not in bad]
-    total = sum(file["size"] for file in hashed)
+    hashed = [file for file in files_told(output) if file.name not in bad]
+    total = sum(file.size for file in hashed)
     total += 0 if source is None else sum(stored.nbytes for stored in output.others.values())
     reporter.begin(total, 0)
     try:
@@ -212,9 +212,9 @@ def _other_source(output: Output, source: TensorSource) -> list[str]:
     """A note where the files of the source are not those that the manifest names; equal bytes may come of it all the
     same.
     """
-    if output.manifest is None or output.manifest["command"] not in ("cpu", "gpu", decoded.COMMAND):
+    if output.manifest is None or output.manifest.command not in ("cpu", "gpu", decoded.COMMAND):
         return []
-    made_of = {(f.get("header_sha256"), f["size"]) for f in output.manifest["source"] if f.get("header_sha256")}
+    made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
     if made_of == {(shard.header_sha256, shard.size) for shard in source.shards}:
         return []
     return [f"{source.root}: its files are not those that the manifest says this output was made from"]

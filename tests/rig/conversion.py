@@ -142,7 +142,7 @@ def held(
     book = seen.with_name(f"{seen.name}.work") / "journal.jsonl"
     for _ in range(10):
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        while process.poll() is None and not (book.exists() and b'"start"' in book.read_bytes()):
+        while process.poll() is None and not (book.exists() and b'"event": "start"' in book.read_bytes()):
             time.sleep(0.001)
         process.send_signal(signal.SIGSTOP)
         wait_until_stopped(process)
@@ -170,6 +170,11 @@ def _stands_still(pid: int) -> bool:
         return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX" for task in tasks)
     except (FileNotFoundError, ProcessLookupError):  # a thread ended just now
         return False
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """What --json says, or a journal."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
