@@ -81,13 +81,14 @@ WRITE = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from ktconvert.layouts.files.direct_file import DirectFile, aligned_buffer
 from ktconvert.layouts.files import publish
 
-pages = publish.aligned_buffer(4 * 4096)
+pages = aligned_buffer(4 * 4096)
 for page in range(4):
     pages[page * 4096 : (page + 1) * 4096] = page + 1
 path = Path(sys.argv[1])
-with publish.DirectFile(path, pages.size + 5) as file, ThreadPoolExecutor(4) as pool:
+with DirectFile(path, pages.size + 5) as file, ThreadPoolExecutor(4) as pool:
     list(pool.map(lambda page: file.write_at(page * 4096, pages[page * 4096 : (page + 1) * 4096]), range(4)))
     file.skip(pages)
     file.append(b"and 5")

@@ -1,178 +1,26 @@
-"""The only code that makes a file appear: written aside, synced, renamed, its folder synced. All of it is seen or
-nothing.
-"""
+"""How files appear under their names, and go: written aside, synced, renamed, so that all is seen or nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import fcntl
-import functools
 import hashlib
-import mmap
 import os
 import shutil
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
+from ktconvert.layouts.errors import InputError, OutputError
+from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explained, readable_mode, umask
 
-from ktconvert.layouts.errors import InputError, OutputError, ResourceError
-from ktconvert.layouts.files.shards import ALIGNMENT
-
-STAGING_BYTES = 4 << 20
 REMOVALS = 10  # tries
-# Why there is no room -> what to do. The same command goes on where it stopped, or begins where nothing had begun.
-FULL = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some space or ask for a larger quota",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-}
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 MARK = "written by ktconvert, which may replace it"  # in the metadata of the single files that commands write
 MARKED = 64 << 10  # bytes at either end of a file that are searched for it
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 AT_FDCWD = -100
-
-Bytes = npt.NDArray[np.uint8]
-
-
-@contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn 'no space', 'quota' and 'file too large' into a ResourceError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            raise ResourceError(no_room(path, error)) from error
-        raise
-
-
-def no_room(path: Path | str, error: OSError) -> str:
-    """What is said of an error of FULL."""
-    assert error.errno is not None
-    return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."
-
-
-def aligned_buffer(nbytes: int) -> Bytes:
-    """Zeroed bytes on pages of their own, as direct writes need them; uint8 [nbytes]."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
-
-
-class DirectFile:
-    """A new file of known size, written past the page cache where the file system allows it.
-
-    Space is reserved before the first byte. `append` hashes in file order; `write_at` may be called from any thread for
-    whole pages that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk,
-    quota or limit is full."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, size
-        self.sha256 = hashlib.sha256()
-        self._staging = aligned_buffer(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
-        self._staged = 0
-        self._offset = 0
-        with explained(path):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._direct = self._set_direct(True)
-            if size:
-                try:
-                    os.posix_fallocate(self._fd, 0, -(-size // ALIGNMENT) * ALIGNMENT)
-                except OSError as error:
-                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                        os.close(self._fd)
-                        raise
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Write whole pages (offset, length and address multiples of ALIGNMENT) without hashing."""
-        view, done = memoryview(data.data), 0
-        with explained(self.path):
-            while done < len(view):
-                direct = self._direct  # before the write: another thread may give it up meanwhile
-                try:
-                    done += os.pwrite(self._fd, view[done:], offset + done)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not direct:
-                        raise
-                    self._direct = self._set_direct(False)
-
-    def _set_direct(self, direct: bool) -> bool:
-        """Begin or end direct writes; whether they are direct now. Not by open(): it may fail and leave the file."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
-        except OSError:
-            if not direct:
-                raise
-            return False  # tmpfs and others do not support O_DIRECT
-        return direct
-
-    def append(self, data: bytes | Bytes | memoryview) -> None:
-        """Write and hash the next bytes of the file, any length."""
-        view = memoryview(data.data if isinstance(data, np.ndarray) else data).cast("B")
-        self.sha256.update(view)
-        source = np.frombuffer(view, dtype=np.uint8)
-        while source.size:
-            take = min(source.size, self._staging.size - self._staged)
-            self._staging[self._staged : self._staged + take] = source[:take]
-            self._staged += take
-            source = source[take:]
-            if self._staged == self._staging.size:
-                self._flush()
-
-    def _flush(self) -> None:
-        padded = -(-self._staged // ALIGNMENT) * ALIGNMENT
-        self._staging[self._staged : padded] = 0
-        if padded:
-            self.write_at(self._offset, self._staging[:padded])
-        self._offset += self._staged
-        self._staged = 0
-
-    def skip(self, data: Bytes) -> None:
-        """Hash the next whole pages of the file, which write_at wrote."""
-        if self._staged:
-            self._flush()
-        self.sha256.update(data.data)
-        self._offset += data.size
-
-    def close(self) -> str:
-        """Finish the file, sync it, and return its sha256 in hex."""
-        with explained(self.path):
-            self._flush()
-            if self._offset != self.size:
-                raise AssertionError(f"{self.path}: {self._offset} bytes written, {self.size} planned")
-            os.ftruncate(self._fd, self.size)
-            os.fchmod(self._fd, readable_mode())
-            os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
-        return self.sha256.hexdigest()
-
-    def __enter__(self) -> DirectFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        fd, self._fd = self._fd, -1  # a late write_at must not reach a file that gets the number next
-        if fd >= 0:
-            os.close(fd)
-
-
-@functools.cache
-def umask() -> int:
-    """The user's."""
-    status = Path("/proc/self/status").read_text()
-    return int(next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022"), 8)
-
-
-def readable_mode() -> int:
-    """0666 less the user's umask: the account that serves the model must be able to read it."""
-    return 0o666 & ~umask()
 
 
 def make_readable(path: Path) -> None:
@@ -186,36 +34,26 @@ def make_readable(path: Path) -> None:
                 each.chmod(now & ~0o777 | own)
 
 
-def write_file(path: Path, data: bytes) -> str:
-    """Write a whole small file, synced; not yet visible under a final name if `path` lies in a work directory. Returns
-    its sha256.
+def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> str:
+    """Write a whole small file, in place of one of this name; returns its sha256.
+
+    Without `sync`, for files of a folder that sync_tree makes durable at the end, none may be there.
     """
     with explained(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, readable_mode())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if sync else os.O_EXCL)
+        fd = os.open(path, flags, readable_mode())
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
-            os.fsync(fd)
+            if sync:
+                os.fsync(fd)
         finally:
             os.close(fd)
     return sha256(data)
 
 
-def write_unsynced(path: Path, data: Bytes) -> str:
-    """Write one of many small files of a folder that sync_tree makes durable at the end. Returns its sha256."""
-    with explained(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, readable_mode())
-        try:
-            view = data.data
-            while view:
-                view = view[os.write(fd, view) :]
-        finally:
-            os.close(fd)
-    return hashlib.sha256(data.data).hexdigest()
-
-
-def sha256(data: bytes) -> str:
+def sha256(data: bytes | memoryview) -> str:
     """In hex."""
     return hashlib.sha256(data).hexdigest()
 
@@ -243,26 +81,27 @@ def copy_file(source: Path, path: Path) -> tuple[int, str]:
             return size, target.close()
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+@contextlib.contextmanager
+def _opened_folder(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 
 
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    with _opened_folder(path) as fd:
+        os.fsync(fd)
+
+
 def sync_tree(path: Path) -> None:
     """Make a folder and everything below it durable, by one call for the whole file system."""
-    with explained(path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.syncfs(fd):
-                code = ctypes.get_errno()
-                raise OSError(code, os.strerror(code), str(path))
-        finally:
-            os.close(fd)
+    with explained(path), _opened_folder(path) as fd:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
 
 
 def make_folder(path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.publish import explained
+from ktconvert.layouts.files.direct_file import explained
 
 Rows = npt.NDArray[np.uint16]
 

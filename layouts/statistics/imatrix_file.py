@@ -11,7 +11,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.containers import gguf
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.publish import DirectFile
+from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.statistics.imatrix import COUNTS, F32, I64, SUMS, Shapes
 
 VERSION = 3

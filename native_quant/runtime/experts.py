@@ -245,7 +245,7 @@ class Experts:
         for (part, at), name in names.items():
             path = partial / str(name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            publish.write_unsynced(path, packed.arrays[part][at])
+            publish.write_file(path, packed.arrays[part][at].data, sync=False)
         packed.require_whole()
         publish.sync_tree(partial)
         if final.exists():

@@ -170,7 +170,7 @@ def main() -> None:
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if isinstance(error, OSError) and code is None:
-            from ktconvert.layouts.files.publish import FULL, no_room
+            from ktconvert.layouts.files.direct_file import FULL, no_room
 
             where = error.filename or "the system"
             if error.errno in FULL:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest, publish
+from ktconvert.layouts.files.direct_file import explained
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.workdir import WorkDir
 
@@ -31,7 +32,7 @@ def _rename(paths: Paths, may_replace: bool) -> None:
     Raises OutputError where something was put there while the conversion ran.
     """
     output = paths.output
-    with publish.explained(output):
+    with explained(output):
         try:
             paths.assembly.rename(output)
         except OSError as error:

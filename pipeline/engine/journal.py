@@ -11,8 +11,8 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from ktconvert.layouts.files import documents
+from ktconvert.layouts.files.direct_file import explained
 from ktconvert.layouts.files.documents import Number, Seconds
-from ktconvert.layouts.files.publish import explained
 from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.units import Result, Written
 

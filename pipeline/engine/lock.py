@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import documents, publish
+from ktconvert.layouts.files.direct_file import explained
 from ktconvert.pipeline.engine.holder import Holder
 
 OURS = {"token", "plan.json", "journal.jsonl", "partial", "attempts", "store", "out", "old"}
@@ -106,7 +107,7 @@ def acquire(root: Path, output: Path, part: Part | None = None) -> Lock:
         lock = Lock(root)
         try:
             require_ours(root)
-            with publish.explained(root / "lock"):
+            with explained(root / "lock"):
                 publish.make_folder(root)
                 _lock(lock, output, part)
             return lock

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import explained
 from ktconvert.pipeline.engine.journal import Done
 from ktconvert.pipeline.engine.paths import has_content, locate
 from ktconvert.pipeline.engine.plan import Plan
@@ -60,7 +61,7 @@ def deliver(plan: Plan, work: WorkDir) -> None:
     publish.remove_tree(partial)  # left by a kill
     if _delivered(plan, work.finished):
         return
-    with publish.explained(partial):
+    with explained(partial):
         partial.mkdir()
     for unit in plan.side_units:
         publish.copy_file(work.paths.store / unit.stored_name, partial / unit.final)

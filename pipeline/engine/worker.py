@@ -15,7 +15,7 @@ from typing import Any
 
 from ktconvert.layouts import errors
 from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, UsageError, WorkerLostError
-from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import FULL
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
@@ -85,7 +85,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
     if isinstance(error, OSError):
-        kind = ResourceError if error.errno in (*publish.FULL, errno.ENOMEM) else KtconvertError
+        kind = ResourceError if error.errno in (*FULL, errno.ENOMEM) else KtconvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
     code = getattr(error, "exit_code", KtconvertError.exit_code)
     here = "" if isinstance(error, WorkerLostError) else f"host {machine.host()}: "  # that happened elsewhere

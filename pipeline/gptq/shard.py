@@ -14,6 +14,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, error_sums, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.linear_names import linear_name
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
@@ -81,7 +82,7 @@ class ShardWriter:
         parts = work.grid.all_parts(range(work.model.shape(work.layer)[0]))
         self.plan = expert_files.plan_parts(work.fmt, work.fmt.names_in(work.model), parts, work.metadata)
         self._others: list[list[Bytes]] = []
-        self._file = publish.DirectFile(partial, self.plan.size)
+        self._file = DirectFile(partial, self.plan.size)
 
     def __enter__(self) -> ShardWriter:
         self._file.__enter__()

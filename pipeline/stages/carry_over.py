@@ -17,7 +17,7 @@ from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, aligned_buffer
 from ktconvert.layouts.files.shards import ALIGNMENT, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import numa
 from ktconvert.layouts.tensors import TensorInfo
@@ -32,7 +32,7 @@ NAME = "carry_over"
 TITLE = "copy tensors that are no routed experts"
 VERSION = 1
 DEFAULT_SHARD = 5 * 10**9  # bytes; what transformers writes
-WINDOW = publish.STAGING_BYTES  # bytes of a shard that a thread makes at a time
+WINDOW = STAGING_BYTES  # bytes of a shard that a thread makes at a time
 WINDOWS = 4  # of a unit that are being made or wait to be hashed
 COPIED = 16 << 20  # bytes of a copied tensor that are prefetched and released together
 
@@ -189,9 +189,9 @@ def write_shard(unit: Unit[CarryOverWork], partial: Path, context: Context) -> R
     """One shard: windows are made and written by many threads, and hashed in order."""
     work = unit.work
     plan = plan_shard([t.entry for t in work.tensors], work.metadata)
-    places = [publish.aligned_buffer(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
+    places = [aligned_buffer(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
     spans = (span for tensor in work.tensors for span in spans_of(work.source, tensor))
-    with publish.DirectFile(partial, plan.size) as file:
+    with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
         def make(item: tuple[int, Window], place: Bytes) -> None:

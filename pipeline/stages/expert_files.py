@@ -11,6 +11,7 @@ import numpy as np
 
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, is_zero
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import DirectFile, aligned_buffer
 from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
@@ -100,7 +101,7 @@ def plan_parts(fmt: Format, names: Names, parts: Iterable[Part], metadata: Mappi
     return plan_shard([entry for kind in zip(*by_part, strict=True) for entry in kind], metadata)
 
 
-def append_others(file: publish.DirectFile, others: Sequence[Packed]) -> None:
+def append_others(file: DirectFile, others: Sequence[Packed]) -> None:
     """Write what comes after all first tensors; others: the tensors of each part less the first."""
     for kind in zip(*others, strict=True):
         file.append(np.concatenate(kind))
@@ -113,7 +114,7 @@ def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     sizes = _first_bytes(work)
     in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
     others: list[Packed] = []
-    with publish.DirectFile(partial, plan.size) as file:
+    with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
         def make(batch: Batch, place: Bytes) -> list[tuple[Part, Packed]]:
@@ -169,7 +170,7 @@ def write_loose(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterat
     for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), packed, strict=True):
         name = fmt.loose_path(part, tensor)
         assert name is not None
-        yield Written(name, data.size, publish.write_unsynced(folder / name, data))
+        yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
 def _checked(work: Experts, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:
@@ -207,4 +208,4 @@ def batch_bytes(sizes: Collection[int], experts: int) -> int:
 
 def _places(context: Context, size: int) -> list[Bytes]:
     """Page-aligned buffers of so many bytes, as many as there are items or batches under way."""
-    return [publish.aligned_buffer(size) for _ in range(context.window)]
+    return [aligned_buffer(size) for _ in range(context.window)]

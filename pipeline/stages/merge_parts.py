@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.outputs import loose
 from ktconvert.layouts.outputs.numa import NumaNames
@@ -74,7 +74,7 @@ def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Resul
     work = unit.work
     files = sorted(work.files, key=lambda f: f.what != "weight")
     plan = plan_shard([f.entry for f in files], work.metadata)
-    with publish.DirectFile(partial, plan.size) as out:
+    with DirectFile(partial, plan.size) as out:
         out.append(plan.header)
         for loose_file in files:
             try:

@@ -16,6 +16,7 @@ from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder
 from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
@@ -86,7 +87,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str
     """A safetensors file of I64 and F32 tensors."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     plan = plan_shard([TensorInfo(key, names[x.dtype], x.shape, x.nbytes) for key, x in tensors.items()], metadata)
-    with publish.DirectFile(path, plan.size) as file:
+    with DirectFile(path, plan.size) as file:
         file.append(plan.header)
         for values in tensors.values():
             file.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8))

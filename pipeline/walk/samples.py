@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.tensors import TensorInfo
@@ -52,7 +52,7 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
         ],
         {},
     )
-    with publish.DirectFile(partial, plan.size) as file:
+    with DirectFile(partial, plan.size) as file:
         for data in (plan.header, ids.view(np.uint8), lengths.view(np.uint8)):
             file.append(data)
         digest = file.close()

@@ -1,0 +1,161 @@
+"""A new file of known size, written past the page cache; and what is said where a disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.errors import ResourceError
+from ktconvert.layouts.files.shards import ALIGNMENT
+
+STAGING_BYTES = 4 << 20
+# Why there is no space -> what to do. The same command goes on where it stopped, or begins where nothing had begun.
+FULL = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn 'no space', 'quota' and 'file too large' into a ResourceError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise ResourceError(no_room(path, error)) from error
+        raise
+
+
+def no_room(path: Path | str, error: OSError) -> str:
+    """What is said of an error of FULL."""
+    assert error.errno is not None
+    return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."
+
+
+def aligned_buffer(nbytes: int) -> Bytes:
+    """Zeroed bytes on pages of their own, as direct writes need them; uint8 [nbytes]."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
+
+
+class DirectFile:
+    """A new file of known size, written past the page cache where the file system allows it.
+
+    Space is reserved before the first byte. `append` hashes in file order; `write_at` may be called from any thread for
+    whole pages that `skip` then hashes. close() cuts the padding off and syncs. Raises ResourceError when the disk,
+    quota or limit is full."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        self.sha256 = hashlib.sha256()
+        self._staging = aligned_buffer(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
+        self._staged = 0
+        self._offset = 0
+        with explained(path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._direct = self._set_direct(True)
+            if size:
+                try:
+                    os.posix_fallocate(self._fd, 0, -(-size // ALIGNMENT) * ALIGNMENT)
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                        os.close(self._fd)
+                        raise
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Write whole pages (offset, length and address multiples of ALIGNMENT) without hashing."""
+        view, done = memoryview(data.data), 0
+        with explained(self.path):
+            while done < len(view):
+                direct = self._direct  # before the write: another thread may give it up meanwhile
+                try:
+                    done += os.pwrite(self._fd, view[done:], offset + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    self._direct = self._set_direct(False)
+
+    def _set_direct(self, direct: bool) -> bool:
+        """Begin or end direct writes; whether they are direct now. Not by open(): it may fail and leave the file."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        except OSError:
+            if not direct:
+                raise
+            return False  # tmpfs and others do not support O_DIRECT
+        return direct
+
+    def append(self, data: bytes | Bytes | memoryview) -> None:
+        """Write and hash the next bytes of the file, any length."""
+        view = memoryview(data.data if isinstance(data, np.ndarray) else data).cast("B")
+        self.sha256.update(view)
+        source = np.frombuffer(view, dtype=np.uint8)
+        while source.size:
+            take = min(source.size, self._staging.size - self._staged)
+            self._staging[self._staged : self._staged + take] = source[:take]
+            self._staged += take
+            source = source[take:]
+            if self._staged == self._staging.size:
+                self._flush()
+
+    def _flush(self) -> None:
+        padded = -(-self._staged // ALIGNMENT) * ALIGNMENT
+        self._staging[self._staged : padded] = 0
+        if padded:
+            self.write_at(self._offset, self._staging[:padded])
+        self._offset += self._staged
+        self._staged = 0
+
+    def skip(self, data: Bytes) -> None:
+        """Hash the next whole pages of the file, which write_at wrote."""
+        if self._staged:
+            self._flush()
+        self.sha256.update(data.data)
+        self._offset += data.size
+
+    def close(self) -> str:
+        """Finish the file, sync it, and return its sha256 in hex."""
+        with explained(self.path):
+            self._flush()
+            if self._offset != self.size:
+                raise AssertionError(f"{self.path}: {self._offset} bytes written, {self.size} planned")
+            os.ftruncate(self._fd, self.size)
+            os.fchmod(self._fd, readable_mode())
+            os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        return self.sha256.hexdigest()
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        fd, self._fd = self._fd, -1  # a late write_at must not reach a file that gets the number next
+        if fd >= 0:
+            os.close(fd)
+
+
+@functools.cache
+def umask() -> int:
+    """The user's."""
+    status = Path("/proc/self/status").read_text()
+    return int(next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022"), 8)
+
+
+def readable_mode() -> int:
+    """0666 less the user's umask: the account that serves the model must be able to read it."""
+    return 0o666 & ~umask()
