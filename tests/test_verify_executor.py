@@ -16,8 +16,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify import questions, report
-from ktconvert.pipeline.verify.asking import ask_workers
+from ktconvert.pipeline.verify import item_checks, report
 from ktconvert.pipeline.verify.inputs import VerifyOptions, open_inputs
 from ktconvert.pipeline.verify.verify import verify
 from rig import conversion
@@ -77,16 +76,16 @@ def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path:
     shutil.copytree(source, mine)
     cli("cpu", "-i", mine, "-o", output)
     opened = open_inputs(VerifyOptions(output, against=str(mine)))
-    order = questions.Order(opened.options, "run", "0.0.0", opened.files, 1)
-    failure = workers.submit(questions.answers, order, "hashes", []).result()
+    order = item_checks.WorkerTask(opened.options, "run", "0.0.0", opened.files, 1)
+    failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert failure.kind == OutputError.__name__
     assert f"host {os.uname().nodename}: ktconvert " in failure.sentence and "0.0.0" in failure.sentence
     (mine / "model-00001-of-00003.safetensors").unlink()
-    order = replace(order, version=questions.tool_version())
-    ask = ask_workers(workers, lambda *_: None, "again")  # not a function of a module: it cannot travel
+    order = replace(order, version=item_checks.tool_version())
+    check = item_checks.by_workers(workers, lambda *_: None, "again")  # not a function of a module: it cannot travel
     with pytest.raises(KtconvertError, match="the executor has lost it"):
-        list(ask("hashes", [1], [1]))
-    failure = workers.submit(questions.answers, order, "hashes", []).result()
+        list(check("hashes", [1], [1]))
+    failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert failure.kind == InputError.__name__
     assert f"host {os.uname().nodename}: {mine}" in failure.sentence
     opened.close()

@@ -148,7 +148,7 @@ def nudged(packed: bytes) -> bytes:
 def test_what_was_rounded(kind: str, converted: dict[str, Path], example: Path) -> None:
     report = look(converted[kind], "--against", example, "--quant-method", kind.lower())
     assert report["ok"] and report["notes"] == [], report["message"]
-    assert result_of(report, "options") == f"{kind}, as asked"
+    assert result_of(report, "options") == f"{kind}, as given"
     assert result_of(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
     assert (
         result_of(report, "source") == "144 tensors quantized again: the same bytes; 21 other tensors are the source's"
@@ -438,7 +438,7 @@ def test_the_guards_after_a_conversion(copy: Callable[[str], Path]) -> None:
 def test_codes_need_not_be_read_whole(converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """That codes are not all zeros is seen in their first bytes."""
     from ktconvert.layouts.outputs.output import Output
-    from ktconvert.pipeline.verify.numbers import check_numbers
+    from ktconvert.pipeline.verify.contents import check_numbers
 
     read: list[int] = []
     plain = Output.read

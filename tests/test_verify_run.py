@@ -172,7 +172,6 @@ def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: An
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:
     matrices = random_experts(6, 256, 256, 3)
-
     return weights.pack(**matrices, method=METHODS["AMXINT8"], layer=0, parts=parts, pool=shared_pool(1)), matrices
 
 

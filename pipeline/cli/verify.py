@@ -124,7 +124,7 @@ def verify(output: Path, **params: Any) -> None:
         workers = params["cpuinfer_threads"] or engine.threads
         report = verify_output(chosen, reporter, engine.executor, workers)
     if params["run"]:
-        report = replace(report, checks=(*report.checks, run_check(report, chosen.threads)))
+        report = replace(report, checks=(*report.checks, replace(run_check(report, chosen.threads), name="run")))
     if params["report"] is not None:
         publish.write_whole(params["report"], page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {params['report']}")
@@ -157,7 +157,7 @@ def run_check(report: Report, threads: int) -> Check:
 
     output, measure = report.output, report.measure
     if output.methods and (not weights_whole(output) or not measure.shapes):
-        return Check("run", "", ("nothing was computed, since weight files are missing or damaged",))
+        return Check("", ("nothing was computed, since weight files are missing or damaged",))
     if measure.method not in ("unknown", *COMPUTED) and not from_checkpoint.is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be computed here; verify them without --run."
@@ -170,11 +170,11 @@ def run_check(report: Report, threads: int) -> Check:
     except (InputError, UnsupportedError, VerificationError) as error:
         if output.manifest is None and not output.methods:  # a checkpoint, of which there is no report of its damage
             raise
-        return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
+        return Check("", (str(error).replace(f"{output.root}: ", ""),))
     errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
     summary = (
         f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "
         f"relative error against float {errors}, at most {result.bound}"
     )
     remedy = f"{AGAIN}; if it stays so, report it with what `ktconvert doctor` prints"
-    return Check("run", summary, result.problems, remedy=remedy)
+    return Check(summary, result.problems, remedy=remedy)

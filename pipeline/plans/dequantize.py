@@ -91,7 +91,7 @@ class DequantizeConversion:
 
     def check(self, assembled: Path) -> None:
         """Raise VerificationError for an output that is not what its manifest says."""
-        from ktconvert.pipeline.verify.dequantized import require_decoded
+        from ktconvert.pipeline.verify.verify import require_decoded
 
         require_decoded(assembled)
 

@@ -7,20 +7,16 @@ from collections import Counter
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.asking import Ask
-from ktconvert.pipeline.verify.checks import PIECE, Check, first_difference
+from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems, first_difference, item_problems
 from ktconvert.pipeline.verify.structure import sizes_of
 
-Key = tuple[Place, str]
 
-
-def compare_outputs(output: Output, measure: Measure, other: Output, ask: Ask, reporter: Reporter) -> Check:
-    """Require the same expert tensors with the same bytes on both sides; what is copied beside them counts where both
-    have it.
-    """
+def compare_outputs(
+    output: Output, measure: Measure, other: Output, check_items: CheckItems, reporter: Reporter
+) -> Check:
+    """Require the same expert tensors with the same bytes on both sides; other tensors count where both have them."""
     problems = [
         f"{name} is {value} here, {there} in {other.root}"
         for (name, value), there in zip(sizes_of(measure).items(), sizes_of(measure_of(other)).values(), strict=True)
@@ -28,22 +24,12 @@ def compare_outputs(output: Output, measure: Measure, other: Output, ask: Ask, r
     ]
     problems += [*_one_sided(output, other), *_one_sided(other, output)]
     found = pairs(output, other)
-    notes = []
-    lone = len(output.others.keys() ^ other.others.keys())
-    if lone:
-        notes.append(f"{lone} tensors that are no routed experts are on one side only")
-
     sizes = [stored.nbytes for stored, _ in found.values()]
-    for nbytes, (_, problem) in zip(sizes, ask("equal tensors", list(found), sizes), strict=True):
-        reporter.advance(nbytes)
-        problems += [] if problem is None else [problem]
-    return Check(
-        "other",
-        f"{len(found)} tensors, the same bytes in {other.root}",
-        tuple(problems),
-        tuple(notes),
-        "convert the wrong one again",
-    )
+    problems += item_problems(check_items, "equal tensors", list(found), sizes, reporter)
+    lone = len(output.others.keys() ^ other.others.keys())
+    notes = (f"{lone} tensors that are no routed experts are on one side only",) if lone else ()
+    result = f"{len(found)} tensors, the same bytes in {other.root}"
+    return Check(result, tuple(problems), notes, "convert the wrong one again")
 
 
 def pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
@@ -74,8 +60,8 @@ def tensor_difference(output: Output, other: Output, name: str, a: TensorInfo, b
     """How a tensor differs; None where both are the same."""
     if a.nbytes != b.nbytes:
         return f"{name} has {a.nbytes} bytes, {b.nbytes} in {other.root}"
-    for start in range(0, a.nbytes, PIECE):
-        stop = min(start + PIECE, a.nbytes)
+    for start in range(0, a.nbytes, CHUNK):
+        stop = min(start + CHUNK, a.nbytes)
         difference = first_difference(output.read(a, start, stop), other.read(b, start, stop))
         if difference is not None:
             at, mine, theirs, _ = difference

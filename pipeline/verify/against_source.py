@@ -4,15 +4,17 @@ by byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import Bytes, error_sums
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import PROJECTIONS, Format
@@ -22,28 +24,48 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.stages import carry_over
+from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.experts import ExpertsWork, importance_of
 from ktconvert.pipeline.stages.resplit import resplit
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.asking import Ask
-from ktconvert.pipeline.verify.calibrated import calibrated_notes, calibrated_summary, judge
-from ktconvert.pipeline.verify.checks import Check, ExpertComparison, ProjectionErrors, first_difference, gather, sample
+from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
+from ktconvert.pipeline.verify.checks import (
+    Check,
+    CheckItems,
+    LinearError,
+    ProjectionErrors,
+    first_difference,
+    item_problems,
+)
+from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Choice
 
 # The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be
 # the same.
 METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
+SAMPLED = 8  # experts per layer whose error is measured, unless all are
+
+
+@dataclass
+class ExpertFindings:
+    """What comparing one expert gave; of all experts: equal, how many tensors are; calibrated, what was seen of
+    calibrated linears.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    equal: int = 0
+    sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    calibrated: list[Calibrated] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What is compared, and how.
 
-    choice       how codes were chosen, or what calibrated ones are held against
+    choice       how codes were chosen, or what calibrated ones are compared with
     calibrated   whether codes are judged, not compared
-    same_scales  whether calibrated linears have the scales of rounding to nearest; else only how good they are is asked
+    same_scales  whether calibrated linears have the scales of rounding to nearest; else only how good they are counts
     full         whether the error of every expert is measured
     """
 
@@ -57,26 +79,27 @@ class Comparison:
     same_scales: bool
     full: bool
 
-    def expert(self, layer: int, expert: int) -> ExpertComparison:
+    def expert(self, layer: int, expert: int) -> ExpertFindings:
         """One expert, quantized again."""
         count, hidden, intermediate = self.model.shape(layer)
         grid = ExpertGrid(layer, hidden, intermediate, self.measure.numa, self.measure.backward, self.fmt.forward)
         importance = importance_of(self.imatrix, layer)
         work = ExpertsWork(self.model, self.fmt, self.choice, grid, expert, expert + 1, {}, importance)
-        return _compare_expert(self, work, measured=self.full or expert in sample(count))
+        sample = range(count) if count <= SAMPLED else [i * count // SAMPLED for i in range(SAMPLED)]
+        return _compare_expert(self, work, measured=self.full or expert in sample)
 
     @cached_property
-    def carried(self) -> dict[str, carry_over.OtherTensor]:
-        """What must be there beside the experts: all else of a whole model; of others, what is there must be the
+    def other_tensors(self) -> dict[str, carry_over.OtherTensor]:
+        """What must be there besides the experts: all else of a whole model; of others, what is there must be the
         source's.
         """
         if self.output.whole:
             rest = other_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
             return {tensor.key: tensor for tensor in carry_over.carried(rest)}
-        carried = carry_over.not_experts(self.model, carry_over.choice_of(self.output.others))
-        return {tensor.key: tensor for tensor in carried if tensor.key in self.output.others}
+        found = carry_over.not_experts(self.model, carry_over.choice_of(self.output.others))
+        return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
 
-    def wanted(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
+    def expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
         """The parts of a projection as they must be: quantized from the source, and rearranged as often as the output
         was.
         """
@@ -87,34 +110,46 @@ class Comparison:
         return parts
 
 
-def source_bytes(output: Output, measure: Measure, model: MoeModel) -> int:
-    """How many bytes compare_source will count: those of the source's experts, and of all else in the output."""
-    experts = sum(t.nbytes for n in measure.shapes if n in model.moe_layers for t in model.layer_tensors(n))
-    return experts + sum(stored.nbytes for stored in output.others.values())
+def source_bytes(inputs: Inputs) -> int:
+    """How many bytes comparing with the source will count: those of its experts, and of all else in the output."""
+    model, tensors = inputs.model, inputs.output.others.values()
+    layers = [] if model is None else [n for n in inputs.measure.shapes if n in model.moe_layers]
+    experts = sum(t.nbytes for n in layers for t in model.layer_tensors(n)) if model else 0
+    return experts + sum(stored.nbytes for stored in tensors)
 
 
-def comparison(output: Output, measure: Measure, model: MoeModel, *, imatrix: Imatrix | None, full: bool) -> Comparison:
-    """How this output is held against its source.
+def comparison(inputs: Inputs) -> Comparison:
+    """How this output is compared with the experts of its source.
 
-    imatrix: that which the output was made with, where it was. Raises UnsupportedError where we cannot make these bytes
-    or judge these codes.
+    Raises UnsupportedError where we cannot make these bytes or judge these codes.
     """
-    fmt, facts = measure.fmt, output.facts
+    output, measure, facts = inputs.output, inputs.measure, inputs.output.facts
+    assert inputs.model is not None
     method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
-    if fmt is None:
+    if measure.fmt is None:
         raise UnsupportedError(
             f"{output.root}: {measure.method} weights cannot be made again here; verify them without --against SOURCE."
         )
     if method not in METHODS or scale not in QUANTIZERS:
         what = method if method not in METHODS else scale
         raise UnsupportedError(f"{output.root}: {what} weights cannot be held against a source here.")
-    fmt, choice = fmt.configured(facts), QUANTIZERS[scale]
-    held_against = ABSMAX if choice.calibrated else choice
-    judged = METHODS[method] or choice.calibrated
-    return Comparison(output, measure, model, fmt, held_against, imatrix, judged, not choice.calibrated, full)
+    choice = QUANTIZERS[scale]
+    return Comparison(
+        output,
+        measure,
+        inputs.model,
+        measure.fmt.configured(facts),
+        ABSMAX if choice.calibrated else choice,
+        inputs.imatrix,
+        calibrated=METHODS[method] or choice.calibrated,
+        same_scales=not choice.calibrated,
+        full=inputs.options.full,
+    )
 
 
-def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[Check, list[ProjectionErrors]]:
+def compare_source(
+    compared: Comparison, check_items: CheckItems, reporter: Reporter
+) -> tuple[Check, list[ProjectionErrors]]:
     """Every expert against the source, all other tensors for equal bytes; the error of some experts is measured, or of
     all.
 
@@ -131,15 +166,36 @@ def compare_source(compared: Comparison, ask: Ask, reporter: Reporter) -> tuple[
         if wrong is not None and numa in before:
             problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {wrong}")
         layers = [n for n in layers if illegal_reason(compared.fmt, [measure.shapes[n][1:]], numa) is None]
-    gathered = gather(model, layers, ask, reporter)
-    problems += [*gathered.problems, *compare_carried(output, model.source, compared.carried, ask, reporter)]
+    total, errors = _compare_experts(model, layers, check_items, reporter)
+    problems += total.problems
+    problems += compare_others(output, model.source, compared.other_tensors, check_items, reporter)
     again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
-    summary = f"{gathered.equal} tensors {again}: the same bytes"
+    summary = f"{total.equal} tensors {again}: the same bytes"
     if compared.calibrated:
-        summary = calibrated_summary(gathered.calibrated, compared.same_scales)
-        notes += calibrated_notes(gathered.calibrated)
-    summary += f"; {len(compared.carried)} other tensors are the source's" if compared.carried else ""
-    return Check("source", summary, tuple(problems), tuple(notes)), gathered.errors
+        summary = calibrated_summary(total.calibrated, compared.same_scales)
+        notes += calibrated_notes(total.calibrated)
+    summary += f"; {len(compared.other_tensors)} other tensors are the source's" if compared.other_tensors else ""
+    return Check(summary, tuple(problems), tuple(notes)), errors
+
+
+def _compare_experts(
+    model: MoeModel, layers: Iterable[int], check_items: CheckItems, reporter: Reporter
+) -> tuple[ExpertFindings, list[ProjectionErrors]]:
+    """Every expert of these layers: what was found in all, and their errors."""
+    total, errors = ExpertFindings(), dict[tuple[int, str], ProjectionErrors]()
+    items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
+    sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]
+    for nbytes, ((layer, expert), found) in zip(sizes, check_items("experts", items, sizes), strict=True):
+        total.problems += found.problems
+        total.equal += found.equal
+        total.calibrated += found.calibrated
+        for projection, sums in found.sums.items():
+            own = errors.setdefault((layer, projection), ProjectionErrors(layer, projection))
+            own.sums += sums
+            own.experts.append(LinearError(layer, expert, projection, **error_figures(sums)))
+        reporter.at(f"layer {layer}")
+        reporter.advance(nbytes)
+    return total, list(errors.values())
 
 
 def _before(output: Output) -> list[int]:
@@ -161,8 +217,7 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
     absent = [n for n in model.layers if n not in measure.shapes]
     if not absent:
         return problems, []
-    asked = output.settings.get("layers", "all") != "all"
-    if asked:
+    if output.settings.get("layers", "all") != "all":
         return problems, [f"layers {ranges(absent)} of the source were left out, as asked"]
     return [*problems, f"layers {ranges(absent)} of {model.source.root} are missing here"], []
 
@@ -170,98 +225,99 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
 # --- experts --------------------------------------------------------------------------------------
 
 
-def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) -> ExpertComparison:
-    comparison = ExpertComparison()
+def _compare_expert(compared: Comparison, work: ExpertsWork, *, measured: bool) -> ExpertFindings:
+    found = ExpertFindings()
     for projection in PROJECTIONS:
-        for part, wanted in compared.wanted(work, (work.start, projection)):
-            stored = _compare_part(compared, work, part, wanted, comparison)
+        for part, expected in compared.expected(work, (work.start, projection)):
+            stored = _compare_part(compared, work, part, expected, found)
             if stored is None or not work.grid.is_measured(part):
                 continue
             matrix = part.of(work.model.linear(work.grid.layer, work.start, projection), work.grid.numa)
             sums = np.zeros(4)
             if compared.calibrated:
-                sums, seen, problem = judge(work.fmt.encoding, matrix, stored, wanted, whole=measured)
-                comparison.calibrated.append(seen)
+                sums, seen, problem = judge(work.fmt.encoding, matrix, stored, expected, whole=measured)
+                found.calibrated.append(seen)
                 here = compared.output.tensors[part.place, work.fmt.encoding.tensors(part.n, part.k)[0].name]
-                comparison.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
+                found.problems += [f"{here.name} in {here.file} {problem}"] if problem else []
             elif measured:
                 sums = error_sums(work.fmt.encoding, matrix, stored)
             if measured:
-                comparison.sums[projection] = comparison.sums.get(projection, np.zeros(4)) + sums
+                found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
     for info in work.model.expert_tensors(work.grid.layer, work.start):
         work.model.source.release(info)
-    return comparison
+    return found
 
 
 def _compare_part(
-    compared: Comparison, work: ExpertsWork, part: Part, wanted: list[Bytes], comparison: ExpertComparison
+    compared: Comparison, work: ExpertsWork, part: Part, expected: list[Bytes], found: ExpertFindings
 ) -> list[Bytes] | None:
-    """The stored tensors of a part, if all are there with the right sizes; what is wrong with them goes into
-    `comparison`.
-    """
-    output, before = compared.output, len(comparison.problems)
+    """The stored tensors of a part, if all are there with the right sizes; what is wrong goes into `found`."""
+    output, names, before = compared.output, compared.output.names, len(found.problems)
     stored: list[Bytes] = []
     tensors = work.fmt.encoding.tensors(part.n, part.k)
-    for tensor, data in zip(tensors, wanted, strict=True):
-        here = output.tensors.get((part.place, tensor.name))
-        if here is None or here.nbytes != data.size:
-            comparison.problems.append(_absent(output, part, tensor, here))
+    for tensor, data in zip(tensors, expected, strict=True):
+        here, what = output.tensors.get((part.place, tensor.name)), names.describe(part.place, tensor.name)
+        if here is None:
+            found.problems.append(f"{what} is missing ({names.key(part.place, tensor.name)})")
+            continue
+        if here.nbytes != data.size:
+            found.problems.append(
+                f"{what} has {here.nbytes} bytes, quantizing the source gives {tensor.nbytes} ({here.name} in "
+                f"{here.file})"
+            )
             continue
         stored.append(output.read(here))
         if compared.calibrated and (tensor == tensors[0] or not compared.same_scales):
-            comparison.equal += 1  # judged, not compared
-            continue
-        difference = first_difference(stored[-1], data)
-        if difference is None:
-            comparison.equal += 1
+            found.equal += 1  # judged, not compared
+        elif (difference := first_difference(stored[-1], data)) is None:
+            found.equal += 1
         else:
-            comparison.problems.append(_differs(output, part, tensor, here, difference))
-    complete = len(stored) == len(tensors)
-    judged = not compared.calibrated or len(comparison.problems) == before  # codes with other scales mean nothing
-    return stored if complete and judged else None
-
-
-def _differs(
-    output: Output, part: Part, tensor: TensorInfo, stored: TensorInfo, difference: tuple[int, int, int, int]
-) -> str:
-    at, is_, should, count = difference
-    return (
-        f"{output.names.describe(part.place, tensor.name)}: byte {at} is {is_:#04x}, quantizing the source gives "
-        f"{should:#04x} ({count} byte{'s' if count != 1 else ''} differ{'s' if count == 1 else ''}; "
-        f"{stored.name} in {stored.file})"
-    )
-
-
-def _absent(output: Output, part: Part, tensor: TensorInfo, stored: TensorInfo | None) -> str:
-    what = output.names.describe(part.place, tensor.name)
-    if stored is None:
-        return f"{what} is missing ({output.names.key(part.place, tensor.name)})"
-    return (
-        f"{what} has {stored.nbytes} bytes, quantizing the source gives {tensor.nbytes} "
-        f"({stored.name} in {stored.file})"
-    )
+            at, is_, should, count = difference
+            differ = "1 byte differs" if count == 1 else f"{count} bytes differ"
+            found.problems.append(
+                f"{what}: byte {at} is {is_:#04x}, quantizing the source gives {should:#04x} ({differ}; {here.name} in "
+                f"{here.file})"
+            )
+    judged = not compared.calibrated or len(found.problems) == before  # codes with other scales mean nothing
+    return stored if len(stored) == len(tensors) and judged else None
 
 
 # --- all else -------------------------------------------------------------------------------------
 
 
-def compare_carried(
-    output: Output, source: TensorSource, carried: Mapping[str, carry_over.OtherTensor], ask: Ask, reporter: Reporter
+def decoded_tensors(source: TensorSource) -> dict[str, carry_over.OtherTensor]:
+    """What `dequantize` makes of a source, by name. Raises InputError and UnsupportedError for what it cannot take."""
+    tensors = other_tensors(source, (), source.quantization).tensors
+    return {name: carry_over.OtherTensor(name, stored) for name, stored in tensors.items()}
+
+
+def compare_decoded(output: Output, source: TensorSource, check_items: CheckItems, reporter: Reporter) -> Check:
+    """Every tensor of a dequantized checkpoint: quantized weights are decoded again, all others are the source's."""
+    tensors = decoded_tensors(source)
+    problems = compare_others(output, source, tensors, check_items, reporter)
+    count = sum(isinstance(tensor.stored, Weight) for tensor in tensors.values())
+    result = f"{count} weights decoded again: the same bytes; {len(tensors) - count} other tensors are the source's"
+    return Check(result, tuple(problems))
+
+
+def compare_others(
+    output: Output,
+    source: TensorSource,
+    expected: Mapping[str, carry_over.OtherTensor],
+    check_items: CheckItems,
+    reporter: Reporter,
 ) -> list[str]:
     """What is wrong with the tensors that are no routed experts, which are to be these, by name."""
     problems = [
         f"{name} in {stored.file} is not in {source.root}"
         for name, stored in output.others.items()
-        if name not in carried
+        if name not in expected
     ]
-    sizes = [0 if (stored := output.others.get(name)) is None else stored.nbytes for name in carried]
-    for nbytes, (_, problem) in zip(sizes, ask("other tensors", list(carried), sizes), strict=True):
-        problems += [] if problem is None else [problem]
-        reporter.advance(nbytes)
-    return problems
+    sizes = [0 if (stored := output.others.get(name)) is None else stored.nbytes for name in expected]
+    return problems + item_problems(check_items, "other tensors", list(expected), sizes, reporter)
 
 
-def carried_difference(output: Output, source: TensorSource, tensor: carry_over.OtherTensor) -> str | None:
+def other_difference(output: Output, source: TensorSource, tensor: carry_over.OtherTensor) -> str | None:
     """What is wrong with a tensor that is no routed expert; None where it is the source's."""
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
     if stored is None:
@@ -270,11 +326,11 @@ def carried_difference(output: Output, source: TensorSource, tensor: carry_over.
         here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
         return f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
     at = 0
-    for piece in carry_over.pieces(source, tensor):
-        difference = first_difference(output.read(stored, at, at + piece.size), piece)
+    for chunk in carry_over.pieces(source, tensor):
+        difference = first_difference(output.read(stored, at, at + chunk.size), chunk)
         if difference is not None:
             return f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"
-        at += piece.size
+        at += chunk.size
     for read in tensor.reads:
         source.release(read)
     return None

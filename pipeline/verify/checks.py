@@ -1,36 +1,65 @@
-"""What verify finds: a check with its problems, an error measured, a byte that differs."""
+"""Checks, and what they find: problems, errors measured, bytes that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.asking import Ask
-from ktconvert.pipeline.verify.calibrated import Calibrated
 
 AGAIN = "convert it again with --overwrite"
-PIECE = 4 << 20  # bytes of a tensor compared at a time
-SAMPLED = 8  # experts per layer whose error is measured, unless all are
+CHUNK = 4 << 20  # bytes of a tensor compared, or of a file hashed, at a time
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what holds if there are no problems, else the problems, one sentence each, and what
-    to do.
-    """
+    """What a check found: what holds if there are no problems, else the problems, one sentence each, and what to do."""
 
-    name: str
     result: str
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     remedy: str = AGAIN
+    name: str = ""
+
+
+class Row(NamedTuple):
+    """A row of a table of checks: the name, when it applies to what is verified, and what checks it."""
+
+    name: str
+    applies: Callable[..., bool]
+    check: Callable[..., Check]
+
+
+def run_checks(rows: Iterable[Row], *subject: Any) -> Iterator[Check]:
+    """What the rows that apply find, in order."""
+    for row in rows:
+        if row.applies(*subject):
+            yield replace(row.check(*subject), name=row.name)
+
+
+class CheckItems(Protocol):
+    """Checks many files, experts or tensors in one of the ways of item_checks.ITEM_CHECKS, and yields (item, what was
+    found) in their order.
+    """
+
+    def __call__(self, kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """sizes: bytes that are to be read for each item."""
+
+
+def item_problems(
+    check_items: CheckItems, kind: str, items: Sequence[Any], sizes: Sequence[int], reporter: Reporter
+) -> list[str]:
+    """The sentences that checking these items gives; as many bytes are reported as done."""
+    problems = []
+    for nbytes, (_, problem) in zip(sizes, check_items(kind, items, sizes), strict=True):
+        reporter.advance(nbytes)
+        problems += [] if problem is None else [problem]
+    return problems
 
 
 class LinearError(NamedTuple):
@@ -63,53 +92,6 @@ class ProjectionErrors:
         return max(self.experts, key=lambda e: e.relative_error)
 
 
-@dataclass
-class ExpertComparison:
-    """What comparing one expert gave."""
-
-    problems: list[str] = field(default_factory=list)
-    equal: int = 0
-    sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    calibrated: list[Calibrated] = field(default_factory=list)
-
-
-@dataclass
-class Gathered:
-    """What comparing all experts gave: problems, how many tensors are equal, errors, what was seen of calibrated
-    linears.
-    """
-
-    problems: list[str]
-    equal: int
-    errors: list[ProjectionErrors]
-    calibrated: list[Calibrated]
-
-
-def gather(model: MoeModel, layers: Iterable[int], ask: Ask, reporter: Reporter) -> Gathered:
-    """The comparisons of every expert of these layers, put together."""
-    gathered = Gathered([], 0, [], [])
-    errors: dict[tuple[int, str], ProjectionErrors] = {}
-    items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
-    sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]
-    for nbytes, ((layer, expert), comparison) in zip(sizes, ask("experts", items, sizes), strict=True):
-        gathered.problems += comparison.problems
-        gathered.equal += comparison.equal
-        gathered.calibrated += comparison.calibrated
-        for projection, sums in comparison.sums.items():
-            total = errors.setdefault((layer, projection), ProjectionErrors(layer, projection))
-            total.sums += sums
-            total.experts.append(LinearError(layer, expert, projection, **error_figures(sums)))
-        reporter.at(f"layer {layer}")
-        reporter.advance(nbytes)
-    gathered.errors = list(errors.values())
-    return gathered
-
-
-def sample(count: int) -> frozenset[int]:
-    """Experts spread evenly."""
-    return frozenset(i * count // SAMPLED for i in range(SAMPLED)) if count > SAMPLED else frozenset(range(count))
-
-
 def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
     """(position of the first differing byte, its value in a and in b, how many bytes differ); None for equal bytes."""
     if np.array_equal(a, b):
@@ -121,3 +103,8 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 def worst(errors: Iterable[ProjectionErrors], count: int = 5) -> list[LinearError]:
     """The experts with the largest relative errors, of all that were measured."""
     return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]
+
+
+def plural(count: int, noun: str) -> str:
+    """1 file, 2 files."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"

@@ -1,4 +1,4 @@
-"""What `ktconvert verify` looks at, opened: an output, and what it is held against."""
+"""What `ktconvert verify` is given, opened: an output, and the source or other output that it is compared with."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
+from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.plans.importance import open_for
-from ktconvert.pipeline.verify.dequantized import MEASURE
+
+DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Inputs:
-    """An output, and what it is held against.
+    """An output, and what it is compared with.
 
     other   another output; None where there is none
     model   the experts of its source; None where there is none, or the output is a checkpoint without experts of ours
@@ -97,7 +99,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
         if options.numa is not None or options.method is not None:
             raise UsageError(f"{options.output} is a checkpoint: leave out --numa and --quant-method.")
         source = None if options.against is None else open_checkpoint(options.against, options.revision)
-        return Inputs(options, open_decoded(options.output), MEASURE, source=source)
+        return Inputs(options, open_decoded(options.output), DECODED, source=source)
     output = open_output(options.output)
     if output.whole and options.numa is not None:
         raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")

@@ -109,20 +109,20 @@ def check_predictions(
         with _loaded(output.root) as loaded:
             computed = _logits(loaded, ids)
     except Skip as skip:
-        return Check("predictions", "", (f"the source computes, the output does not: {skip}",)), None
+        return Check("", (f"the source computes, the output does not: {skip}",)), None
     compared = compare(wanted, computed, ids[:, 1:].reshape(-1))
     if not np.isfinite(compared.converted).all():
-        return Check("predictions", "", ("the output's predictions are not finite",)), None
+        return Check("", ("the output's predictions are not finite",)), None
     bound = BOUNDS[bits][1] if noisy is None else max(NOTHING, noisy)
     kl = float(compared.divergence.mean())
     predictions = Predictions(compared.divergence.size, kl, float(compared.agree.mean()), bound)
     far = f"the output predicts something else than its source: {predictions.sentence()}"
-    return Check("predictions", predictions.sentence(), (far,) if not kl <= bound else ()), predictions
+    return Check(predictions.sentence(), (far,) if not kl <= bound else ()), predictions
 
 
 def not_compared(why: str) -> Check:
     """What is reported instead, and is no fault."""
-    return Check("predictions", "not compared", notes=(f"predictions were not compared: {why}",))
+    return Check("not compared", notes=(f"predictions were not compared: {why}",))
 
 
 def _require_memory(output: Output) -> None:

@@ -61,7 +61,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     try:
         shapes, keys = _load(kind, config, output)
     except Exception as error:  # also what goes wrong while experts are put together
-        return Check("reload", "", (f"transformers cannot load its tensors: {first_line(error)}",)), False
+        return Check("", (f"transformers cannot load its tensors: {first_line(error)}",)), False
     layers = {place.layer for place, _ in output.tensors}
     wrong = [(f"transformers finds no tensor for {key}", _layer_of(key) in layers) for key in keys["missing_keys"]]
     wrong += [(f"transformers has no place for {key}", _layer_of(key) in layers) for key in keys["unexpected_keys"]]
@@ -75,7 +75,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     notes = [f"{others[0]}{more}: none of these experts', so the same as of the source"] if others else []
     notes += [caution for caution in (transformers_version.newer(),) if caution is not None]
     result = f"{kind.__name__} has a place for every routed expert, and an expert for every place"
-    return Check("reload", result, tuple(experts), tuple(notes)), not experts and not keys["missing_keys"]
+    return Check(result, tuple(experts), tuple(notes)), not experts and not keys["missing_keys"]
 
 
 def model_class(root: Any) -> tuple[Any, Any]:
@@ -158,7 +158,7 @@ def _layer_of(key: str) -> int | None:
 
 
 def _unchecked(why: str) -> tuple[Check, bool]:
-    return Check("reload", "not checked", notes=(f"not loaded: {why}",)), False
+    return Check("not checked", notes=(f"not loaded: {why}",)), False
 
 
 def first_line(error: Exception) -> str:

@@ -1,5 +1,5 @@
-"""What an output must be by itself: every file, name, count and size, against its index,
-metadata, config and manifest.
+"""What names, sizes and headers tell of an output: every file, count and shape, against its index, metadata, config and
+manifest.
 """
 
 from __future__ import annotations
@@ -14,35 +14,22 @@ from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.outputs import LOOSE_METHODS
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import ranges, unquantized
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output, files_of
 from ktconvert.layouts.outputs.parts import ExpertGrid, Place
-from ktconvert.pipeline.verify.checks import Check
+from ktconvert.pipeline.verify.checks import Check, Row, plural, run_checks
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
 LEFT_BEHIND = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
 
 
-def check_structure(output: Output, measure: Measure) -> list[Check]:
-    """Everything that names, sizes and headers can tell; no weight is read."""
-    checks = [check_files(output), check_index(output)]
-    if weights_whole(output):
-        checks += [
-            check_tensors(output, measure),
-            check_quantization(output, measure),
-            check_metadata(output, measure),
-            check_config(output, measure),
-        ]
-    return [check for check in checks if check is not None]
-
-
-def check_files(output: Output) -> Check:
+def check_files(output: Output, _measure: Measure) -> Check:
     """Every file of the manifest with its size, every file readable, and none that does not belong."""
     notes = []
-    listed = {file.name for file in files_told(output)}
+    listed = {file.name for file in listed_files(output)}
     problems = list(unreadable(output).values())
     present = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
@@ -61,10 +48,10 @@ def check_files(output: Output) -> Check:
         strange = _strange_without_manifest(output)
     problems += [f"{name} does not belong here, and kt-kernel may load it: remove it" for name in strange]
     number = f"{len(listed)} files of the manifest" if listed else f"{len(output.shards) or len(output.tensors)} files"
-    return Check("files", f"{number}, none too many", tuple(problems), tuple(notes))
+    return Check(f"{number}, none too many", tuple(problems), tuple(notes))
 
 
-def files_told(output: Output) -> tuple[OutputFile, ...]:
+def listed_files(output: Output) -> tuple[OutputFile, ...]:
     """The files of the manifest, none without one."""
     return () if output.manifest is None else output.manifest.files
 
@@ -72,7 +59,7 @@ def files_told(output: Output) -> tuple[OutputFile, ...]:
 def unreadable(output: Output) -> dict[str, str]:
     """Files that are missing, cut off or damaged -> what is wrong with them."""
     problems = {}
-    for file in files_told(output):
+    for file in listed_files(output):
         path = output.root / file.name
         if not path.is_file():
             problems[file.name] = f"{file.name} is missing"
@@ -100,15 +87,16 @@ def _strange_without_manifest(output: Output) -> list[str]:
     return [s for s in output.shards if (m := PART.fullmatch(s)) and m[3] != max(totals)]
 
 
-def check_index(output: Output) -> Check | None:
+def _has_index(output: Output, _measure: Measure) -> bool:
+    """Whether there is something to say of it; check_files reports where one of the manifest is absent."""
+    known = output.weight_map is not None or output.manifest is None
+    return known and not output.loose and INDEX not in output.damaged
+
+
+def check_index(output: Output, _measure: Measure) -> Check:
     """The index names every tensor of every shard, no other, and the true total size."""
-    if output.loose or INDEX in output.damaged:
-        return None
     if output.weight_map is None:
-        if output.manifest is not None:
-            return None  # check_files reports its absence
-        absent = "there is no index, as after merge_cpu_weights.py; kt-kernel needs none"
-        return Check("index", "none", notes=(absent,))
+        return Check("none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
     bad = unreadable(output)
     problems: list[str] = []
     notes: list[str] = []
@@ -132,18 +120,18 @@ def check_index(output: Output) -> Check | None:
         notes.append("the index gives no total size, as kt-kernel writes it")
     elif output.total_size != total and not bad and not problems:
         problems.append(f"{INDEX} says total_size {output.total_size}, the shards hold {total} bytes")
-    return Check("index", f"{len(stored)} tensors, {total} bytes, as in the shards", tuple(problems), tuple(notes))
+    return Check(f"{len(stored)} tensors, {total} bytes, as in the shards", tuple(problems), tuple(notes))
 
 
-def expected(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int]]:
+def expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int]]:
     """Every layer that must be there, and its number of experts: by manifest and bytes, whichever says more."""
     facts = output.facts
     parts = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
     forward = (measure.fmt or formats_by_names(output)[0]).forward
     usual = _usual(measure)
-    stated = facts.get("experts")
-    most = max([stated if isinstance(stated, int) else 0, *(e for e, _, _ in measure.shapes.values())])
+    recorded = facts.get("experts")
+    most = max([recorded if isinstance(recorded, int) else 0, *(e for e, _, _ in measure.shapes.values())])
     for layer in sorted({*measure.shapes, *facts.get("layers", []), *facts.get("kept_layers", [])}):
         own = measure.shapes.get(layer, usual)
         experts = own[0] if _by_layer(output, "experts") else most
@@ -156,7 +144,7 @@ def check_tensors(output: Output, measure: Measure) -> Check:
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
     problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
     if not output.tensors:
-        return Check("tensors", "", (*problems, "no expert weights are here"))
+        return Check("", (*problems, "no expert weights are here"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual(measure)
         names = [fmt.name for fmt in formats_by_names(output)]
@@ -164,7 +152,7 @@ def check_tensors(output: Output, measure: Measure) -> Check:
         problems.append(f"weights {none} with hidden size {hidden} and width {intermediate}")
     fmt = measure.fmt or formats_by_names(output)[0]
     used: set[tuple[Place, str]] = set()
-    for grid, experts in expected(output, measure):
+    for grid, experts in expected_layers(output, measure):
         if experts > MOST_EXPERTS or grid.numa > MOST_PARTS:
             problems.append(f"layer {grid.layer} claims {experts} experts in {grid.numa} NUMA parts")
             break
@@ -182,16 +170,15 @@ def check_tensors(output: Output, measure: Measure) -> Check:
                         f"{measure.method} of {part.n} x {part.k} has {tensor.nbytes}"
                     )
                 elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
-                    here = f"{stored.dtype} of shape {list(stored.shape)}"
-                    wanted = f"{tensor.dtype} {list(tensor.shape)}"
-                    problems.append(f"{stored.name} in {stored.file} is {here}, must be {wanted}")
+                    here, must = f"{stored.dtype} of shape {list(stored.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
+                    problems.append(f"{stored.name} in {stored.file} is {here}, must be {must}")
     problems += [f"{s.name} in {s.file} is one too many" for key, s in output.tensors.items() if key not in used]
     problems += list(_sizes(output, measure))
     planned = output.facts.get("packed_linears")
     weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].name for _, suffix in output.tensors)
     if planned is not None and weights != planned:
         problems.append(f"{weights} linears are quantized, the plan had {planned}")
-    return Check("tensors", f"{len(used)} tensors of {len(measure.shapes)} layers, each once", tuple(problems))
+    return Check(f"{len(used)} tensors of {len(measure.shapes)} layers, each once", tuple(problems))
 
 
 def _sizes(output: Output, measure: Measure) -> Iterator[str]:
@@ -205,10 +192,10 @@ def _sizes(output: Output, measure: Measure) -> Iterator[str]:
         if reason is not None:
             yield f"{measure.method} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
     for name, actual in sizes_of(measure).items():
-        stated = output.facts.get(name)
-        one_or_more = [actual] if isinstance(stated, list) and not isinstance(actual, list) else actual
-        if stated not in (None, "not recorded", one_or_more):
-            yield f"the manifest says {name} {stated}, the tensors have {actual}"
+        recorded = output.facts.get(name)
+        one_or_more = [actual] if isinstance(recorded, list) and not isinstance(actual, list) else actual
+        if recorded not in (None, "not recorded", one_or_more):
+            yield f"the manifest says {name} {recorded}, the tensors have {actual}"
 
 
 def sizes_of(measure: Measure) -> dict[str, Any]:
@@ -228,36 +215,35 @@ def sizes_of(measure: Measure) -> dict[str, Any]:
     }
 
 
-def check_metadata(output: Output, measure: Measure) -> Check | None:
+def _own_metadata(output: Output) -> dict[str, dict[str, str]]:
+    return {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
+
+
+def check_metadata(output: Output, measure: Measure) -> Check:
     """What our shards say of themselves is what they hold."""
-    ours = {shard: about for shard, about in output.metadata.items() if "ktconvert_format" in about}
-    if not ours:
-        return None
-    problems = []
+    ours, problems = _own_metadata(output), []
     by_shard: dict[str, set[int]] = {}
     for (place, _), stored in output.tensors.items():
         by_shard.setdefault(stored.file, set()).add(place.layer)
     for shard, about in ours.items():
-        wanted = {"method": measure.method} | ({} if output.whole else {"numa": str(measure.numa)})
+        expected = {"method": measure.method} | ({} if output.whole else {"numa": str(measure.numa)})
         if "layer" in about and by_shard.get(shard):
             layer = min(by_shard[shard])
             experts, hidden, intermediate = measure.shapes[layer]
-            wanted |= {"layer": str(layer), "num_experts": str(experts), "hidden_size": str(hidden)}
-            wanted["moe_intermediate_size"] = str(intermediate)
-        for name, value in wanted.items():
+            expected |= {"layer": str(layer), "num_experts": str(experts), "hidden_size": str(hidden)}
+            expected["moe_intermediate_size"] = str(intermediate)
+        for name, value in expected.items():
             if about.get(name) != value:
                 problems.append(f"{shard}: its metadata says {name} {about.get(name)}, its tensors have {value}")
     sources = {about.get("source") for about in ours.values()}
     if len(sources) > 1:
         problems.append(f"the shards come from {len(sources)} different sources, says their metadata")
-    return Check("metadata", f"{len(ours)} shards say what they hold", tuple(problems))
+    return Check(f"{len(ours)} shards say what they hold", tuple(problems))
 
 
-def check_config(output: Output, measure: Measure) -> Check | None:
-    """Experts and sizes are those of config.json beside the weights."""
+def check_config(output: Output, measure: Measure) -> Check:
+    """Experts and sizes are those of config.json next to the weights."""
     config = output.config
-    if not config:
-        return None
     problems, notes = list(claims.size_problems(config, measure.shapes)), []
     made_of = str(output.facts.get("architecture"))
     if (other := claims.other_family(config, made_of)) is not None:
@@ -271,40 +257,77 @@ def check_config(output: Output, measure: Measure) -> Check | None:
             notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
     if measure.fmt is not None and not output.whole:
         problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
-    return Check("config", "experts and sizes as in config.json", tuple(problems), tuple(notes))
+    return Check("experts and sizes as in config.json", tuple(problems), tuple(notes))
 
 
-def check_quantization(output: Output, measure: Measure) -> Check | None:
+def check_quantization(output: Output, measure: Measure) -> Check:
     """What config.json says of the quantization is what loaders of whole models want."""
-    if measure.fmt is None or not output.whole:
-        return None
+    assert measure.fmt is not None
     problems = tuple(measure.fmt.description.check_config(output, measure.fmt, measure.numa))
-    return Check("quantization", f"{measure.method} in config.json, as loaders want it", problems)
+    return Check(f"{measure.method} in config.json, as loaders want it", problems)
 
 
-def check_options(measure: Measure, parts: int | None, method: str | None) -> Check | None:
-    """The NUMA count and method that the user means to load are those of the bytes: kt-kernel
-    itself would not notice.
-    """
-    if parts is None and method is None:
-        return None
+def check_options(measure: Measure, parts: int | None, method: str | None) -> Check:
+    """The NUMA count and method that the user means to load are those of the bytes: kt-kernel would not notice."""
+    fmt, here = measure.fmt, plural(measure.numa, "NUMA part")
     problems = []
     if parts is not None and parts != measure.numa:
-        problems.append(
-            f"--numa {parts} was given, the weights are for {measure.numa} NUMA part{'s' if measure.numa != 1 else ''}"
-        )
+        problems.append(f"--numa {parts} was given, the weights are for {here}")
     if method is not None and method != measure.method:
         problems.append(f"--quant-method {method.lower()} was given, the weights have the sizes of {measure.method}")
-    if measure.fmt is not None and measure.fmt.arrangement.whole:
+    if fmt is not None and fmt.arrangement.whole:
         again = f"load it as {measure.method}, or convert again with another --quant-type"
-        return Check("options", f"{measure.method}, as asked", tuple(problems), remedy=again)
-    asked = f"{measure.method}, {measure.numa} NUMA part{'s' if measure.numa != 1 else ''}"
-    same = measure.fmt is not None and measure.fmt.can_resplit and method in (None, measure.method)
+        return Check(f"{measure.method}, as given", tuple(problems), remedy=again)
+    same = fmt is not None and fmt.can_resplit and method in (None, measure.method)
     change = "rewrite it with `ktconvert resplit`" if same else "convert again"
     serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
-    if measure.fmt is not None and measure.fmt.loose is None:
-        serve = f"load it as {asked}, or {change}"
-    return Check("options", f"{asked}, as asked", tuple(problems), remedy=serve)
+    if fmt is not None and fmt.loose is None:
+        serve = f"load it as {measure.method}, {here}, or {change}"
+    return Check(f"{measure.method}, {here}, as given", tuple(problems), remedy=serve)
+
+
+def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
+    """As many tensors as the manifest says, none of them twice."""
+    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
+    planned = output.facts.get("tensors")
+    if planned != len(output.others):
+        problems.append(f"{len(output.others)} tensors are here, the plan had {planned}")
+    return Check(f"{len(output.others)} tensors, as planned", tuple(problems))
+
+
+def check_decoded_config(output: Output, _measure: Measure) -> Check:
+    """Nothing in config.json makes a loader look for quantized weights."""
+    quantized = unquantized(output.config) != output.config
+    problems = ("config.json still says that the model is quantized",) if quantized else ()
+    return Check("nothing is quantized, says config.json", problems)
+
+
+def _decoded(output: Output, _measure: Measure) -> bool:
+    """Whether it is what `dequantize` wrote, and whole."""
+    return not output.methods and weights_whole(output)
+
+
+def _packed(output: Output, _measure: Measure) -> bool:
+    """Whether it holds experts in one of our forms, or kt-kernel's, and is whole."""
+    return bool(output.methods) and weights_whole(output)
+
+
+# What names, sizes and headers tell; no weight is read. Each takes the output and its measure.
+STRUCTURE: tuple[Row, ...] = (
+    Row("files", lambda _output, _measure: True, check_files),
+    Row("index", _has_index, check_index),
+    Row("tensors", _packed, check_tensors),
+    Row("tensors", _decoded, check_decoded_tensors),
+    Row("quantization", lambda o, m: _packed(o, m) and o.whole and m.fmt is not None, check_quantization),
+    Row("metadata", lambda o, _: weights_whole(o) and bool(_own_metadata(o)), check_metadata),
+    Row("config", lambda o, m: _packed(o, m) and bool(o.config), check_config),
+    Row("config", _decoded, check_decoded_config),
+)
+
+
+def check_structure(output: Output, measure: Measure) -> list[Check]:
+    """All of STRUCTURE that applies."""
+    return list(run_checks(STRUCTURE, output, measure))
 
 
 def _usual(measure: Measure) -> tuple[int, int, int]:

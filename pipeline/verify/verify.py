@@ -1,38 +1,35 @@
-"""`ktconvert verify`: an output by itself (structure, counts, hashes), against its source, or
-against another output.
+"""`ktconvert verify`: an output is opened, the checks that apply to it are made in the order of their tables, and what
+they find is a report.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import UsageError, VerificationError
+from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decoded, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify import questions
 from ktconvert.pipeline.verify.against_output import compare_outputs
-from ktconvert.pipeline.verify.against_source import compare_source, comparison, source_bytes
-from ktconvert.pipeline.verify.asking import Ask
-from ktconvert.pipeline.verify.checks import Check, ProjectionErrors
-from ktconvert.pipeline.verify.dequantized import MEASURE, check_decoded, compare_decoded, decoded_tensors
-from ktconvert.pipeline.verify.hashes import check_hashes
-from ktconvert.pipeline.verify.inputs import Inputs, VerifyOptions, open_inputs, require_finished
-from ktconvert.pipeline.verify.numbers import check_numbers
+from ktconvert.pipeline.verify.against_source import compare_decoded, compare_source, comparison, source_bytes
+from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, Row, plural, run_checks
+from ktconvert.pipeline.verify.contents import check_hashes, check_numbers
+from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyOptions, open_inputs, require_finished
+from ktconvert.pipeline.verify.item_checks import check_items
 from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
 from ktconvert.pipeline.verify.reload import check_reload
 from ktconvert.pipeline.verify.structure import (
     check_options,
     check_structure,
-    files_told,
+    listed_files,
     unreadable,
     weights_whole,
 )
@@ -67,97 +64,158 @@ class Report:
         return f"{self.output.root}: {problems[0]}{more}; {remedy}."
 
 
+@dataclass
+class Verification:
+    """An output while it is verified.
+
+    checks    those made so far
+    loadable  whether transformers finds a whole model in it
+    """
+
+    inputs: Inputs
+    reporter: Reporter
+    check_items: CheckItems
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    errors: list[ProjectionErrors] = field(default_factory=list)
+    loadable: bool = False
+    predictions: Predictions | None = None
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every weight file is there and can be read."""
+        return weights_whole(self.inputs.output)
+
+    @cached_property
+    def files(self) -> list[OutputFile]:
+        """Those of the manifest that are there."""
+        bad = unreadable(self.inputs.output)
+        return [file for file in listed_files(self.inputs.output) if file.name not in bad]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the checks of CONTENTS will report as done."""
+        total: int = sum(file.size for file in self.files)
+        if self.inputs.other is not None:
+            return total + sum(stored.nbytes for stored in self.inputs.output.tensors.values())
+        return total + (0 if self.inputs.source is None else source_bytes(self.inputs))
+
+
+def _options(v: Verification) -> Check:
+    return check_options(v.inputs.measure, v.inputs.options.numa, v.inputs.options.method)
+
+
+def _hashes(v: Verification) -> Check:
+    assert v.inputs.output.manifest is not None
+    return check_hashes(v.inputs.output.manifest, v.files, v.check_items)
+
+
+def _other(v: Verification) -> Check:
+    assert v.inputs.other is not None
+    return compare_outputs(v.inputs.output, v.inputs.measure, v.inputs.other, v.check_items, v.reporter)
+
+
+def _source(v: Verification) -> Check:
+    """Notes, too, where the files are not those that the manifest names; equal bytes may come of it all the same."""
+    output, source = v.inputs.output, v.inputs.source
+    assert source is not None
+    if output.manifest is not None and output.manifest.command in ("cpu", "gpu", decoded.COMMAND):
+        made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
+        if made_of != {(shard.header_sha256, shard.size) for shard in source.shards}:
+            v.notes.append(f"{source.root}: its files are not those that the manifest says this output was made from")
+    if v.inputs.model is None:
+        return compare_decoded(output, source, v.check_items, v.reporter)
+    check, v.errors = compare_source(comparison(v.inputs), v.check_items, v.reporter)
+    return check
+
+
+def _reload(v: Verification) -> Check:
+    compared = ", then the source and the output" if v.inputs.model else ""
+    v.reporter.say(f"transformers loads it: names first{compared}")
+    check, v.loadable = check_reload(v.inputs.output)
+    return check
+
+
+def _predictions(v: Verification) -> Check:
+    inputs, fmt = v.inputs, v.inputs.measure.fmt
+    assert inputs.model is not None and fmt is not None
+    if not v.loadable:
+        return not_compared("the output cannot be loaded whole")
+    text, threads = inputs.options.text, inputs.options.threads
+    check, v.predictions = check_predictions(inputs.output, inputs.model, fmt.encoding.grid.bits, text, threads)
+    return check
+
+
+def _options_given(v: Verification) -> bool:
+    given = v.inputs.options.numa is not None or v.inputs.options.method is not None
+    return given and bool(v.inputs.output.tensors)
+
+
+def _loads(v: Verification) -> bool:
+    """Whether transformers may load it: a whole model without a problem, whatever its source says."""
+    sound = v.whole and not any(check.problems for check in v.checks if check.name != "source")
+    experts = v.inputs.output.whole and bool(v.inputs.output.methods)
+    return experts and v.inputs.options.load and sound and v.inputs.other is None
+
+
+# What is in the files, by itself and against others.
+CONTENTS = (
+    Row("options", _options_given, _options),
+    Row(
+        "numbers",
+        lambda v: v.whole and bool(v.inputs.output.methods),
+        lambda v: check_numbers(v.inputs.output, v.inputs.measure),
+    ),
+    Row("hashes", lambda v: v.inputs.output.manifest is not None, _hashes),
+    Row("other", lambda v: v.inputs.other is not None, _other),
+    Row("source", lambda v: v.inputs.source is not None and v.whole, _source),
+)
+# What transformers says of an output for the GPU: whether its names fit, and whether it predicts what the source does.
+LOADING = (
+    Row("reload", _loads, _reload),
+    Row("predictions", lambda v: v.inputs.model is not None and v.inputs.measure.fmt is not None, _predictions),
+)
+
+
 def verify(
     options: VerifyOptions, reporter: Reporter, executor: Executor | None = None, threads: int | None = None
 ) -> Report:
-    """Look at everything that was asked for; what is wrong with the output is in the report.
+    """Make all checks that the options name; what is wrong with the output is in the report.
 
     executor  whose workers read the files, with so many threads each (None: the CPUs that they may use); None: threads
               of this process do
-    Raises what open_wish raises, and KtconvertError where a worker cannot look.
+    Raises what open_inputs raises, and KtconvertError where a worker cannot read.
     """
     require_finished(options.output)
-    if (
-        options.run
-        and not is_decoded(options.output)
-        and not is_output(options.output)
-        and is_checkpoint(options.output)
-    ):
+    ours = is_decoded(options.output) or is_output(options.output)
+    if options.run and not ours and is_checkpoint(options.output):
         return _open_checkpoint(options)
     inputs = open_inputs(options)
-    ask = questions.ask(inputs, reporter, executor, threads)
     try:
-        return (_verify_decoded if is_decoded(options.output) else _verify)(inputs, ask, reporter)
+        return _verify(Verification(inputs, reporter, check_items(inputs, reporter, executor, threads)))
     finally:
         inputs.close()
 
 
-def _verify(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
-    """An output with experts in one of our forms, or kt-kernel's."""
-    options, output, measured = inputs.options, inputs.output, inputs.measure
-    other, model = inputs.other, inputs.model
+def _verify(v: Verification) -> Report:
+    inputs, options = v.inputs, v.inputs.options
+    output, measured = inputs.output, inputs.measure
     counts = None if options.statistics is None else counts_for(options.statistics, measured, output)
-    checks = check_structure(output, measured)
-    asked = check_options(measured, options.numa, options.method) if output.tensors else None
-    checks += [asked] if asked else []
-    whole, bad = weights_whole(output), unreadable(output)
-    hashed = [file for file in files_told(output) if file.name not in bad]
-    total = sum(file.size for file in hashed)
-    total += sum(s.nbytes for s in output.tensors.values()) if other is not None else 0
-    total += source_bytes(output, measured, model) if model is not None else 0
-    notes: list[str] = []
-    errors: list[ProjectionErrors] = []
-    closer: PageData | None = None
-    reporter.begin(total, 0)
+    found: PageData | None = None
+    v.checks += check_structure(output, measured)
+    v.reporter.begin(v.nbytes, 0)
     try:
-        if whole:
-            checks.append(check_numbers(output, measured))
-        if output.manifest is not None:
-            checks.append(check_hashes(output.manifest, hashed, ask))
-        sound = whole and not any(check.problems for check in checks)
-        if other is not None:
-            checks.append(compare_outputs(output, measured, other, ask, reporter))
-        elif model is not None and whole:
-            notes += _other_source(output, model.source)
-            compared = comparison(output, measured, model, imatrix=inputs.imatrix, full=options.full)
-            check, errors = compare_source(compared, ask, reporter)
-            checks.append(check)
-        elif model is not None:
-            notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
-        if options.page and whole:
-            closer = page_data(output, measured, model, errors, counts, options.threads)
+        v.checks.extend(run_checks(CONTENTS, v))
+        if inputs.source is not None and not v.whole:
+            v.notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
+        if options.page and v.whole and output.methods:
+            found = page_data(output, measured, inputs.model, v.errors, counts, options.threads)
     finally:
-        reporter.end()
-    predictions: Predictions | None = None
-    if output.whole and options.load and sound and other is None:
-        loaded, predictions = _load(options, output, measured, model, reporter)
-        checks += loaded
-    notes = [note for check in checks for note in check.notes] + notes
-    return Report(output, measured, tuple(checks), tuple(notes), tuple(errors), options.against, predictions, closer)
-
-
-def _verify_decoded(inputs: Inputs, ask: Ask, reporter: Reporter) -> Report:
-    """What `ktconvert dequantize` wrote, by itself and against its source."""
-    options, output, source = inputs.options, inputs.output, inputs.source
-    if options.statistics is not None:
-        counts_for(options.statistics, MEASURE, output)
-    checks, notes, bad = check_decoded(output), [], unreadable(output)
-    hashed = [file for file in files_told(output) if file.name not in bad]
-    total = sum(file.size for file in hashed)
-    total += 0 if source is None else sum(stored.nbytes for stored in output.others.values())
-    reporter.begin(total, 0)
-    try:
-        assert output.manifest is not None
-        checks.append(check_hashes(output.manifest, hashed, ask))
-        if source is not None and weights_whole(output):
-            notes += _other_source(output, source)
-            checks.append(compare_decoded(output, source, decoded_tensors(source), ask, reporter))
-        elif source is not None:
-            notes.append(f"not compared with {options.against}, since weight files are missing or damaged")
-    finally:
-        reporter.end()
-    notes = [note for check in checks for note in check.notes] + notes
-    return Report(output, MEASURE, tuple(checks), tuple(notes), against=options.against)
+        v.reporter.end()
+    if _loads(v):
+        v.checks.extend(run_checks(LOADING, v))
+    notes = (*(note for check in v.checks for note in check.notes), *v.notes)
+    return Report(output, measured, tuple(v.checks), notes, tuple(v.errors), options.against, v.predictions, found)
 
 
 def _open_checkpoint(options: VerifyOptions) -> Report:
@@ -169,26 +227,11 @@ def _open_checkpoint(options: VerifyOptions) -> Report:
     source.require_computable()
     shapes = {layer: source.shape_of(layer) for layer in source.layers}
     measured = Measure(source.method_of(min(shapes)).name, None, 1, False, shapes)
-    result = f"{len(shapes)} layers with all their experts, none of another size"
-    return Report(open_decoded(root), measured, (Check("tensors", result),))
+    check = Check(f"{plural(len(shapes), 'layer')} with all their experts, none of another size", name="tensors")
+    return Report(open_decoded(root), measured, (check,))
 
 
-def _load(
-    options: VerifyOptions, output: Output, measured: Measure, model: MoeModel | None, reporter: Reporter
-) -> tuple[list[Check], Predictions | None]:
-    """What transformers says of an output for the GPU: do its names fit, and does it predict
-    what the source predicts?
-    """
-    reporter.say("transformers loads it: names first" + (", then the source and the output" if model else ""))
-    names, complete = check_reload(output)
-    if model is None or measured.fmt is None:
-        return [names], None
-    if not complete:
-        return [names, not_compared("the output cannot be loaded whole")], None
-    check, predictions = check_predictions(
-        output, model, measured.fmt.encoding.grid.bits, options.text, options.threads
-    )
-    return [names, check], predictions
+# --- after a conversion ---------------------------------------------------------------------------
 
 
 def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
@@ -208,13 +251,8 @@ def require_sound(root: Path, *, load: bool = True) -> tuple[str, ...]:
     return tuple(note for check in checks for note in check.notes)
 
 
-def _other_source(output: Output, source: TensorSource) -> list[str]:
-    """A note where the files of the source are not those that the manifest names; equal bytes may come of it all the
-    same.
-    """
-    if output.manifest is None or output.manifest.command not in ("cpu", "gpu", decoded.COMMAND):
-        return []
-    made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
-    if made_of == {(shard.header_sha256, shard.size) for shard in source.shards}:
-        return []
-    return [f"{source.root}: its files are not those that the manifest says this output was made from"]
+def require_decoded(root: Path) -> None:
+    """The same after `dequantize`. Raises VerificationError with the first problem."""
+    report = Report(output := open_decoded(root), DECODED, tuple(check_structure(output, DECODED)))
+    if report.problems:
+        raise VerificationError(f"{root}: {report.problems[0]}.")

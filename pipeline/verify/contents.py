@@ -1,0 +1,79 @@
+"""The bytes of an output by themselves: the hash of every file, and numbers that no finite weight can give."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import Manifest, OutputFile
+from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
+from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.outputs.parts import part_shape
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify.checks import CHUNK, Check, CheckItems
+
+
+def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckItems) -> Check:
+    """Every byte of these files of a manifest, by its sha256, and what the manifest itself says."""
+    # The largest first: the last one alone would leave the others idle.
+    ordered = sorted(files, key=lambda file: -file.size)
+    found = check_items("hashes", ordered, [file.size for file in ordered])
+    wrong = {file.name: problem for file, problem in found if problem is not None}
+    if (actual := manifest.actual_digest(listing)) != listing.sha256:
+        wrong[manifest.NAME] = (
+            f"{manifest.NAME} is not what was written: the sha256 of what it says is {actual[:12]}, "
+            f"and it names {listing.sha256[:12]}"
+        )
+    result = f"{len(files)} files and {manifest.NAME}, every byte as it was written"
+    return Check(result, tuple(wrong[name] for name in sorted(wrong)))
+
+
+def hash_problem(root: Path, file: OutputFile, reporter: Reporter) -> str | None:
+    """What is wrong with the bytes of a file; None where they are as they were written."""
+    digest = hashlib.sha256()
+    try:
+        with (root / file.name).open("rb") as data:
+            while chunk := data.read(CHUNK):
+                digest.update(chunk)
+                reporter.advance(len(chunk))
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+    actual, listed = digest.hexdigest(), file.sha256
+    if actual == listed:
+        return None
+    return f"{file.name} is not what was written: its sha256 is {actual[:12]}, the manifest says {listed[:12]}"
+
+
+def check_numbers(output: Output, measure: Measure) -> Check:
+    """Every part's numbers are those that finite weights give."""
+    try:
+        problems = tuple(_wrong_numbers(output, measure))
+    except VerificationError as error:
+        problems = (str(error),)
+    return Check("all finite, as those of finite weights are", problems)
+
+
+def _wrong_numbers(output: Output, measure: Measure) -> Iterator[str]:
+    """By the output's format; without one, by the first that names its tensors so."""
+    encoding = (measure.fmt or formats_by_names(output)[0]).encoding
+    endings = suffixes(encoding)
+    for place in dict.fromkeys(place for place, _ in output.tensors):
+        _, hidden, intermediate = measure.shapes[place.layer]
+        n, k = part_shape(place.projection, hidden, intermediate, measure.numa)  # 0 where they are not known
+        n, k = (k, n) if place.backward else (n, k)
+        if encoding.scales is not None and not n * k:
+            continue
+        stored = [output.tensors.get((place, suffix)) for suffix in endings]
+        if any(
+            s is None or s.dtype != t.dtype or (n * k and s.nbytes != t.nbytes)
+            for s, t in zip(stored, encoding.tensors(n, k), strict=True)
+        ):
+            continue  # check_tensors says so
+        read = output.reader(place, endings)
+        for tensor, defect in zip(stored, encoding.defects, strict=True):
+            if defect is not None and tensor is not None and (what := defect(read, n, k)):
+                yield f"{tensor.name} in {tensor.file}: {what} ({output.names.describe(place, endings[-1])})"

@@ -1,0 +1,191 @@
+"""Checks of one file, expert or tensor each: made by threads of this process, or by an executor's workers."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from ktconvert.layouts.errors import KtconvertError, OutputError
+from ktconvert.layouts.files.manifest import OutputFile
+from ktconvert.layouts.files.shards import group_by_limit
+from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.pipeline.engine.plan import tool_version
+from ktconvert.pipeline.engine.tasks import result_of
+from ktconvert.pipeline.engine.worker import Collecting, Failure, failure_of, require_able, threads_here
+from ktconvert.pipeline.stages.carry_over import OtherTensor
+from ktconvert.pipeline.stages.ordered import in_order
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.verify.against_output import pairs, tensor_difference
+from ktconvert.pipeline.verify.against_source import (
+    Comparison,
+    ExpertFindings,
+    comparison,
+    decoded_tensors,
+    other_difference,
+)
+from ktconvert.pipeline.verify.checks import CheckItems
+from ktconvert.pipeline.verify.contents import hash_problem
+from ktconvert.pipeline.verify.inputs import Inputs, VerifyOptions, open_inputs
+
+TASK_BYTES = 1 << 30  # that the items of a task are about
+AHEAD = 4  # items under way for each thread
+
+
+@dataclass(frozen=True)
+class ItemChecker:
+    """Checks one item: a file, an expert or a tensor. What it finds is a sentence, None if all is well; of an expert,
+    figures, too.
+    """
+
+    inputs: Inputs
+    reporter: Reporter
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        """With the source."""
+        return comparison(self.inputs)
+
+    @cached_property
+    def other_tensors(self) -> Mapping[str, OtherTensor]:
+        """Those of the source that are no routed experts, by their names in the output."""
+        assert self.inputs.source is not None
+        return self.comparison.other_tensors if self.inputs.model else decoded_tensors(self.inputs.source)
+
+    @cached_property
+    def pairs(self) -> Mapping[str, tuple[Any, Any]]:
+        """The tensors that another output has, too."""
+        assert self.inputs.other is not None
+        return pairs(self.inputs.output, self.inputs.other)
+
+    def file_hash(self, file: OutputFile) -> str | None:
+        """The sha256 of a file of the manifest."""
+        return hash_problem(self.inputs.output.root, file, self.reporter)
+
+    def expert(self, item: tuple[int, int]) -> ExpertFindings:
+        """An expert (layer, expert) against the source's."""
+        return self.comparison.expert(*item)
+
+    def other_tensor(self, name: str) -> str | None:
+        """A tensor that is no routed expert, against the source's."""
+        assert self.inputs.source is not None
+        return other_difference(self.inputs.output, self.inputs.source, self.other_tensors[name])
+
+    def equal_tensor(self, name: str) -> str | None:
+        """A tensor against that of another output."""
+        assert self.inputs.other is not None
+        return tensor_difference(self.inputs.output, self.inputs.other, name, *self.pairs[name])
+
+    def check(self, kind: str, item: Any) -> Any:
+        """By a row of ITEM_CHECKS."""
+        return ITEM_CHECKS[kind](self, item)
+
+
+ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
+    "hashes": ItemChecker.file_hash,
+    "experts": ItemChecker.expert,
+    "other tensors": ItemChecker.other_tensor,
+    "equal tensors": ItemChecker.equal_tensor,
+}
+
+
+def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, threads: int | None) -> CheckItems:
+    """By threads of this process, or by the workers of an executor, with so many threads each."""
+    if executor is None:
+        return by_threads(ItemChecker(inputs, reporter), inputs.options.threads)
+    task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
+    check = by_workers(executor, partial(check_as_worker, task), f"`ktconvert verify {inputs.output.root}` again")
+
+    def advancing(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        for nbytes, found in zip(sizes, check(kind, items, sizes), strict=True):
+            reporter.advance(nbytes if kind == "hashes" else 0)  # threads do so while they hash
+            yield found
+
+    return advancing
+
+
+def by_threads(checker: ItemChecker, threads: int) -> CheckItems:
+    """By so many threads."""
+
+    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
+            slots = list(range(AHEAD * threads))
+            for item, _, found in in_order(pool, items, slots, lambda item, _: checker.check(kind, item)):
+                yield item, found
+
+    return check
+
+
+def by_workers(
+    executor: Executor, check_all: Callable[[str, Sequence[Any]], list[Any] | Failure], remedy: str
+) -> CheckItems:
+    """By an executor's workers, which call check_all(kind, items) for about TASK_BYTES at a time. It travels: a
+    function of a module, with arguments as small.
+    """
+
+    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        flying: deque[tuple[Sequence[Any], Future[list[Any] | Failure]]] = deque()
+        try:
+            for start, stop in group_by_limit(sizes, TASK_BYTES):
+                flying.append((items[start:stop], executor.submit(check_all, kind, items[start:stop])))
+            while flying:
+                group, future = flying.popleft()
+                found: list[Any] = result_of(future, f"verifying {kind}", remedy)
+                yield from zip(group, found, strict=True)
+        finally:
+            for _, future in flying:
+                future.cancel()
+
+    return check
+
+
+# --- on a worker ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What a worker has to know.
+
+    run      another one each time, so that no worker checks files that it opened before
+    files    what it must see (Inputs.files)
+    threads  None: the CPUs that it may use
+    """
+
+    options: VerifyOptions
+    run: str
+    version: str
+    files: tuple[tuple[str, int, str], ...]
+    threads: int | None
+
+
+def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | Failure:
+    """What was found of each item, in order. What is wrong with this host comes back as a Failure."""
+    try:
+        with _opening:
+            checker, threads = _opened(task)
+        return [found for _, found in by_threads(checker, threads)(kind, items, [0] * len(items))]
+    except (KtconvertError, OSError, MemoryError) as error:
+        return failure_of(error)
+
+
+_opening = threading.Lock()
+
+
+@functools.lru_cache(1)
+def _opened(task: WorkerTask) -> tuple[ItemChecker, int]:
+    """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
+    require_able(task.version)
+    inputs = open_inputs(task.options)
+    if inputs.files != task.files:
+        differing = sorted({name for name, *_ in set(inputs.files) ^ set(task.files)})
+        raise OutputError(
+            f"{', '.join(differing[:3])} of {task.options.output} or what it is compared with is another file here; "
+            "every host needs the same files at the same paths."
+        )
+    return ItemChecker(inputs, Collecting()), threads_here(task.threads)
