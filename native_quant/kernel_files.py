@@ -63,12 +63,12 @@ def cgroups(controller: str, root: Path) -> Iterator[Path]:
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         ours.update(dict.fromkeys(names.split(","), path))
-    for wanted, kind in ((controller, "cgroup"), ("", "cgroup2")):
-        hierarchies = [m for m in mounts(root) if m[2] == kind and (kind == "cgroup2" or wanted in m[3])]
-        if wanted not in ours or not hierarchies:
+    for name, kind in ((controller, "cgroup"), ("", "cgroup2")):
+        hierarchies = [m for m in mounts(root) if m[2] == kind and (kind == "cgroup2" or name in m[3])]
+        if name not in ours or not hierarchies:
             continue
         inside, point, _, _ = hierarchies[0]
-        own = PurePosixPath(ours[wanted])
+        own = PurePosixPath(ours[name])
         # A bind-mounted hierarchy starts at `inside`; what is above it or outside the namespace (/..) is hidden.
         relative = own.relative_to(inside) if own.is_relative_to(inside) else PurePosixPath()
         parts = () if ".." in relative.parts else tuple(p for p in relative.parts if p != "/")

@@ -128,7 +128,7 @@ def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[n
     raise_error(error)
 
 
-def lay_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None:
+def reorder_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None:
     """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, into the order of panels.
 
     n and k: multiples of 32. codes: uint8 [n/32, 32*k] is written. NonFinite: a code is NaN; nothing is written then.
@@ -141,7 +141,7 @@ def lay_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None
     read_environment()
     bad_row = ffi.new("int64_t *")
     rows = ffi.cast("uint8_t *", values.__array_interface__["data"][0])
-    error = lib.ktq_lay_fp8(n, k, rows, values.strides[0], ffi.from_buffer("uint8_t[]", codes), bad_row)
+    error = lib.ktq_reorder_fp8(n, k, rows, values.strides[0], ffi.from_buffer("uint8_t[]", codes), bad_row)
     if error == lib.KTQ_ENONFINITE:
         raise NonFinite(bad_row[0], int(np.argmax(values[bad_row[0]] & 0x7F == 0x7F)))
     raise_error(error)

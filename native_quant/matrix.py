@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
 
-PIECE = 1 << 20  # columns that a decoder in Python decodes at a time: 4 MiB of float32
+DECODED_COLUMNS = 1 << 20  # columns that a decoder in Python decodes at a time: 4 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Kind:
     decode: Callable[[Matrix], npt.NDArray[np.float32]] | None = None
 
     @property
-    def turns(self) -> bool:
+    def can_transpose(self) -> bool:
         """Whether C reads it transposed too, that is with either axis contiguous."""
         return self.number is not None and self.columns == self.items == self.rows == 1 and not self.by_rows
 
@@ -125,7 +125,7 @@ class Matrix:
     @property
     def T(self) -> Matrix:
         """The transposed linear: a view where C reads both orientations of the kind, else decoded to BF16."""
-        if not self.kind.turns:
+        if not self.kind.can_transpose:
             return Matrix(decode(self).T, BF16, origin=self.origin[::-1])
         scales = None if self.scales is None else np.ascontiguousarray(self.scales.T)
         return Matrix(self.values.T, self.kind, scales, self.block[::-1], self.origin[::-1])
@@ -181,10 +181,10 @@ def decode(matrix: Matrix) -> npt.NDArray[np.uint16]:
         _decode(matrix, out)
     else:
         assert matrix.kind.decode is not None, matrix.kind
-        step = max(1, PIECE // max(1, k))
+        step = max(1, DECODED_COLUMNS // max(1, k))
         for first in range(0, n, step):
-            piece = matrix.rows(first, min(first + step, n))
-            _decode(Matrix(matrix.kind.decode(piece), F32), out[first : first + step])
+            rows = matrix.rows(first, min(first + step, n))
+            _decode(Matrix(matrix.kind.decode(rows), F32), out[first : first + step])
     return out
 
 
@@ -223,11 +223,11 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
         raise ValueError(f"{kind.name} values must be {kind.dtype} in this machine's byte order, not {values.dtype!r}")
     n, k = matrix.shape
     if kind.rows > 1:
-        stored, wanted, axis = values.shape[0] * kind.rows, n, "rows"
+        stored, needed, axis = values.shape[0] * kind.rows, n, "rows"
     else:
-        stored, wanted, axis = values.shape[1] // kind.items * kind.columns, k, "columns"
-    if values.shape[1] % kind.items or wanted < 1 or matrix.skip < 0 or matrix.skip + wanted > stored:
-        raise ValueError(f"values of shape {values.shape} hold {stored} {axis}, not {wanted} after {matrix.skip}")
+        stored, needed, axis = values.shape[1] // kind.items * kind.columns, k, "columns"
+    if values.shape[1] % kind.items or needed < 1 or matrix.skip < 0 or matrix.skip + needed > stored:
+        raise ValueError(f"values of shape {values.shape} hold {stored} {axis}, not {needed} after {matrix.skip}")
     (row_stride, column_stride), item = values.strides, kind.dtype.itemsize
     # NumPy may give any stride to an axis of length 1.
     row_stride = row_stride if values.shape[0] > 1 else item

@@ -466,7 +466,7 @@ def test_codes_alone_are_put_into_panels(n: int, k: int, start: int, isa: str, r
     values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
     kernels.set_isa(isa)
     try:
-        kernels_panels.lay_fp8(values, codes)
+        kernels_panels.reorder_fp8(values, codes)
     finally:
         kernels.set_isa(None)
     np.testing.assert_array_equal(codes, panels.to_panels(values))
@@ -477,7 +477,7 @@ def test_a_nan_among_codes_alone_is_refused(nan: int) -> None:
     values, codes = np.zeros((64, 96), np.uint8), np.empty((2, 32 * 96), np.uint8)
     values[33, 95] = nan
     with pytest.raises(kernels.NonFinite, match="row 33, column 95"):
-        kernels_panels.lay_fp8(values, codes)
+        kernels_panels.reorder_fp8(values, codes)
 
 
 def test_codes_alone_that_do_not_fit_are_refused() -> None:
@@ -488,6 +488,6 @@ def test_codes_alone_that_do_not_fit_are_refused() -> None:
         (values[:31], "multiples of 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            kernels_panels.lay_fp8(wrong, codes)  # type: ignore[arg-type]
+            kernels_panels.reorder_fp8(wrong, codes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="codes"):
-        kernels_panels.lay_fp8(values, codes[:, :-1])
+        kernels_panels.reorder_fp8(values, codes[:, :-1])

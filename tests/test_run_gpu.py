@@ -574,8 +574,8 @@ def test_packed_weights_beside_the_experts(case: Case, tmp_path: Path, example: 
 def test_more_than_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [np.ones(1 << 20, np.bool_)]
     with pytest.raises(ResourceError, match=r"1048576 hot experts take .* GiB in BF16, and cpu has .* choose fewer"):
-        hot_experts.require_room(masks, 7168, 2048, torch.device("cpu"))
-    hot_experts.require_room(masks, 1, 1, torch.device("cpu"))
+        hot_experts.require_space(masks, 7168, 2048, torch.device("cpu"))
+    hot_experts.require_space(masks, 1, 1, torch.device("cpu"))
 
 
 @qwen

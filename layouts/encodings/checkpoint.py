@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant.matrix import PIECE, Kind, Matrix
+from ktconvert.native_quant.matrix import DECODED_COLUMNS, Kind, Matrix
 from ktconvert.quantizers.scales import e8m0
 
 Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
@@ -136,9 +136,9 @@ class Weight:
         kind, stack = self.encoding.kind, self.shape[0] if len(self.shape) == 3 else 1
         others = {role: math.prod(t.shape) for role, t in self.tensors.items() if role != self.encoding.values}
         scales = sum(items * self.encoding.item_bytes.get(role, 4) for role, items in others.items())
-        whole = kind.number is None or (turned and not kind.turns)
+        whole = kind.number is None or (turned and not kind.can_transpose)
         columns = math.prod(self.shape)
-        return (scales + 2 * columns * whole) // stack + 10 * PIECE * (kind.number is None)
+        return (scales + 2 * columns * whole) // stack + 10 * DECODED_COLUMNS * (kind.number is None)
 
     def matrix(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
         """One linear as it is stored: [k, n] if it is input-major. Raises InputError for wrong contents."""

@@ -76,9 +76,9 @@ typedef int kt_pack_mxfp4_fn(const uint8_t *rows, int64_t row_stride, uint8_t *c
                              const kt_ahead *ahead);
 enum { KT_MXFP4_HALF_BYTES = KT_HALF_ROWS * KT_GROUP_COLUMNS / 2 };
 
-/* The same half of each of so many blocks, from codes of E2M1 as they are stored (KTQ_FP4_E2M1, which begin with a whole
-   byte, or KTQ_GGML_MXFP4): two halves apart in `codes`. rows, row_stride (bytes): any alignment. */
-typedef void kt_lay_mxfp4_fn(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes);
+/* The same half of each of so many blocks, from codes of E2M1 as they are stored (KTQ_FP4_E2M1, which begin with a
+   whole byte, or KTQ_GGML_MXFP4): two halves apart in `codes`. rows, row_stride (bytes): any alignment. */
+typedef void kt_reorder_mxfp4_fn(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes);
 
 /* BF16 values, all finite, divided by the scale, as E4M3 (NUMERICS.md, section 9). values: any alignment; count: a
    multiple of 32. */
@@ -333,8 +333,8 @@ void kt_decode_integers(const kt_kernels *kernels, const ktq_source *source, int
    2 ...; the rows of a half tile stay valid together. */
 const uint8_t *kt_bf16_row(const kt_kernels *kernels, const ktq_source *source, int64_t r, int64_t k,
                            uint16_t *scratch);
-/* source.c: rows first .. first+rows-1 (at most 32) as BF16: where the first lies, and how far apart they are in bytes.
-   Where they must be decoded, they are in scratch (32*k uint16). */
+/* source.c: rows first .. first+rows-1 (at most 32) as BF16: where the first lies, and how far apart they are in
+   bytes. Where they must be decoded, they are in scratch (32*k uint16). */
 const uint8_t *kt_bf16_rows(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                             uint16_t *scratch, int64_t *row_stride);
 

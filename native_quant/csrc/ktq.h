@@ -4,8 +4,8 @@
  * Conversions are buffers in, buffers out: they allocate, print and keep nothing. What is kept: the choice of
  * instruction set; pools with their threads and memory, and jobs, until they are freed; the table of mapped files. Only
  * the handler of SIGBUS prints. Every function may be called from many threads at once. What the numbers mean:
- * quantizers/NUMERICS.md. Where the bytes lie: layouts/FORMAT.md. The text between the two markers is what Python (cffi,
- * _build.py) reads: plain C without directives but `#define NAME NUMBER`.
+ * quantizers/NUMERICS.md. Where the bytes lie: layouts/FORMAT.md. The text between the two markers is what Python
+ * (cffi, _build.py) reads: plain C without directives but `#define NAME NUMBER`.
  */
 #ifndef KTQ_H
 #define KTQ_H
@@ -91,9 +91,10 @@ int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t 
                    int64_t *bad_row);
 
 /* Chooses codes and a scale for each row of n x k BF16 values by least squared error (NUMERICS.md, section 2b). rows,
-   row_stride (bytes): any alignment. bits: 4 or 8; k: a multiple of 64. importance[k]: of each column, none negative; NULL: all alike. scratch:
-   2*k floats on a boundary of 64 bytes. codes[n][k]: -7..7 or -127..127, for ktq_pack_codes; scale: n floats.
-   KTQ_ENONFINITE: *bad_row is the first row that holds an infinity or a NaN; codes and scale are then partly written. */
+   row_stride (bytes): any alignment. bits: 4 or 8; k: a multiple of 64.
+   importance[k]: of each column, none negative; NULL: all alike. scratch: 2*k floats on a boundary of 64 bytes.
+   codes[n][k]: -7..7 or -127..127, for ktq_pack_codes; scale: n floats. KTQ_ENONFINITE: *bad_row is the first row that
+   holds an infinity or a NaN; codes and scale are then partly written. */
 int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, const float *importance,
                       float *scratch, int8_t *codes, float *scale, int64_t *bad_row);
 
@@ -148,7 +149,7 @@ int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint
 
 /* Codes of FP8 E4M3 in panels as they are, multiples of 32. rows: n of them, row_stride bytes apart. KTQ_ENONFINITE: a
    code of row *bad_row is NaN. */
-int ktq_lay_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row);
+int ktq_reorder_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row);
 
 /* The source as BF16: out[n][k]. A NaN of FP16 or F32 becomes 0x7fc0, one of FP8 0x7fc0 with the code's sign. */
 int ktq_decode(int64_t n, int64_t k, const ktq_source *source, uint16_t *out);
@@ -199,8 +200,8 @@ enum { KTQ_NVFP4_HEADER = 64 };
 /* Of a layer; experts of a token; the hidden size and the columns of a part: int32 sums hold 255 * 127 per column. */
 enum { KTQ_MOST_PARTS = 64, KTQ_MOST_TOPK = 4096, KTQ_MOST_COLUMNS = 65536 };
 
-/* The bytes of the codes and of the scales that a forward reads of a weight [n, k]. KTQ_EINVAL: there is no such format,
-   or too many columns; KTQ_ESHAPE: n or k is no multiple of what it must be. */
+/* The bytes of the codes and of the scales that a forward reads of a weight [n, k]. KTQ_EINVAL: there is no such
+   format, or too many columns; KTQ_ESHAPE: n or k is no multiple of what it must be. */
 int ktq_weight_bytes(int format, int64_t n, int64_t k, int64_t *codes, int64_t *scales);
 
 /* One part of one expert as it is packed: gate and up [width, hidden], down [hidden, width]. Scales are NULL where the

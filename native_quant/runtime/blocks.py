@@ -30,7 +30,7 @@ def memory_available() -> int:
     return total if nodes == by_node.keys() else min(total, sum(by_node[node] for node in nodes))
 
 
-def places_memory() -> bool:
+def binds_memory() -> bool:
     """Whether blocks are placed on nodes: there are several with memory, the user set no memory policy, and the kernel
     permits it. If it does not, there is a warning, once.
     """
@@ -45,7 +45,7 @@ def places_memory() -> bool:
 
 def warn_of_shortages(where: str, part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> None:
     """A warning, once, if blocks will be placed and the pool's nodes have less left than their parts will take."""
-    if (shortages := placement.shortages(part_bytes, nodes, left)) and places_memory():
+    if (shortages := placement.shortages(part_bytes, nodes, left)) and binds_memory():
         _warn_once(
             f"{where}: not all of it fits the NUMA nodes of its threads ({shortages}): the rest lies on other nodes "
             "and is read more slowly. Free memory there, or convert with another --threadpool-count."
@@ -61,7 +61,7 @@ def blocks(
     nodes   those of the pool that will compute. If memory is placed, each part's block lies on the nodes of its threads
             in the end, as far as they have room.
     """
-    is_placed = places_memory()
+    is_placed = binds_memory()
     views: dict[tuple[Part, str], Bytes] = {}
     on_one_node: list[tuple[Bytes, int]] = []
     for part in range(parts):

@@ -24,7 +24,7 @@ from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
 from ktconvert.native_quant.runtime import hf_output, hf_trunk, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.hf_modules import Place, RoutedExperts, find_experts
+from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_trunk import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.hot_weights import HotWeights
@@ -102,24 +102,24 @@ class KTConvertQuantizer(HfQuantizer):
         and the errors of Experts.load, hot_mask.per_layer and HotWeights for weights that are damaged or do not fit.
         """
         root = self._root(checkpoint_files)
-        places = find_experts(model, open_experts(root).swiglu_of)
+        modules = find_experts(model, open_experts(root).swiglu_of)
         if checkpoint_files:
-            hf_trunk.require_plain(Path(checkpoint_files[0]).parent, checkpoint_files, model, places)
-        masks = self._masks(model, places)
-        source = self._source(places, checkpoint_files) if masks else None
+            hf_trunk.require_plain(Path(checkpoint_files[0]).parent, checkpoint_files, model, modules)
+        masks = self._masks(model, modules)
+        source = self._source(modules, checkpoint_files) if masks else None
         self._trunk = None if checkpoint_files is None else hf_trunk.dequantizer(Path(checkpoint_files[0]).parent)
-        loaded = self._load(root, type(model).__name__, places)
-        hot = {} if source is None else _load_hot(source, places, masks)
-        for place in places:
-            parent, _, name = place.name.rpartition(".")
+        loaded = self._load(root, type(model).__name__, modules)
+        hot = {} if source is None else _load_hot(source, modules, masks)
+        for module in modules:
+            parent, _, name = module.name.rpartition(".")
             block = model.get_submodule(parent)
-            ours = RoutedExperts(place.layer, loaded[place.layer], place.zero_ids, hot.get(place.layer))
+            ours = RoutedExperts(module.layer, loaded[module.layer], module.zero_ids, hot.get(module.layer))
             setattr(block, name, ours)
             if next(block.parameters(recurse=False), None) is None:
                 block._is_hf_initialized = True  # there are families whose initialization would reach into the experts
             for name in itertools.accumulate(parent.split("."), "{}.{}".format, initial=""):
                 _put_first(model.get_submodule(name.removeprefix(".")), ours.experts)
-        model._keys_to_ignore_on_load_unexpected.update(_below(model, place) for place in places)
+        model._keys_to_ignore_on_load_unexpected.update(_below(model, module) for module in modules)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
@@ -137,15 +137,15 @@ class KTConvertQuantizer(HfQuantizer):
             raise UsageError("the model is not loaded from files; name a directory with its experts as cpu_weights")
         return Path(checkpoint_files[0]).parent
 
-    def _masks(self, model: Any, places: list[Place]) -> dict[int, hot_mask.Mask]:
+    def _masks(self, model: Any, modules: list[ExpertModule]) -> dict[int, hot_mask.Mask]:
         """The mask of hot experts of each layer that has any."""
         settings = self.quantization_config
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        experts = {place.layer: place.num_experts for place in places}
+        experts = {module.layer: module.num_experts for module in modules}
         masks = hot_mask.per_layer(settings.gpu_experts_mask, settings.num_gpu_experts, experts, layers)
         return {layer: mask for layer, mask in masks.items() if mask.any()}
 
-    def _source(self, places: list[Place], checkpoint_files: list[str] | None) -> HotWeights:
+    def _source(self, modules: list[ExpertModule], checkpoint_files: list[str] | None) -> HotWeights:
         """The checkpoint of the hot experts, which must have the model's layers and sizes."""
         where = self.quantization_config.gpu_experts
         if where is None and not checkpoint_files:
@@ -154,14 +154,14 @@ class KTConvertQuantizer(HfQuantizer):
             )
         root = Path(checkpoint_files[0]).parent if where is None else Path(where).expanduser()  # type: ignore[index]
         source = HotWeights(root)
-        for place in places:
-            source.require(place.layer, (place.num_experts, place.hidden, place.intermediate))
+        for module in modules:
+            source.require(module.layer, (module.num_experts, module.hidden, module.intermediate))
         return source
 
-    def _load(self, root: Path, what: str, places: list[Place]) -> dict[int, Experts]:
+    def _load(self, root: Path, what: str, modules: list[ExpertModule]) -> dict[int, Experts]:
         """The experts of every layer, loaded before the model is changed."""
         settings, source = self.quantization_config, open_experts(root)
-        missing = sorted({place.layer for place in places}.difference(source.layers))
+        missing = sorted({module.layer for module in modules}.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
             raise UnsupportedError(
@@ -169,21 +169,21 @@ class KTConvertQuantizer(HfQuantizer):
                 "convert all layers"
             )
         pool = shared_pool(settings.threads)
-        swiglu = {place.layer: source.swiglu_of(place.layer) for place in places}
+        swiglu = {module.layer: source.swiglu_of(module.layer) for module in modules}
         return {
-            place.layer: Experts.load(
+            module.layer: Experts.load(
                 root,
-                place.layer,
-                num_experts=place.num_experts,
-                hidden=place.hidden,
-                intermediate=place.intermediate,
+                module.layer,
+                num_experts=module.num_experts,
+                hidden=module.hidden,
+                intermediate=module.intermediate,
                 memory=settings.memory,
                 pool=pool,
                 exact=settings.exact,
-                swiglu_limit=swiglu[place.layer].limit,
-                swiglu_alpha=swiglu[place.layer].alpha,
+                swiglu_limit=swiglu[module.layer].limit,
+                swiglu_alpha=swiglu[module.layer].alpha,
             )
-            for place in places
+            for module in modules
         }
 
     def is_serializable(self) -> bool:
@@ -257,9 +257,9 @@ class ConvertedQuantizer(KTConvertQuantizer):
                 "experts can only be loaded from files; pass the directory of an output to from_pretrained"
             )
         root = Path(checkpoint_files[0]).parent
-        places = find_experts(model, open_experts(root).swiglu_of)
-        renamings = hf_output.renamings(model, places)
-        hf_output.require_rest(root, checkpoint_files, model, places, renamings)
+        modules = find_experts(model, open_experts(root).swiglu_of)
+        renamings = hf_output.renamings(model, modules)
+        hf_output.require_rest(root, checkpoint_files, model, modules, renamings)
         self.quantization_config.cpu_weights = str(root)
         super()._process_model_before_weight_loading(model, checkpoint_files, **kwargs)
         model._keys_to_ignore_on_load_unexpected.add(hf_output.EXPERTS)
@@ -297,10 +297,12 @@ def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: A
 _loading.get_hf_quantizer = _get_quantizer
 
 
-def _load_hot(source: HotWeights, places: list[Place], masks: dict[int, hot_mask.Mask]) -> dict[int, HotExperts]:
+def _load_hot(
+    source: HotWeights, modules: list[ExpertModule], masks: dict[int, hot_mask.Mask]
+) -> dict[int, HotExperts]:
     """The hot experts of each layer. Raises ResourceError before loading if the device has too little memory."""
     device = hot_experts.device()
-    hot_experts.require_room(masks.values(), places[0].hidden, places[0].intermediate, device)
+    hot_experts.require_space(masks.values(), modules[0].hidden, modules[0].intermediate, device)
     return {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
 
 
@@ -315,7 +317,7 @@ def _put_first(module: torch.nn.Module, experts: Experts) -> None:
         attributes.update({FIRST: experts, **others})
 
 
-def _below(model: Any, place: Place) -> str:
+def _below(model: Any, module: ExpertModule) -> str:
     """A pattern for the checkpoint's tensors below a module, with or without the prefix of the base model."""
     base = f"{model.base_model_prefix}."
-    return rf"^({re.escape(base)})?{re.escape(place.name.removeprefix(base))}\."
+    return rf"^({re.escape(base)})?{re.escape(module.name.removeprefix(base))}\."

@@ -100,7 +100,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 
 @dataclass(frozen=True)
-class Place:
+class ExpertModule:
     """A routed-experts module that is to be replaced: its name in the model, its layer, and the sizes E, H and I.
 
     zero_ids  as in RoutedExperts
@@ -114,7 +114,9 @@ class Place:
     zero_ids: bool
 
 
-def find_experts(model: torch.nn.Module, swiglu_of: Callable[[int], Swiglu] = lambda layer: PLAIN) -> list[Place]:
+def find_experts(
+    model: torch.nn.Module, swiglu_of: Callable[[int], Swiglu] = lambda layer: PLAIN
+) -> list[ExpertModule]:
     """Every routed-experts module of a transformers model: called `experts`, with 3-D gate_up_proj and down_proj.
 
     Where a model has several stacks of layers (a talker beside the thinker), the one named in the table of
@@ -153,7 +155,7 @@ def find_experts(model: torch.nn.Module, swiglu_of: Callable[[int], Swiglu] = la
                     " the routing weights on the output; load it without cpu_weights"
                 )
     return [
-        Place(name, layer, *_sizes(module), zero_ids=hasattr(module, "identity_expert"))
+        ExpertModule(name, layer, *_sizes(module), zero_ids=hasattr(module, "identity_expert"))
         for layer, name, module in modules[prefixes[0]]
     ]
 

@@ -13,7 +13,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.numa import KEY
-from ktconvert.native_quant.runtime.hf_modules import LAYER, Place
+from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
 
 # The expert tensors of an output, by the names that `renamings` maps them to.
 EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
@@ -27,20 +27,20 @@ def require_files(root: Path) -> None:
         raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
 
 
-def renamings(model: Any, places: Sequence[Place]) -> list[WeightRenaming]:
+def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenaming]:
     """From kt-kernel's names (numa.rename_non_expert) to this model's, to be applied before its own conversions."""
-    match = LAYER.fullmatch(places[0].name)
+    match = LAYER.fullmatch(modules[0].name)
     assert match is not None
     stack = match["prefix"]
-    beside = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
+    siblings = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
     return [
         WeightRenaming(source_patterns=r"^blk\.", target_patterns=f"{stack}layers."),
-        *(WeightRenaming(source_patterns=rf"^{name}\.", target_patterns=f"{stack}{name}.") for name in beside),
+        *(WeightRenaming(source_patterns=rf"^{name}\.", target_patterns=f"{stack}{name}.") for name in siblings),
     ]
 
 
 def require_rest(
-    root: Path, files: Iterable[str], model: Any, places: Sequence[Place], first: Sequence[WeightRenaming]
+    root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule], first: Sequence[WeightRenaming]
 ) -> None:
     """Raises UnsupportedError where the files lack a non-expert tensor of the model, which would be random, or hold one
     that is quantized, whose codes would be taken for numbers.
@@ -55,16 +55,16 @@ def require_rest(
             "`ktconvert dequantize` writes of the original checkpoint"
         )
     names = [entry.name for entry in entries]
-    missing = sorted(wanted(model, places) - targets(model, names, first))
+    missing = sorted(needed_tensors(model, modules) - targets(model, names, first))
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise UnsupportedError(_load_the_original(root, f"lacks {missing[0]}{more} of {type(model).__name__}"))
 
 
-def wanted(model: Any, places: Sequence[Place]) -> set[str]:
+def needed_tensors(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
     """The tensors that the checkpoint must have, by their names in the model."""
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    experts = tuple(f"{place.name}." for place in places)
+    experts = tuple(f"{module.name}." for module in modules)
     return {
         name
         for name in model.state_dict()

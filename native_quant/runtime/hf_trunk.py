@@ -18,7 +18,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import cpu_card
 
 if TYPE_CHECKING:
-    from ktconvert.native_quant.runtime.hf_modules import Place
+    from ktconvert.native_quant.runtime.hf_modules import ExpertModule
 
 NAME = "ktconvert"  # quant_method of KTConvertConfig
 PACKED = "_packed"  # what compressed-tensors adds to the name of a weight
@@ -75,7 +75,7 @@ def dequantizer(root: Path) -> Any:
     return None
 
 
-def require_plain(root: Path, files: Iterable[str], model: Any, places: Sequence[Place]) -> None:
+def require_plain(root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule]) -> None:
     """Raises UnsupportedError where a weight that the model needs beside its routed experts is packed: transformers
     would not find it, and fill in random numbers.
     """
@@ -85,7 +85,7 @@ def require_plain(root: Path, files: Iterable[str], model: Any, places: Sequence
 
     names = [entry.name for file in files for entry in read_header(Path(file)).entries]
     plain = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
-    packed = hf_output.wanted(model, places) & hf_output.targets(model, plain, ())
+    packed = hf_output.needed_tensors(model, modules) & hf_output.targets(model, plain, ())
     if packed:
         raise UnsupportedError(
             f"{root}: is quantized beyond its routed experts ({min(packed)}{PACKED}), and only these can be combined "

@@ -68,7 +68,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def require_room(masks: Iterable[Mask], hidden: int, width: int, where: torch.device) -> None:
+def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.device) -> None:
     """Raises ResourceError where the hot experts of all layers do not fit into free memory."""
     import torch
 

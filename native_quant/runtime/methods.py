@@ -115,7 +115,7 @@ def put_fp8(stored: StoredPart, codes: Bytes) -> None:
     """Writes codes of FP8 in panels. Raises kernels.NonFinite."""
     fp8.require_finite(stored.part)
     n, k = stored.part.shape
-    kernels_panels.lay_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
+    kernels_panels.reorder_fp8(stored.part.values, codes.reshape(n // panels.ROWS, panels.ROWS * k))
 
 
 def _part_of(grid: npt.NDArray[np.generic], part: Matrix, columns: int) -> npt.NDArray[np.generic]:

@@ -29,7 +29,7 @@ class Model:
         self.buffers = BufferCache()
 
 
-class Place:
+class Member:
     """A wrapper's place in its model: the weight_path, and the layer's number.
 
     Those with one weight_path are dealt out to models when the first of them computes: as many models as there are
@@ -37,7 +37,7 @@ class Place:
     first model that has no wrapper of its layer (any more).
     """
 
-    _made: ClassVar[weakref.WeakValueDictionary[int, Place]] = weakref.WeakValueDictionary()  # in their order
+    _made: ClassVar[weakref.WeakValueDictionary[int, Member]] = weakref.WeakValueDictionary()  # in their order
     _numbers: ClassVar[itertools.count[int]] = itertools.count()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -87,34 +87,34 @@ class Place:
 
     @classmethod
     def _deal(cls, path: str) -> None:
-        places = [place for place in cls._made.values() if place.path == path]
-        groups: list[list[Place]] = []
-        for place in reversed([place for place in places if place._model is None]):
-            group = next((group for group in groups if place.layer < group[-1].layer), None)
+        members = [member for member in cls._made.values() if member.path == path]
+        groups: list[list[Member]] = []
+        for member in reversed([member for member in members if member._model is None]):
+            group = next((group for group in groups if member.layer < group[-1].layer), None)
             if group is None:
-                groups.append([place])
+                groups.append([member])
             else:
-                group.append(place)
+                group.append(member)
         for group in reversed(groups):
-            layers = {place.layer for place in group}
-            models = dict.fromkeys(place._model for place in places if place._model is not None)
-            joined = next((model for model in models if not layers & _layers(model, places)), None) or Model()
-            for place in group:
-                place._model = joined
-                joined.pending.pop(place.layer, None)  # of the one that it takes the place of
+            layers = {member.layer for member in group}
+            models = dict.fromkeys(member._model for member in members if member._model is not None)
+            joined = next((model for model in models if not layers & _layers(model, members)), None) or Model()
+            for member in group:
+                member._model = joined
+                joined.pending.pop(member.layer, None)  # of the one that it takes the place of
 
     @classmethod
     def clear(cls) -> None:
         """Forget all deferred experts, and free all pinned buffers."""
         with cls._lock:
-            models = {place._model for place in cls._made.values() if place._model is not None}
+            models = {member._model for member in cls._made.values() if member._model is not None}
         for model in models:
             model.pending.clear()
             model.buffers.clear()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
-        return Place(self.path, self.layer)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Member:
+        return Member(self.path, self.layer)
 
 
-def _layers(model: Model, places: list[Place]) -> set[int]:
-    return {place.layer for place in places if place._model is model}
+def _layers(model: Model, members: list[Member]) -> set[int]:
+    return {member.layer for member in members if member._model is model}

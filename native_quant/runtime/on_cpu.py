@@ -9,14 +9,14 @@ from ktconvert.native_quant.runtime import deferred
 from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.jobs import Job
-from ktconvert.native_quant.runtime.models import Place
+from ktconvert.native_quant.runtime.models import Member
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass
-class Layer:
+class WrappedLayer:
     """A wrapper's settings, for on_cpu and on_stream.
 
     mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: experts of a token that a forward may
@@ -24,7 +24,7 @@ class Layer:
     """
 
     experts: Experts
-    place: Place
+    member: Member
     mask: torch.Tensor
     topk: int
     may_defer: int
@@ -50,7 +50,7 @@ class Layer:
 class OnCpu:
     """Forwards of a layer; the caller's thread computes too, unless it only submits."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: WrappedLayer) -> None:
         import torch
 
         self._layer = layer
@@ -63,7 +63,7 @@ class OnCpu:
         """Compute and return the result; deferred experts are computed in the background."""
         layer = self._layer
         hidden, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
-        previous = self._previous(hidden) if layer.place.model.pending else None
+        previous = self._previous(hidden) if layer.member.model.pending else None
         if previous is not None:
             previous.job.wait()
         out = self._empty_like(hidden) if previous is None else previous.out
@@ -93,7 +93,7 @@ class OnCpu:
     def sync(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Wait for the forward of the last submit() and return its result."""
         if self._submitted is None:
-            raise RuntimeError(f"layer {self._layer.place.layer}: sync_forward without a submit_forward before it")
+            raise RuntimeError(f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it")
         (job, previous, out), self._submitted = self._submitted, None
         job.wait()
         if previous is not None:
@@ -117,18 +117,18 @@ class OnCpu:
         return hidden, ids, weights
 
     def _previous(self, hidden: torch.Tensor) -> Deferred | None:
-        return self._layer.place.take(len(hidden), self._cpu)
+        return self._layer.member.take(len(hidden), self._cpu)
 
     def _defer(self, hidden: torch.Tensor, later: torch.Tensor, weights: torch.Tensor) -> None:
         """Start the deferred experts, which the next layer adds. No one else may write to the tensors."""
         layer, out = self._layer, self._empty_like(hidden)
         job = layer.experts.job(layer.call(hidden, later, weights, out), (hidden, later, weights, out, layer.mask))
         job.submit()
-        layer.place.leave(Deferred(job, layer.experts.pool, out, self._cpu))
+        layer.member.leave(Deferred(job, layer.experts.pool, out, self._cpu))
 
 
 def check_shapes(
-    layer: Layer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Size, torch.Size]:
     """The shapes of hidden and ids; ValueError if they do not go together."""
     shape, pairs = hidden.shape, ids.shape

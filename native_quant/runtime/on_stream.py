@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.jobs import Job
-from ktconvert.native_quant.runtime.on_cpu import Layer, check_shapes
+from ktconvert.native_quant.runtime.on_cpu import WrappedLayer, check_shapes
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, Buffers
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class OnStream:
     """Forwards of a layer. Jobs are created once for each set of buffers, so that a graph can run them again."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: WrappedLayer) -> None:
         self._layer = layer
-        self._place = layer.place.layer % DEPTH  # which of the two sets this layer uses
+        self._set = layer.member.layer % DEPTH  # which of the two sets this layer uses
         self._jobs: weakref.WeakKeyDictionary[Buffers, dict[str, Job]] = weakref.WeakKeyDictionary()
         self._submitted: tuple[Job, Buffers] | None = None
         self._device: torch.device | None = None
@@ -34,24 +34,24 @@ class OnStream:
     def sync(self, hidden_states: torch.Tensor, cuda_stream: Any) -> torch.Tensor:
         """A tensor that holds the result once the stream reaches this point."""
         if self._submitted is None:
-            raise RuntimeError(f"layer {self._layer.place.layer}: sync_forward without a submit_forward before it")
+            raise RuntimeError(f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it")
         (job, buffers), self._submitted = self._submitted, None
         with streams.current(hidden_states.device, cuda_stream) as stream:
             streams.launch(stream, WAIT, job)
-            buffers.readers[self._place].remove(job)
+            buffers.readers[self._set].remove(job)
             out = hidden_states.new_empty(hidden_states.shape)
-            out.copy_(buffers.out[self._place].view(hidden_states.shape), non_blocking=True)
+            out.copy_(buffers.out[self._set].view(hidden_states.shape), non_blocking=True)
         return out
 
     def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        layer, here, following = self._layer, self._place, (self._place + 1) % DEPTH
+        layer, here, following = self._layer, self._set, (self._set + 1) % DEPTH
         shape, pairs = check_shapes(layer, hidden, ids, weights)
         layer.experts.packed.require_whole()  # what was lost in forwards that nobody waited for
         tokens, topk = shape[:-1].numel(), pairs[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device
-        buffers = layer.place.model.buffers.get(hidden.device, tokens, layer.experts.hidden, topk)
-        previous = layer.place.take(tokens, hidden.device)
+        buffers = layer.member.model.buffers.get(hidden.device, tokens, layer.experts.hidden, topk)
+        previous = layer.member.take(tokens, hidden.device)
         if previous is not None and previous.pool is not layer.experts.pool:
             streams.launch(stream, WAIT, previous.job)  # only jobs of the same pool run in order
         for reader in buffers.readers[here]:
@@ -72,16 +72,16 @@ class OnStream:
             late = self._job(buffers, "late")
             streams.launch(stream, SUBMIT, late)
             buffers.readers[here].append(late)
-            layer.place.leave(Deferred(late, layer.experts.pool, buffers.out[following], hidden.device))
+            layer.member.leave(Deferred(late, layer.experts.pool, buffers.out[following], hidden.device))
         self._submitted = (job, buffers)
 
     def _job(self, buffers: Buffers, kind: str) -> Job:
         """The job of these buffers: "now", "add" (now, added to the previous layer's deferred experts) or "late"."""
         jobs = self._jobs.setdefault(buffers, {})
         if kind not in jobs:
-            here, layer = self._place, self._layer
-            ids, place = (buffers.late_ids, (here + 1) % DEPTH) if kind == "late" else (buffers.ids, here)
-            call = layer.call(buffers.hidden[here], ids[here], buffers.weights[here], buffers.out[place], kind == "add")
+            here, layer = self._set, self._layer
+            ids, at = (buffers.late_ids, (here + 1) % DEPTH) if kind == "late" else (buffers.ids, here)
+            call = layer.call(buffers.hidden[here], ids[here], buffers.weights[here], buffers.out[at], kind == "add")
             jobs[kind] = layer.experts.job(call, (layer.mask,))  # not buffers: they own the jobs
         return jobs[kind]
 

@@ -64,8 +64,8 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
     linears = functools.partial(source.linears, packed)
-    wanted = reference(packed, linears, widen(hidden), swiglu, pool.threads)  # [inputs, E, H]
-    problems = list(_implausible(layer, wanted))
+    expected = reference(packed, linears, widen(hidden), swiglu, pool.threads)  # [inputs, E, H]
+    problems = list(_implausible(layer, expected))
     error: dict[str, float] = {}
     alone = np.arange(packed.experts, dtype=np.int64)[:, None]
     together = every_expert(topk, packed.experts)
@@ -81,10 +81,12 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
         problems += [f"{where}: expert {expert} gives a result that is not finite" for expert in bad]
         if bad.size:
             continue
-        mixed = wanted[:, together].mean(axis=2)  # equal weights
+        mixed = expected[:, together].mean(axis=2)  # equal weights
         distances = {
-            "expert {}": distance(one, wanted, (0, 2)),
-            f"panel {{}} of {PANEL} output rows, over all experts,": distance(_panels(one), _panels(wanted), (0, 1, 3)),
+            "expert {}": distance(one, expected, (0, 2)),
+            f"panel {{}} of {PANEL} output rows, over all experts,": distance(
+                _panels(one), _panels(expected), (0, 1, 3)
+            ),
             f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
         }
         for what, far in distances.items():
@@ -122,11 +124,11 @@ def _forward(experts: Experts, hidden: npt.NDArray[np.uint16], ids: npt.NDArray[
     return widen(out).reshape(len(hidden), len(ids), -1)
 
 
-def distance(outputs: F32, wanted: F32, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def distance(outputs: F32, expected: F32, axes: tuple[int, ...]) -> npt.NDArray[np.float64]:
     """||outputs - wanted|| / ||wanted|| over these axes, for each index of the other axes; 0 where both are zero."""
     with np.errstate(all="ignore"):
-        off = np.square(outputs.astype(np.float64) - wanted).sum(axes)
-        size = np.square(wanted.astype(np.float64)).sum(axes)
+        off = np.square(outputs.astype(np.float64) - expected).sum(axes)
+        size = np.square(expected.astype(np.float64)).sum(axes)
         return np.where(off == 0, 0.0, np.sqrt(off / size))
 
 
@@ -139,8 +141,8 @@ def widen(bits: npt.NDArray[np.uint16]) -> F32:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _implausible(layer: int, wanted: F32) -> Iterator[str]:
-    largest = np.abs(wanted).max(axis=(0, 2))
+def _implausible(layer: int, expected: F32) -> Iterator[str]:
+    largest = np.abs(expected).max(axis=(0, 2))
     for expert in np.flatnonzero(~np.isfinite(largest)):
         yield f"layer {layer}: the weights of expert {expert} give a result that is not finite: a scale is damaged"
     usual = float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0

@@ -10,8 +10,8 @@ import numpy as np
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import deferred, methods
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.models import Place
-from ktconvert.native_quant.runtime.on_cpu import Layer, OnCpu
+from ktconvert.native_quant.runtime.models import Member
+from ktconvert.native_quant.runtime.on_cpu import OnCpu, WrappedLayer
 from ktconvert.native_quant.runtime.on_stream import OnStream
 from ktconvert.native_quant.runtime.pool import Pool, checked_nodes, shared_pool
 from ktconvert.native_quant.runtime.streams import BufferCache
@@ -115,10 +115,10 @@ class KTMoEWrapper:
         self._mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self._pool = _pool(cpuinfer_threads, threadpool_count, numa_nodes)
         self.moe: Experts | None = None  # kt-kernel's name for the object that computes
-        self._layer: Layer | None = None
+        self._layer: WrappedLayer | None = None
         self._cpu: OnCpu | None = None
         self._stream: OnStream | None = None
-        self._place = Place(self.weight_path, layer_idx)
+        self._member = Member(self.weight_path, layer_idx)
 
     # --- what may change at any time ------------------------------------------------------------------
 
@@ -222,9 +222,9 @@ class KTMoEWrapper:
         self._install(experts)
 
     def _install(self, experts: Experts) -> None:
-        layer = Layer(
+        layer = WrappedLayer(
             experts,
-            self._place,
+            self._member,
             self._mask,
             self.num_experts_per_tok,
             self._may_defer,
@@ -293,7 +293,7 @@ class KTMoEWrapper:
     @staticmethod
     def clear_buffer_cache() -> None:
         """Free all pinned buffers. CUDA graphs captured before must not be replayed any more."""
-        Place.clear()
+        Member.clear()
 
     @staticmethod
     def clear_sft_buffer_cache() -> None:

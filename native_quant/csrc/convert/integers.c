@@ -1,5 +1,5 @@
-/* Packed integers, however their codes lie, to BF16 rows: codes that are not stored row after row are first brought into
- * that order, a piece of 32 rows at a time. */
+/* Packed integers, however their codes lie, to BF16 rows: codes that are not stored row after row are first
+ * brought into that order, 32 rows at a time. */
 #include <string.h>
 
 #include "kernels.h"
@@ -105,6 +105,7 @@ void kt_decode_integers(const kt_kernels *kernels, const ktq_source *source, int
         decode_words(kernels, source, first, rows, k, out);
     } else {
         for (int64_t r = first; r < first + rows; r++, out += k)
-            decode(kernels, source, r, 0, k, (const uint8_t *)source->values + r * source->row_stride, source->skip, out);
+            decode(kernels, source, r, 0, k, (const uint8_t *)source->values + r * source->row_stride, source->skip,
+                   out);
     }
 }

@@ -29,8 +29,8 @@ static int are_finite(const uint8_t *codes, int e) {
 }
 
 /* The exponents of a row, KT_PANEL_ROWS apart. Returns 1, or 0 if a number is not finite, or NO_EXPONENT. */
-static int lay_exponents(const ktq_source *source, int64_t r, const uint8_t *row, int64_t block_bytes, int64_t blocks,
-                         uint8_t *exponents) {
+static int reorder_exponents(const ktq_source *source, int64_t r, const uint8_t *row, int64_t block_bytes,
+                             int64_t blocks, uint8_t *exponents) {
     int finite = 1, in_blocks = source->kind == KTQ_GGML_MXFP4;
     const float *scales = NULL;
     if (!in_blocks)
@@ -57,11 +57,11 @@ int kt_keep_mxfp4(const kt_kernels *kernels, const ktq_source *source, int64_t n
     const uint8_t *rows = (const uint8_t *)source->values + first_block;
     for (int64_t r = 0; r < n; r++, rows += source->row_stride) {
         if (r + KT_HALF_ROWS < n) fetch(rows + KT_HALF_ROWS * source->row_stride, blocks * block_bytes);
-        int done = lay_exponents(source, r, rows, block_bytes, blocks, exponents + r % KT_PANEL_ROWS);
+        int done = reorder_exponents(source, r, rows, block_bytes, blocks, exponents + r % KT_PANEL_ROWS);
         if (done == NO_EXPONENT) return 0;
         if (!done && *bad_row < 0) *bad_row = r;
         if (r % KT_HALF_ROWS == 0)
-            kernels->lay_mxfp4(source->kind, rows, source->row_stride, blocks,
+            kernels->reorder_mxfp4(source->kind, rows, source->row_stride, blocks,
                                codes + r % KT_PANEL_ROWS / KT_HALF_ROWS * KT_MXFP4_HALF_BYTES);
         if (r % KT_PANEL_ROWS == KT_PANEL_ROWS - 1) {
             codes += KT_PANEL_ROWS * k / 2;

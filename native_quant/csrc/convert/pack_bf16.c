@@ -13,7 +13,7 @@ static void put_blocks(const kt_kernels *kernels, const uint8_t *rows, int64_t r
     for (int64_t c = 0; c < k; c += KTQ_BF16_BLOCK_COLUMNS) {
         int64_t columns = k - c < KTQ_BF16_BLOCK_COLUMNS ? k - c : KTQ_BF16_BLOCK_COLUMNS;
         uint16_t *panel = codes + block * k + c * block_rows + (first - block) * columns;
-        kt_lay_panel(kernels, 2, rows + 2 * c, row_stride, columns, (uint8_t *)panel);
+        kt_reorder_panel(kernels, 2, rows + 2 * c, row_stride, columns, (uint8_t *)panel);
     }
 }
 

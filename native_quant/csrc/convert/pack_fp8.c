@@ -107,7 +107,8 @@ static int64_t round_all(const kt_kernels *kernels, int order, int64_t n, int64_
         for (int64_t r = 0; r < KT_FP8_BLOCK; r += KT_PANEL_ROWS)
             for (int64_t c = 0; c < k; c += KT_FP8_BLOCK) {
                 _Alignas(64) uint16_t values[KT_PANEL_ROWS * KT_FP8_BLOCK];
-                kt_lay_panel(kernels, 2, rows + r * row_stride + 2 * c, row_stride, KT_FP8_BLOCK, (uint8_t *)values);
+                const uint8_t *from = rows + r * row_stride + 2 * c;
+                kt_reorder_panel(kernels, 2, from, row_stride, KT_FP8_BLOCK, (uint8_t *)values);
                 kernels->e4m3((const uint8_t *)values, KT_PANEL_ROWS * KT_FP8_BLOCK, scales[c / KT_FP8_BLOCK],
                               codes + (first + r) * k + c * KT_PANEL_ROWS);
             }
@@ -130,7 +131,7 @@ int ktq_pack_fp8(int order, int64_t n, int64_t k, const ktq_source *source, uint
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;
 }
 
-int ktq_lay_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row) {
+int ktq_reorder_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, uint8_t *codes, int64_t *bad_row) {
     int error = kt_check_panels(KT_PANEL_ROWS, n, k);
     if (!error && (!rows || row_stride < k || !codes || !bad_row)) error = KTQ_EINVAL;
     if (error) return error;
@@ -138,6 +139,6 @@ int ktq_lay_fp8(int64_t n, int64_t k, const uint8_t *rows, int64_t row_stride, u
         if (has_nan(rows + *bad_row * row_stride, k)) return KTQ_ENONFINITE;
     *bad_row = -1;
     for (int64_t first = 0; first < n; first += KT_PANEL_ROWS)
-        kt_lay_panel(kt_current(), 1, rows + first * row_stride, row_stride, k, codes + first * k);
+        kt_reorder_panel(kt_current(), 1, rows + first * row_stride, row_stride, k, codes + first * k);
     return KTQ_OK;
 }

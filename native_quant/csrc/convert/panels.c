@@ -16,7 +16,7 @@ uint16_t kt_amax_of(const kt_kernels *kernels, const uint8_t *row, int64_t k) {
     return amax > rest ? amax : rest;
 }
 
-void kt_lay_panel(const kt_kernels *kernels, int item_bytes, const uint8_t *rows, int64_t row_stride, int64_t k,
+void kt_reorder_panel(const kt_kernels *kernels, int item_bytes, const uint8_t *rows, int64_t row_stride, int64_t k,
                   uint8_t *panel) {
     int64_t half_row = KT_HALF_ROWS * 2 * item_bytes; /* a pair of columns of 16 rows */
     for (int64_t c = 0; c < k; c += KT_BLOCK_PAIRS * 2)
@@ -30,7 +30,7 @@ void kt_lay_panel(const kt_kernels *kernels, int item_bytes, const uint8_t *rows
 void kt_put_rows(const kt_kernels *kernels, int order, int item_bytes, const uint8_t *rows, int64_t row_stride,
                  int64_t k, uint8_t *out) {
     if (order == KTQ_PANELS) {
-        kt_lay_panel(kernels, item_bytes, rows, row_stride, k, out);
+        kt_reorder_panel(kernels, item_bytes, rows, row_stride, k, out);
         return;
     }
     for (int64_t r = 0; r < KT_PANEL_ROWS; r++)

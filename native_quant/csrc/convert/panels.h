@@ -21,12 +21,12 @@ uint16_t kt_amax_of(const kt_kernels *kernels, const uint8_t *row, int64_t k);
 
 /* 32 rows of k items (of 1 or 2 bytes) to a panel: blocks of 32 columns, halves of 16 rows, pairs of columns, rows.
    k: a multiple of 32; rows, row_stride (bytes): any alignment. */
-void kt_lay_panel(const kt_kernels *kernels, int item_bytes, const uint8_t *rows, int64_t row_stride, int64_t k,
+void kt_reorder_panel(const kt_kernels *kernels, int item_bytes, const uint8_t *rows, int64_t row_stride, int64_t k,
                   uint8_t *panel);
 
 /* keep_mxfp4.c: whether a source has codes of E2M1 with a scale for each 32 columns. Then kt_keep_mxfp4 puts codes and
-   exponents into panels; *bad_row, if it is -1, becomes the first row that holds an infinity or a NaN. It returns 0, with
-   some of it written, if a scale is no power of two, else 1. */
+   exponents into panels; *bad_row, if it is -1, becomes the first row that holds an infinity or a NaN. It returns 0,
+   with some of it written, if a scale is no power of two, else 1. */
 int kt_has_mxfp4(const ktq_source *source);
 int kt_keep_mxfp4(const kt_kernels *kernels, const ktq_source *source, int64_t n, int64_t k, uint8_t *codes,
                   uint8_t *exponents, int64_t *bad_row);

@@ -22,7 +22,7 @@ static int64_t least(int64_t a, int64_t b) {
 
 /* rows x columns values, whose first is element (row, column) of the source and lies at `in`: a rectangle for each
  * scale. */
-static void decode_piece(const kt_kernels *kernels, const ktq_source *source, const uint8_t *in, int64_t in_stride,
+static void decode_block(const kt_kernels *kernels, const ktq_source *source, const uint8_t *in, int64_t in_stride,
                          int64_t row, int64_t rows, int64_t column, int64_t columns, uint16_t *out, int64_t out_pitch) {
     if (source->kind == KTQ_BF16) {
         for (int64_t r = 0; r < rows; r++)
@@ -126,7 +126,7 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
     int bytes = kt_column_bits(source->kind) / 8;
     const uint8_t *in = (const uint8_t *)source->values + first * source->row_stride;
     if (kt_is_row_contiguous(source)) {
-        decode_piece(kernels, source, in, source->row_stride, first, rows, 0, k, out, k);
+        decode_block(kernels, source, in, source->row_stride, first, rows, 0, k, out, k);
     } else if (source->kind == KTQ_BF16) {
         kernels->transpose(bytes, in, source->column_stride, rows, k, (uint8_t *)out, k * bytes);
     } else if (is_grouped_down(source)) {
@@ -137,7 +137,7 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
             int64_t columns = least(k - c, STAGE_COLUMNS);
             kernels->transpose(bytes, in + c * source->column_stride, source->column_stride, rows, columns, stage,
                                STAGE_COLUMNS * bytes);
-            decode_piece(kernels, source, stage, STAGE_COLUMNS * bytes, first, rows, c, columns, out + c, k);
+            decode_block(kernels, source, stage, STAGE_COLUMNS * bytes, first, rows, c, columns, out + c, k);
         }
     }
 }

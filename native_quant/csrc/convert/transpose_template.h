@@ -41,7 +41,7 @@ TARGET static void transpose_few_2(const uint8_t *in, int64_t stride, uint8_t *o
 
 /* 4 * LANES columns of 2 * LANES items of 1 byte. A word: columns 4i .. 4i + 3 of a row. */
 TARGET static void transpose_1(const uint8_t *in, int64_t stride, uint8_t *out, int64_t pitch) {
-    enum { PIECES = LANES / 8 }; /* 128 bits of a half vector: 16 rows each */
+    enum { QUARTERS = LANES / 8 }; /* 128 bits of a half vector: 16 rows each */
     ints low[LANES], high[LANES];
     for (int i = 0; i < LANES; i++) {
         const uint8_t *column = in + 4 * i * stride;
@@ -52,8 +52,8 @@ TARGET static void transpose_1(const uint8_t *in, int64_t stride, uint8_t *out, 
         low[i] = joined(half_unpacklo_epi16(ab, cd), half_unpackhi_epi16(ab, cd));
         high[i] = joined(half_unpacklo_epi16(AB, CD), half_unpackhi_epi16(AB, CD));
     }
-    STORE_TRANSPOSED(low, j / 4 % PIECES * 16 + j / 4 / PIECES * 4 + j % 4, out, pitch);
-    STORE_TRANSPOSED(high, j / 4 % PIECES * 16 + j / 4 / PIECES * 4 + j % 4, out + 8 * pitch, pitch);
+    STORE_TRANSPOSED(low, j / 4 % QUARTERS * 16 + j / 4 / QUARTERS * 4 + j % 4, out, pitch);
+    STORE_TRANSPOSED(high, j / 4 % QUARTERS * 16 + j / 4 / QUARTERS * 4 + j % 4, out + 8 * pitch, pitch);
 }
 
 /* `turn` for `at_once` rows and `step` columns at a time, and what is left of the columns. */

@@ -68,13 +68,13 @@ static inline int kt_is_by_panel(const kt_gemm *job) {
     return job->m <= 2 * job->tile_rows;
 }
 
-/* The chunk that begins at column `first`: what is left of the column block in equal pieces, whole packed tiles. */
+/* The chunk that begins at column `first`: what is left of the column block in equal parts, whole packed tiles. */
 static inline int64_t kt_chunk_columns(const kt_gemm *job, int bits, int64_t first) {
     int64_t most = bits == 4 && kt_is_by_panel(job) ? KT_CHUNK_MOST_INT4_FEW : KT_CHUNK_MOST;
     int64_t tile = kt_geometry_of(bits)->tile_columns, left = KT_K_BLOCK - first % KT_K_BLOCK;
     if (left > job->k - first) left = job->k - first;
-    int64_t pieces = (left + most - 1) / most;
-    return (left + pieces * tile - 1) / (pieces * tile) * tile;
+    int64_t parts = (left + most - 1) / most;
+    return (left + parts * tile - 1) / (parts * tile) * tile;
 }
 
 static inline int64_t kt_packed_bytes(int bits, int64_t columns) {

@@ -62,8 +62,8 @@ KT_INLINE TARGET __m512i in_turn(__m512i sum) {
     return sum;
 }
 
-/* The codes of quad q and half h of a tile; INT4: of its columns from 64 on if `high`. kept: where FIRST leaves those of
- * a tile for AGAIN. */
+/* The codes of quad q and half h of a tile; INT4: of its columns from 64 on if `high`. kept: where FIRST leaves those
+ * of a tile for AGAIN. */
 KT_INLINE TARGET __m512i codes_of(int kind, int high, __m512i bytes, uint8_t *kept, int q, int h) {
     int64_t place = (q * 8 / BITS + high) * 128 + h * 64;
     if (kind == AGAIN) return _mm512_load_si512(kept + place);

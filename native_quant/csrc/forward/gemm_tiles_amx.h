@@ -28,7 +28,7 @@ KT_INLINE KT_TARGET_AMX void kt_zero_sums(int two) {
     }
 }
 
-/* Sums, float32 or int32, to c[token * 32 + row]: tiles 4 and 5 from token 0 on, 6 and 7, if `two`, from `second` on. */
+/* Sums, float32 or int32, to c[token * 32 + row]: tiles 4 and 5 from token 0 on; if `two`, 6 and 7 from `second`. */
 KT_INLINE KT_TARGET_AMX void kt_store_sums(int two, void *c, int64_t second) {
     const int64_t row = KT_PANEL_ROWS * 4, half = KT_HALF_ROWS * 4;
     uint8_t *to = c;

@@ -153,7 +153,7 @@ static int64_t most_tasks(const kt_pass *pass, const kt_group *group) {
  */
 
 /* The memory needed before the tokens are sorted. */
-static int64_t *lay_out_sorting(kt_pass *pass, kt_arena *arena) {
+static int64_t *allocate_sorting(kt_pass *pass, kt_arena *arena) {
     int64_t *place;
     KT_TAKE(place, pass->moe->experts);
     KT_TAKE(pass->bucket, pass->moe->experts);
@@ -162,7 +162,7 @@ static int64_t *lay_out_sorting(kt_pass *pass, kt_arena *arena) {
     return place;
 }
 
-static void lay_out_group(const kt_pass *pass, kt_group *group, kt_arena *arena) {
+static void allocate_group(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     int64_t cells = group->parts * pass->buckets;
     KT_TAKE(group->task, most_tasks(pass, group));
     KT_TAKE(group->gate_up_left, cells);
@@ -170,10 +170,10 @@ static void lay_out_group(const kt_pass *pass, kt_group *group, kt_arena *arena)
     KT_TAKE(group->down_left, pass->sections);
     KT_TAKE(group->combine_left, pass->sections);
     KT_TAKE(group->y, (pass->sections > 1 ? 2 : 1) * group->parts * pass->rows * pass->section_columns);
-    pass->format->arithmetic->lay_out(pass, group, arena);
+    pass->format->arithmetic->allocate(pass, group, arena);
 }
 
-static void lay_out_workers(kt_pass *pass, int workers, kt_arena *arena) {
+static void allocate_workers(kt_pass *pass, int workers, kt_arena *arena) {
     KT_TAKE(pass->scratch, workers);
     for (int i = 0; i < workers; i++) {
         kt_worker_scratch none, *scratch = arena->base ? &pass->scratch[i] : &none;
@@ -191,15 +191,15 @@ static int64_t parts_of_group(const kt_pass *pass, int g) {
     return kt_blocks(pass->moe->parts - g, pass->groups);
 }
 
-static void lay_out(kt_pass *pass, int workers, kt_arena *arena) {
-    lay_out_sorting(pass, arena);
-    lay_out_workers(pass, workers, arena);
+static void allocate(kt_pass *pass, int workers, kt_arena *arena) {
+    allocate_sorting(pass, arena);
+    allocate_workers(pass, workers, arena);
     for (int g = 0; g < pass->groups; g++) {
         kt_group none = {0}, *group = arena->base ? &pass->group[g] : &none;
         *group = (kt_group){.parts = parts_of_group(pass, g)};
         KT_TAKE(group->part, group->parts);
         for (int64_t i = 0; arena->base && i < group->parts; i++) group->part[i] = g + i * pass->groups;
-        lay_out_group(pass, group, arena);
+        allocate_group(pass, group, arena);
     }
     if (pass->groups > 1) KT_TAKE(pass->partial, pass->moe->parts * pass->tokens * pass->moe->hidden);
 }
@@ -218,19 +218,19 @@ static void choose_sections(kt_pass *pass) {
 static int run_pass(ktq_pool *pool, kt_pass *pass) {
     int workers = kt_pool_workers(pool);
     kt_arena counted = {0};
-    lay_out_sorting(pass, &counted);
+    allocate_sorting(pass, &counted);
     kt_arena first = {.base = kt_pool_block(pool, counted.used, 0)};
     if (!first.base) return KTQ_ENOMEM;
-    sort_tokens(pass, lay_out_sorting(pass, &first));
+    sort_tokens(pass, allocate_sorting(pass, &first));
     kt_open_gaps(&first);
     choose_sections(pass);
 
     counted = (kt_arena){0};
     kt_pass copy = *pass;
-    lay_out(&copy, workers, &counted);
+    allocate(&copy, workers, &counted);
     kt_arena whole = {.base = kt_pool_block(pool, counted.used, first.used)}; /* begins with the sorted tokens */
     if (!whole.base) return KTQ_ENOMEM;
-    lay_out(pass, workers, &whole);
+    allocate(pass, workers, &whole);
 
     for (int g = 0; g < pass->groups; g++) plan_group(pass, &pass->group[g], kt_blocks(workers, pass->groups));
     pass->next_merge = 0;

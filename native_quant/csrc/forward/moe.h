@@ -13,8 +13,8 @@ enum {
     KT_MAX_PANELS = 16,   /* panels that a task multiplies at a time */
     KT_MOST_SUMS = 2 * KT_MOST_TOKENS + KT_MOST_TILE_ROWS, /* rows of sums: each may have a remainder; whole tiles */
     KT_ROW_BLOCK = 16,    /* rows that are quantized, or tokens that are combined, by one task */
-    /* A bucket of at most so many rows is requantized by the last of its GATE_UP tasks, which has some of h at hand; the
-       rows of a larger one are shared out. That saves 1 to 2 % of a forward of the Qwen3-30B-A3B shape. */
+    /* A bucket of at most so many rows is requantized by the last of its GATE_UP tasks, which has some of h at hand;
+       the rows of a larger one are shared out. That saves 1 to 2 % of a forward of the Qwen3-30B-A3B shape. */
     KT_REQUANTIZED_AT_ONCE = 64,
 };
 
@@ -111,8 +111,8 @@ static inline int64_t kt_blocks(int64_t n, int64_t size) {
     return (n + size - 1) / size;
 }
 
-/* Hands out a block piece by piece; with base NULL it only counts. AddressSanitizer (tests/asan.sh) reports whatever
- * touches the gap behind a piece, until kt_open_gaps. */
+/* Hands out memory block by block; with base NULL it only counts. AddressSanitizer (tests/asan.sh) reports whatever
+ * touches the gap behind a block, until kt_open_gaps. */
 typedef struct {
     uint8_t *base;
     size_t used;
@@ -128,14 +128,14 @@ enum { KT_GAP = 0 };
 #endif
 
 static inline void *kt_take(kt_arena *arena, int64_t count, size_t size) {
-    size_t bytes = (size_t)count * size, room = ((bytes + 63) & ~(size_t)63) + KT_GAP;
-    uint8_t *piece = arena->base ? arena->base + arena->used : NULL;
-    if (piece) {
-        ASAN_UNPOISON_MEMORY_REGION(piece, bytes);
-        ASAN_POISON_MEMORY_REGION(piece + bytes, room - bytes);
+    size_t bytes = (size_t)count * size, padded = ((bytes + 63) & ~(size_t)63) + KT_GAP;
+    uint8_t *block = arena->base ? arena->base + arena->used : NULL;
+    if (block) {
+        ASAN_UNPOISON_MEMORY_REGION(block, bytes);
+        ASAN_POISON_MEMORY_REGION(block + bytes, padded - bytes);
     }
-    arena->used += room;
-    return piece;
+    arena->used += padded;
+    return block;
 }
 static inline void kt_open_gaps(const kt_arena *arena) {
     ASAN_UNPOISON_MEMORY_REGION(arena->base, arena->used);
@@ -146,7 +146,7 @@ static inline void kt_open_gaps(const kt_arena *arena) {
 struct kt_arithmetic {
     int64_t a_bytes, h_bytes; /* memory for a column of a row's activations, before and after gate and up */
     /* Memory for a group's rows. */
-    void (*lay_out)(const kt_pass *pass, kt_group *group, kt_arena *arena);
+    void (*allocate)(const kt_pass *pass, kt_group *group, kt_arena *arena);
     /* A token of the pass, to the row of every expert that wants it. */
     void (*quantize)(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch);
     void (*gate_up)(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch);

@@ -3,7 +3,7 @@
 
 #include "moe.h"
 
-static void lay_out(const kt_pass *pass, kt_group *group, kt_arena *arena) {
+static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     KT_TAKE(group->bf16.a, pass->rows * pass->moe->hidden);
     KT_TAKE(group->bf16.h, group->parts * pass->rows * pass->moe->width);
 }
@@ -96,4 +96,4 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
 }
 
 const kt_arithmetic kt_bf16_arithmetic = {
-    .a_bytes = 2, .h_bytes = 2, .lay_out = lay_out, .quantize = copy, .gate_up = gate_up, .down = down};
+    .a_bytes = 2, .h_bytes = 2, .allocate = allocate, .quantize = copy, .gate_up = gate_up, .down = down};

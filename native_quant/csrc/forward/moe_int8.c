@@ -54,7 +54,7 @@ static kt_code_row place_in(int8_t *tiles, int64_t rows, int64_t k, int64_t t) {
     return (kt_code_row){tiles + kt_in_tiles(rows, k, t), rows * 64};
 }
 
-static void lay_out(const kt_pass *pass, kt_group *group, kt_arena *arena) {
+static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
     kt_int8_activations *rows = &group->int8;
     int64_t k = pass->moe->hidden, w = pass->moe->width, blocks = group->parts * blocks_of(pass);
     int64_t a = pass->rows + pass->buckets * (KT_MOST_TILE_ROWS - 1), h = group->parts * h_rows(pass);
@@ -260,5 +260,5 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
 }
 
 const kt_arithmetic kt_int8_arithmetic = {
-    .a_bytes = 1, .h_bytes = 6, .lay_out = lay_out, .quantize = quantize, .gate_up = gate_up, .requantize = requantize,
-    .down = down};
+    .a_bytes = 1, .h_bytes = 6, .allocate = allocate, .quantize = quantize, .gate_up = gate_up,
+    .requantize = requantize, .down = down};

@@ -187,8 +187,10 @@ int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool *
     *pool = (ktq_pool){.groups = groups, .workers = workers, .worker = all};
     pthread_mutex_init(&pool->busy, NULL);
     for (int g = 0, i = 0; g < groups; g++)
-        for (int j = 0; j < threads[g]; j++, i++)
-            all[i] = (worker){.pool = pool, .group = g, .place = kt_place_of(cpus ? cpus + (size_t)i * KTQ_CPU_BYTES : NULL)};
+        for (int j = 0; j < threads[g]; j++, i++) {
+            const uint8_t *own = cpus ? cpus + (size_t)i * KTQ_CPU_BYTES : NULL;
+            all[i] = (worker){.pool = pool, .group = g, .place = kt_place_of(own)};
+        }
     pthread_once(&once, watch_forks);
     int error = start_threads(pool);
     if (error) {

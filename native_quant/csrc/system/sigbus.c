@@ -103,8 +103,8 @@ static void on_sigbus(int number, siginfo_t *info, void *context) {
     }
 }
 
-static int copy_text(char *to, size_t room, const char *from, size_t length) {
-    if (length >= room) return 0;
+static int copy_text(char *to, size_t size, const char *from, size_t length) {
+    if (length >= size) return 0;
     memcpy(to, from, length);
     to[length] = 0;
     return 1;

@@ -42,8 +42,8 @@ typedef __m128i half_ints;
 #define load_ph_ps(p) _mm256_cvtph_ps(half_loadu(p))
 
 /* 16 bytes from each of two places. */
-TARGET static inline ints load_apart(const uint8_t *p, int64_t apart) {
-    return joined(half_loadu(p), half_loadu(p + apart));
+TARGET static inline ints load_strided(const uint8_t *p, int64_t stride) {
+    return joined(half_loadu(p), half_loadu(p + stride));
 }
 
 /* Words of at most 65535 as 16 bits. */

@@ -46,11 +46,11 @@ typedef __mmask64 mask; /* a bit of each lane */
 #define load_ph_ps(p) _mm512_cvtph_ps(half_loadu(p))
 
 /* 16 bytes from each of four places. */
-TARGET static inline ints load_apart(const uint8_t *p, int64_t apart) {
+TARGET static inline ints load_strided(const uint8_t *p, int64_t stride) {
     ints x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
-    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p + apart)), 1);
-    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p + 2 * apart)), 2);
-    return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p + 3 * apart)), 3);
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p + stride)), 1);
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p + 2 * stride)), 2);
+    return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p + 3 * stride)), 3);
 }
 
 /* Words of at most 65535 as 16 bits. */

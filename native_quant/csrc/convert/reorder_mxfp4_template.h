@@ -19,11 +19,12 @@ TARGET static inline ints load_codes(const uint8_t *blocks) {
 /* The first 16 columns of a block are in lower nibbles, the others in upper nibbles. */
 TARGET static inline ints load_ggml(const kt_ggml_mxfp4 *blocks) {
     static const uint8_t order[16] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
-    ints x = shuffle_epi8(load_apart(blocks->q, sizeof *blocks), load_repeated(order));
+    ints x = shuffle_epi8(load_strided(blocks->q, sizeof *blocks), load_repeated(order));
     return packus_epi16(pairs(x), pairs(srli_epi16(x, 4)));
 }
 
-TARGET void KERNEL_OF(lay_mxfp4)(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes) {
+TARGET void KERNEL_OF(reorder_mxfp4)(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks,
+                                     uint8_t *codes) {
     int64_t block_bytes = kind == KTQ_GGML_MXFP4 ? (int64_t)sizeof(kt_ggml_mxfp4) : KT_GROUP_COLUMNS / 2;
     for (; blocks >= BLOCKS; blocks -= BLOCKS, rows += BLOCKS * block_bytes, codes += BLOCKS * 2 * KT_MXFP4_HALF_BYTES)
         for (int first = 0; first < KT_HALF_ROWS; first += LANES) {
@@ -36,5 +37,5 @@ TARGET void KERNEL_OF(lay_mxfp4)(int kind, const uint8_t *rows, int64_t row_stri
             for (int i = 0; i < LANES; i++)
                 storeu_si(codes + i / 4 * 2 * KT_MXFP4_HALF_BYTES + i % 4 * 64 + 4 * first, out[i]);
         }
-    if (blocks) kt_lay_mxfp4_scalar(kind, rows, row_stride, blocks, codes);
+    if (blocks) kt_reorder_mxfp4_scalar(kind, rows, row_stride, blocks, codes);
 }

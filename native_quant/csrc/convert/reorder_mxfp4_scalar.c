@@ -22,7 +22,7 @@ static uint64_t paired(uint64_t codes) {
     return even | odd << 16;
 }
 
-void kt_lay_mxfp4_scalar(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes) {
+void kt_reorder_mxfp4_scalar(int kind, const uint8_t *rows, int64_t row_stride, int64_t blocks, uint8_t *codes) {
     for (int64_t b = 0; b < blocks; b++, codes += 2 * KT_MXFP4_HALF_BYTES)
         for (int64_t r = 0; r < KT_HALF_ROWS; r++) {
             uint64_t stored[2];
