@@ -7,6 +7,7 @@ numbers are defined in quantizers/NUMERICS.md and are the same, bit for bit, wha
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ __all__ = [
     "Matrix",
     "NonFinite",
     "available_isas",
+    "convert",
     "decode",
     "dequantize",
     "error_sums",
@@ -132,6 +134,22 @@ _scratch = _Scratch()
 # --- the kernels ----------------------------------------------------------------------------------
 
 
+def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
+    """Calls a kernel, call(n, k, source, bad_row), with a linear as C reads it, and raises its errors: NonFinite says
+    where the number lies in the matrix.
+    """
+    matrix = readable(matrix)
+    source, keep = source_of(matrix)
+    read_environment()
+    bad_row = ffi.new("int64_t *")
+    error = call(*matrix.shape, source, bad_row)
+    if error == lib.KTQ_ENONFINITE:
+        row = bad_row[0]
+        raise NonFinite(row, int(np.argmax((decode(matrix.rows(row, row + 1))[0] & 0x7FFF) >= 0x7F80)))
+    del keep
+    raise_error(error)
+
+
 def quantize_pack(
     bits: int,
     matrix: Matrix,
@@ -143,17 +161,12 @@ def quantize_pack(
     weight: uint8 [n*k*bits/8] and scale: float32 [n] are written. NonFinite: a value is infinite or NaN; weight and
     scale are then partly written.
     """
-    matrix = readable(matrix)
-    source, keep = source_of(matrix)
-    n, k = matrix.shape
-    packed = _check_packed(bits, n, k, weight, scale, writable=True)
-    read_environment()
-    bad_row = ffi.new("int64_t *")
-    error = lib.ktq_quantize_pack(bits, n, k, source, _scratch.get(k), *packed, bad_row)
-    if error == lib.KTQ_ENONFINITE:
-        raise _non_finite(bad_row[0], matrix)
-    del keep
-    raise_error(error)
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        packed = _check_packed(bits, n, k, weight, scale, writable=True)
+        return lib.ktq_quantize_pack(bits, n, k, source, _scratch.get(k), *packed, bad_row)
+
+    convert(matrix, call)
 
 
 def pack_codes(bits: int, codes: npt.NDArray[np.int8], weight: npt.NDArray[np.uint8]) -> None:
@@ -198,30 +211,22 @@ def quantize_groups(
     k*bits/32] and scale: uint16 [n, k/group] are written. NonFinite: a value is infinite or NaN; packed and scale are
     then partly written. Equations: NUMERICS.md, section 6.
     """
-    matrix = readable(matrix)
-    source, keep = source_of(matrix)
-    n, k = matrix.shape
-    if bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, not {bits}")
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding '{rounding}' is not one of {', '.join(ROUNDINGS)}")
-    if group < 32 or group % 32 or k % group:
-        raise ValueError(f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k} columns")
-    _check_array("packed", packed, _INT32, (n, k * bits // 32), writable=True)
-    _check_array("scale", scale, _UINT16, (n, k // group), writable=True)
-    read_environment()
-    bad_row = ffi.new("int64_t *")
-    out = ffi.from_buffer(_BYTES, packed), ffi.from_buffer(_WORDS, scale)
-    error = lib.ktq_quantize_groups(bits, group, ROUNDINGS[rounding], n, k, source, _scratch.get(k), *out, bad_row)
-    if error == lib.KTQ_ENONFINITE:
-        raise _non_finite(bad_row[0], matrix)
-    del keep
-    raise_error(error)
 
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        if bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, not {bits}")
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"rounding '{rounding}' is not one of {', '.join(ROUNDINGS)}")
+        if group < 32 or group % 32 or k % group:
+            raise ValueError(
+                f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k} columns"
+            )
+        _check_array("packed", packed, _INT32, (n, k * bits // 32), writable=True)
+        _check_array("scale", scale, _UINT16, (n, k // group), writable=True)
+        out = ffi.from_buffer(_BYTES, packed), ffi.from_buffer(_WORDS, scale)
+        return lib.ktq_quantize_groups(bits, group, ROUNDINGS[rounding], n, k, source, _scratch.get(k), *out, bad_row)
 
-def _non_finite(row: int, matrix: Matrix) -> NonFinite:
-    decoded = decode(matrix.rows(row, row + 1))
-    return NonFinite(row, int(np.argmax((decoded[0] & 0x7FFF) >= 0x7F80)))
+    convert(matrix, call)
 
 
 def dequantize(
@@ -245,13 +250,11 @@ def error_sums(
     x is the source as BF16, y the dequantized weight. From them: relative error sqrt(dd/xx), cosine xy/sqrt(xx*yy).
     The order of the additions is fixed, so the sums are the same with every instruction set.
     """
-    matrix = readable(matrix)
-    source, keep = source_of(matrix)
-    n, k = matrix.shape
-    packed = _check_packed(bits, n, k, weight, scale, writable=False)
-    read_environment()
     sums = ffi.new("double[4]")
-    error = lib.ktq_error_sums(bits, n, k, source, _scratch.get(k), *packed, sums)
-    del keep
-    raise_error(error)
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        packed = _check_packed(bits, n, k, weight, scale, writable=False)
+        return lib.ktq_error_sums(bits, n, k, source, _scratch.get(k), *packed, sums)
+
+    convert(matrix, call)
     return sums[0], sums[1], sums[2], sums[3]

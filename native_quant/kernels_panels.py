@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-from ktconvert.native_quant.kernels import NonFinite, _check_array, _non_finite, _scratch
-from ktconvert.native_quant.matrix import Matrix, readable, source_of
+from ktconvert.native_quant.kernels import NonFinite, _check_array, _scratch, convert
+from ktconvert.native_quant.matrix import Matrix
 
 PANEL_ROWS = 32
 # What n and k of a part are multiples of.
@@ -40,20 +40,16 @@ def pack_bf16(matrix: Matrix, codes: npt.NDArray[np.uint16]) -> None:
     n and k: multiples of BF16_MULTIPLE. codes: uint16 [n/32, 32*k] (panels), [n, k] (rows) or [n*k] (blocks) is
     written. NonFinite: a value is infinite or NaN; codes are then partly written.
     """
-    matrix = readable(matrix)
-    source, keep = source_of(matrix)
-    n, k = matrix.shape
-    check_size(BF16_MULTIPLE, n, k)
-    if codes.ndim == 1:
-        _check_array("codes", codes, np.dtype(np.uint16), (n * k,), writable=True)
-    order = lib.KTQ_BLOCKS if codes.ndim == 1 else _order("codes", codes, np.dtype(np.uint16), n, k)
-    read_environment()
-    bad_row = ffi.new("int64_t *")
-    error = lib.ktq_pack_bf16(order, n, k, source, _scratch.get(k), ffi.from_buffer("uint16_t[]", codes), bad_row)
-    if error == lib.KTQ_ENONFINITE:
-        raise _non_finite(bad_row[0], matrix)
-    del keep
-    raise_error(error)
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        check_size(BF16_MULTIPLE, n, k)
+        if codes.ndim == 1:
+            _check_array("codes", codes, np.dtype(np.uint16), (n * k,), writable=True)
+        order = lib.KTQ_BLOCKS if codes.ndim == 1 else _order("codes", codes, np.dtype(np.uint16), n, k)
+        out = ffi.from_buffer("uint16_t[]", codes)
+        return lib.ktq_pack_bf16(order, n, k, source, _scratch.get(k), out, bad_row)
+
+    convert(matrix, call)
 
 
 def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> None:
@@ -64,20 +60,15 @@ def pack_mxfp4(matrix: Matrix, codes: npt.NDArray[np.uint8], exponents: npt.NDAr
     codes: uint8 [n/32, 16*k] and exponents: uint8 [n/32, k] are written. NonFinite: a value is infinite or NaN; what is
     written means nothing then.
     """
-    matrix = readable(matrix)
-    source, keep = source_of(matrix)
-    n, k = matrix.shape
-    check_size(PANEL_ROWS, n, k)
-    _check_array("codes", codes, np.dtype(np.uint8), (n // PANEL_ROWS, PANEL_ROWS * k // 2), writable=True)
-    _check_array("exponents", exponents, np.dtype(np.uint8), (n // PANEL_ROWS, k), writable=True)
-    read_environment()
-    bad_row = ffi.new("int64_t *")
-    out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("uint8_t[]", exponents)
-    error = lib.ktq_pack_mxfp4(n, k, source, _scratch.get(k), *out, bad_row)
-    if error == lib.KTQ_ENONFINITE:
-        raise _non_finite(bad_row[0], matrix)
-    del keep
-    raise_error(error)
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        check_size(PANEL_ROWS, n, k)
+        _check_array("codes", codes, np.dtype(np.uint8), (n // PANEL_ROWS, PANEL_ROWS * k // 2), writable=True)
+        _check_array("exponents", exponents, np.dtype(np.uint8), (n // PANEL_ROWS, k), writable=True)
+        out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("uint8_t[]", exponents)
+        return lib.ktq_pack_mxfp4(n, k, source, _scratch.get(k), *out, bad_row)
+
+    convert(matrix, call)
 
 
 def mxfp4_rows(
@@ -110,22 +101,17 @@ def pack_fp8(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[n
     [n/32, 32*k] (panels) or [n, k], and scales: float32 [n/128, k/128], are written. NonFinite: a value is infinite or
     NaN; codes and scales are then partly written.
     """
-    matrix = readable(matrix)
-    source, keep = source_of(matrix)
-    n, k = matrix.shape
-    check_size(FP8_MULTIPLE, n, k)
-    order = _order("codes", codes, np.dtype(np.uint8), n, k)
-    blocks = (n // FP8_MULTIPLE, k // FP8_MULTIPLE)
-    _check_array("scales", scales, np.dtype(np.float32), blocks, writable=True)
-    read_environment()
-    bad_row = ffi.new("int64_t *")
-    scratch = _scratch.get(FP8_MULTIPLE // PANEL_ROWS * k)
-    out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("float[]", scales)
-    error = lib.ktq_pack_fp8(order, n, k, source, scratch, *out, bad_row)
-    if error == lib.KTQ_ENONFINITE:
-        raise _non_finite(bad_row[0], matrix)
-    del keep
-    raise_error(error)
+
+    def call(n: int, k: int, source: Any, bad_row: Any) -> int:
+        check_size(FP8_MULTIPLE, n, k)
+        order = _order("codes", codes, np.dtype(np.uint8), n, k)
+        blocks = (n // FP8_MULTIPLE, k // FP8_MULTIPLE)
+        _check_array("scales", scales, np.dtype(np.float32), blocks, writable=True)
+        scratch = _scratch.get(FP8_MULTIPLE // PANEL_ROWS * k)
+        out = ffi.from_buffer("uint8_t[]", codes), ffi.from_buffer("float[]", scales)
+        return lib.ktq_pack_fp8(order, n, k, source, scratch, *out, bad_row)
+
+    convert(matrix, call)
 
 
 def reorder_fp8(values: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8]) -> None:

@@ -47,6 +47,24 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def packed_example(tmp_path_factory: pytest.TempPathFactory, cli: Cli, example: Path) -> Write:
+    """The bundled model, converted once for each choice: packed_example("int8", parts, *more options). Whoever changes
+    it copies it first.
+    """
+    outputs: dict[tuple[object, ...], Path] = {}
+
+    def get(method: str, parts: int = 1, *more: str) -> Path:
+        key = (method, parts, *more)
+        if key not in outputs:
+            outputs[key] = tmp_path_factory.mktemp("packed") / f"{method}-T{parts}"
+            options = ("--quant-method", method, "--threadpool-count", parts, "-q", *more)
+            cli("cpu", "-i", example, "-o", outputs[key], *options)
+        return outputs[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def cli() -> Cli:
     """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
 

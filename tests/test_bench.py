@@ -18,16 +18,12 @@ from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import shared_pool
 from ktconvert.pipeline.cli.bench import bench, experts_per_token
-from ktconvert.pipeline.cli.cpu import cpu
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
+def output(packed_example: Callable[..., Path]) -> Path:
     """The bundled model as INT4, for two NUMA nodes."""
-    folder = tmp_path_factory.mktemp("bench") / "int4"
-    done = CliRunner().invoke(cpu, ["-i", str(example), "-o", str(folder), "-q"])
-    assert done.exception is None, done.output
-    return folder
+    return packed_example("int4", 2)
 
 
 @pytest.fixture(autouse=True)

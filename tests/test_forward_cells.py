@@ -160,37 +160,6 @@ def test_real_probes(modules: Modules, tmp_path: Path, own: bool) -> None:
     assert detector.cpu() > 0 and result["workers"] is None
 
 
-def test_products_alone(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each instruction set multiplies in turn, always another weight; the figures are those of its quiet samples."""
-    for name in ("timing", "ceilings"):
-        monkeypatch.setitem(sys.modules, name, benchmark(name))
-    products = benchmark("products")
-    counts: list[int] = []
-
-    def take(bits: int, activations: Any, weights: Any, rows: int, *, tiled_for: int) -> float:
-        assert (bits, activations.shape, rows, tiled_for) == (4, (3, 128), 512, 3)
-        assert weights.shape[1] == 512 * 128 // 2
-        counts.append(len(weights))
-        return 1e-3 * len(weights)
-
-    class Probes:
-        states = iter([9.0, 9.0, 1.0, 1.0, 2.0, 1.0, 1.1, 1.0])
-
-        def probe(self) -> float:
-            return next(self.states)
-
-    monkeypatch.setattr(products, "time_gemm", take)
-    monkeypatch.setattr(products.kernels, "set_isa", lambda isa: None)
-    seen = [1.0]
-    (row,) = products.measure(4, 128, 3, products._random_bytes(1 << 20), Probes(), seen, {"avx2": None}, 3)
-    assert counts == [1, 1, 1, 1]  # a sample takes 1.5 ms, and a call 1
-    assert row.calls == [(1e-3, 1.0), (1e-3, 2.0), (1e-3, 1.1)]
-    assert len(row.quiet) == 2 and row.limit == products.QUIET and len(seen) == 7
-    assert row.operations == pytest.approx(2 * 3 * 512 * 128 / 1e-3)
-    assert row.tile_ns == pytest.approx(1e6 / (3 / 16 * 512 / 16 * 128 / 64))
-    assert row.read == pytest.approx(512 * 128 / 2 / 1e-3)
-
-
 def test_without_a_compiler(modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no C compiler no-such-compiler for state\.c"):

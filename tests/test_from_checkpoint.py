@@ -295,14 +295,6 @@ def test_names_of_other_models(change: Callable[[Tensors], Tensors], tmp_path: P
     np.testing.assert_array_equal(forward(other, layer), expected)
 
 
-def test_experts_in_another_order(tmp_path: Path) -> None:
-    layer = native.read("BF16_default")
-    path = layer.write(tmp_path)
-    turned = Experts.load(path, 0, order=np.array([1, 0]))
-    expected = forward(Experts.load(path, 0), layer)
-    np.testing.assert_array_equal(turned.forward(layer.hidden, 1 - layer.ids, layer.weights), expected)
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rig.gemm import gemm, time_gemm
+from rig.gemm import gemm
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -101,11 +101,3 @@ def test_nothing_saturates(bits: int, m: int) -> None:
             check(bits, activations, weight, n)
     weight = np.random.default_rng(m).choice(np.array([least, most], np.uint8), n * k * bits // 8)
     check(bits, np.random.default_rng(bits).choice(np.array([-127, 127], np.int8), (m, k)), weight, n)
-
-
-@pytest.mark.parametrize("m", [1, 17])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_timed_products(bits: int, m: int) -> None:
-    """What benchmarks/products.py measures: three weights one after the other."""
-    weights = np.zeros((3, 128 * 256 * bits // 8), np.uint8)
-    assert 0 < time_gemm(bits, np.ones((m, 256), np.int8), weights, 128) < 300

@@ -35,10 +35,8 @@ SENTENCE = (
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> Path:
-    out = tmp_path_factory.mktemp("features") / "int8"
-    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
-    return out
+def weights(packed_example: Callable[..., Path]) -> Path:
+    return packed_example("int8")
 
 
 def loaded(example: Path, weights: Path, **options: Any) -> Any:

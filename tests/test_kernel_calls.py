@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,25 +101,6 @@ def test_every_family_ends_in_scalar() -> None:
     for family, order in families.items():
         assert order == sorted(order, reverse=True), f"{family}: best first"
         assert order[-1] == 0, f"{family}: scalar last"
-
-
-PROGRAM = """
-from ktconvert.native_quant import kernels
-try:
-    print(kernels.isa())
-except ValueError as error:
-    print("refused:", error)
-"""
-
-
-@pytest.mark.parametrize(("value", "answer"), [("scalar", "scalar"), (" AVX2 ", "avx2"), ("sse9", "refused"), ("", "")])
-def test_environment_chooses_the_isa(value: str, answer: str) -> None:
-    if answer == "avx2" and "avx2" not in kernels.available_isas():
-        answer = "refused"
-    environment = os.environ | {"KTCONVERT_ISA": value}
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.startswith(answer or isas.chosen())
-    assert not ran.stderr
 
 
 SIGBUS_PROGRAM = """

@@ -77,10 +77,9 @@ print(json.dumps([said, [str(each.message) for each in told], out.tolist()]))
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
-    folder = tmp_path_factory.mktemp("placement") / "int8"
-    cli("cpu", "-i", example, "-o", folder, "--quant-method", "int8", "--threadpool-count", 2, "-q")
-    return folder
+def output(packed_example: Any) -> Path:
+    path: Path = packed_example("int8", 2)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@ there is nothing to do."""
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +18,7 @@ import pytest
 
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.pool import Pool, default_pool, shared_pool
+from ktconvert.native_quant.runtime.pool import Pool
 from rig.pools import grouped
 
 
@@ -35,30 +35,10 @@ def call() -> tuple[Any, ...]:
     return x, rng.integers(0, 4, (33, 2)), rng.random((33, 2)).astype(np.float32)
 
 
-def test_settings_that_make_no_sense() -> None:
-    for options in ({"threads": 0}, {"threads": -3}, {"threads": 2, "numa_nodes": []}, {"threads": 100_000}):
-        with pytest.raises(ValueError):
-            Pool(**options)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("nodes", [[10_000], [-1], [0, 0], [], "0", ["0"], [0.0]], ids=str)
 def test_nodes_that_are_none(nodes: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"some of {list(machine.numa_nodes())}, not {nodes!r}")):
         Pool(2, numa_nodes=nodes)
-
-
-def test_default_is_the_physical_cores_of_the_allowed_cpus() -> None:
-    one = min(os.sched_getaffinity(0))
-    script = (
-        f"import os; os.sched_setaffinity(0, [{one}])\n"
-        "from ktconvert.native_quant.runtime.pool import default_pool; print(default_pool().threads)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "1\n"
-    assert 1 <= default_pool().threads <= len(os.sched_getaffinity(0))
-
-
-def test_the_same_settings_share_a_pool() -> None:
-    assert shared_pool(2) is shared_pool(2) is not shared_pool(3)
 
 
 def test_wrappers_with_different_pools_coexist(layer: list[Any], call: tuple[Any, ...]) -> None:
@@ -101,21 +81,6 @@ def test_background_jobs_run_in_order_and_again(layer: list[Any], call: tuple[An
     np.testing.assert_array_equal(outs[0], experts.forward(x2, ids, weights))
 
 
-def test_a_forked_child_computes(layer: list[Any], call: tuple[Any, ...]) -> None:
-    experts = Experts.from_bf16(*layer, method="AMXINT8", pool=Pool(3))
-    expected = experts.forward(*call)
-    experts.submit(*call, out=np.empty_like(expected)).wait()
-    child = os.fork()
-    if child == 0:
-        good = np.array_equal(experts.forward(*call), expected)
-        out = np.zeros_like(expected)
-        experts.submit(*call, out=out).wait()
-        os._exit(0 if good and np.array_equal(out, expected) else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    np.testing.assert_array_equal(experts.forward(*call), expected)
-
-
 def test_threads_are_joined_at_exit_and_take_no_signals() -> None:
     script = """
 import os, signal, threading
@@ -129,9 +94,8 @@ print(len(names), all(int(b, 16) >> (signal.SIGINT - 1) & 1 for b in blocked))
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
 
 
-def test_an_unreadable_page_is_reported_in_every_thread(cli: Any, example: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
+def test_an_unreadable_page_is_reported_in_every_thread(packed_example: Any, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(packed_example("int8"), tmp_path / "out"))
     script = f"""
 import os, sys, numpy as np
 from pathlib import Path
@@ -148,10 +112,9 @@ experts.forward(np.zeros((64, 256), np.uint16), ids, np.ones((64, 8), np.float32
     assert (done.returncode, done.stderr) == (5, f"{out}/model-00001-of-00002.safetensors: became shorter\n")
 
 
-def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(cli: Any, example: Path, tmp_path: Path) -> None:
+def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(packed_example: Any, tmp_path: Path) -> None:
     """Outside of the commands: the process goes on, and layers in other files compute as before."""
-    out = tmp_path / "out"
-    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
+    out = Path(shutil.copytree(packed_example("int8"), tmp_path / "out"))
     shard = out / "model-00001-of-00002.safetensors"
     script = f"""
 import os, sys, numpy as np

@@ -296,14 +296,6 @@ def test_a_token_without_experts_gives_zero(make: Make) -> None:
     assert experts.forward(x[:0], ids[:0], weights[:0]).shape == (0, 256)
 
 
-def test_skipped_experts_add_nothing(make: Make) -> None:
-    experts, x, ids, weights = make()
-    skip = np.zeros(8, bool)
-    skip[[1, 4]] = True
-    left_out = np.where(np.isin(ids, [1, 4]), -1, ids)
-    np.testing.assert_array_equal(experts.forward(x, ids, weights, skip=skip), experts.forward(x, left_out, weights))
-
-
 def test_an_expert_named_twice_counts_twice(make: Make) -> None:
     experts, x, ids, weights = make(tokens=2, topk=2)
     twice = experts.forward(x, np.repeat(ids[:, :1], 2, 1), np.full_like(weights, 0.5))

@@ -22,16 +22,10 @@ Outputs = dict[tuple[str, str], Path]
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Outputs:
+def outputs(packed_example: Any) -> Outputs:
     """The bundled model in two parts: merged and loose, INT4 and INT8."""
-    root = tmp_path_factory.mktemp("outputs")
-    paths = {}
-    for method in ("int4", "int8"):
-        for form, more in (("merged", ()), ("loose", ("--no-merge-safetensor",))):
-            out = root / f"{method}-{form}"
-            cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", 2, "-q", *more)
-            paths[method, form] = out
-    return paths
+    forms = {"merged": (), "loose": ("--no-merge-safetensor",)}
+    return {(m, form): packed_example(m, 2, *more) for m in ("int4", "int8") for form, more in forms.items()}
 
 
 @pytest.fixture
@@ -90,14 +84,6 @@ def test_another_number_of_parts_is_reported_once(outputs: Outputs, damaged: Pat
         Experts.load(damaged, 0, parts=1, strict=True)
 
 
-def test_experts_in_another_order(outputs: Outputs, call: tuple[Any, ...]) -> None:
-    x, ids, weights = call
-    order = np.array([3, 1, 2, 0, 7, 6, 5, 4])
-    plain = Experts.load(outputs["int8", "merged"], 0).forward(x, order[ids], weights)
-    ordered = Experts.load(outputs["int8", "merged"], 0, order=order).forward(x, ids, weights)
-    np.testing.assert_array_equal(ordered, plain)
-
-
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
@@ -123,16 +109,6 @@ def test_a_missing_expert(damaged: Path) -> None:
     with pytest.raises(InputError, match=r"layer 0, expert 3, up_proj, NUMA part 1, weight is missing"):
         Experts.load(damaged, 0)
     Experts.load(damaged, 1)
-
-
-def test_a_missing_part(damaged: Path) -> None:
-    def drop(header: dict[str, Any]) -> None:
-        for key in [k for k in header if ".numa.1." in k]:
-            header["x" + key[1:]] = header.pop(key)
-
-    edit_header(shard_of(damaged), drop)
-    with pytest.raises(KtconvertError, match=r"NUMA part 1"):
-        Experts.load(damaged, 0)
 
 
 def test_a_truncated_shard(damaged: Path) -> None:

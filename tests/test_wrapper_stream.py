@@ -30,11 +30,8 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> str:
-    """The bundled model as INT8, T = 1."""
-    out = tmp_path_factory.mktemp("out") / "int8"
-    cli("cpu", "-i", example, "-o", out, "--quant-method", "int8", "--threadpool-count", 1, "-q")
-    return str(out)
+def folder(packed_example: Callable[..., Path]) -> str:
+    return str(packed_example("int8"))
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +87,7 @@ def run(wrappers: list[KTMoEWrapper], batch: Batch) -> list[torch.Tensor]:
 
 def buffers_of(wrapper: KTMoEWrapper) -> BufferCache:
     """Those of its model."""
-    return wrapper._place.model.buffers
+    return wrapper._member.model.buffers
 
 
 class Stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -69,41 +68,3 @@ def test_doctor_plan_and_inspect_count_the_same_nodes(source: Path, variant: Var
     assert "pass --threadpool-count 1" in plan.stdout + plan.stderr
     inspected = run("ktconvert", "inspect", source, cpus=cpus).stdout
     assert "--threadpool-count 1" in inspected, inspected
-
-
-REFUSED = """
-{before}
-told = []
-for nodes in {lists!r}:
-    try:
-        {call}
-    except ValueError as error:
-        told.append(str(error))
-    else:
-        told.append(None)
-say(told=told)
-"""
-
-
-@pytest.mark.on("two")
-@pytest.mark.parametrize(
-    ("before", "call", "lists"),
-    [
-        ("", "Pool(4, numa_nodes=nodes)", [[7], [-1], [0, 0], [0, 7], "01", ["0", "1"]]),
-        (
-            "from ktconvert.native_quant import KTMoEWrapper",
-            'KTMoEWrapper(0, 4, 2, 1024, 1024, None, 4, 2, "", 512, method="AMXINT8", numa_nodes=nodes)',
-            [[5, 6], [0, 7], [1, 1], "01", ["0", "1"]],
-        ),
-    ],
-    ids=["Pool", "KTMoEWrapper"],
-)
-def test_nodes_that_are_not_there_are_refused(before: str, call: str, lists: list[Any]) -> None:
-    """With a ValueError that lists those of this machine, 0 and 1."""
-    reported = seen_by(REFUSED.format(before=before, call=call, lists=lists))["told"]
-    wrong = {
-        str(nodes): text
-        for nodes, text in zip(lists, reported, strict=True)
-        if not re.search(r"\b0\b.*\b1\b", text or "")
-    }
-    assert not wrong

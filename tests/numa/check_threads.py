@@ -71,17 +71,7 @@ say(me=me, pools=pools)
 @pytest.mark.on("two", "asym", "hole")
 def test_taskset_is_honoured(variant: Variant) -> None:
     node = max(variant.workers)
-    on_the_node_only(variant, node, seen_by(POOL.format(pool="default_pool()"), cpus=variant.cpus(node)))
-
-
-@pytest.mark.on("asym")
-def test_taskset_is_honoured_though_openmp_pins_the_caller(variant: Variant) -> None:
-    code = LOAD_OPENMP + POOL.format(pool="default_pool()")
-    on_the_node_only(variant, 0, seen_by(code, cpus=variant.cpus(0), env=PINNED))
-
-
-def on_the_node_only(variant: Variant, node: int, seen: dict[str, Any]) -> None:
-    """A pool of this node's cores alone."""
+    seen = seen_by(POOL.format(pool="default_pool()"), cpus=variant.cpus(node))
     assert (seen["threads"], seen["nodes"]) == (variant.workers[node], [node])
     assert all(set(cpus) <= set(variant.cpus(node)) for cpus in seen["workers"]), seen
 
@@ -108,19 +98,6 @@ def test_more_threads_than_cpus_stay_on_their_node(variant: Variant) -> None:
     assert seen["threads"] == 9
     count = per_node(variant, seen)
     assert sum(count.values()) == 9 and set(count) == set(variant.workers)
-
-
-@pytest.mark.on("two", "asym")
-def test_a_group_takes_over_the_work_of_one_that_gets_no_time(variant: Variant) -> None:
-    """Node 1's CPUs are taken by others for good: node 0's threads do everything, and the result is the same."""
-    code = """
-    experts = pack(2)
-    expected = experts.forward(*call(experts))
-    with hogs([{cpus}]):
-        got = experts.forward(*call(experts))
-    say(equal=bool((got == expected).all()))
-    """
-    assert seen_by(code.format(cpus=", ".join(map(str, variant.cpus(1)))))["equal"]
 
 
 @pytest.mark.on("two", "asym")
@@ -155,24 +132,19 @@ def test_every_thread_that_computes_is_on_its_node(variant: Variant) -> None:
 
 
 @pytest.mark.on("two", "asym")
-@pytest.mark.parametrize("disturb", ["taskset", "offline"])
-def test_pinning_comes_back(disturb: str, variant: Variant) -> None:
-    """After `taskset -ap`, and after a CPU went off and on, threads are where they were by the next forwards."""
+def test_pinning_comes_back(variant: Variant) -> None:
+    """After a CPU went off and on, threads are where they were by the next forwards."""
     seen = seen_by(
-        f"""
+        """
         new = New()
         pool = Pool(4)
         experts = pack(2, pool)
         experts.forward(*call(experts))
         before = new.cpus()
-        if {disturb == "taskset"}:
-            for thread in threads():
-                os.sched_setaffinity(thread, range(4))
-        else:
-            cpu3 = Path("/sys/devices/system/cpu/cpu3/online")
-            cpu3.write_text("0")
-            experts.forward(*call(experts))
-            cpu3.write_text("1")
+        cpu3 = Path("/sys/devices/system/cpu/cpu3/online")
+        cpu3.write_text("0")
+        experts.forward(*call(experts))
+        cpu3.write_text("1")
         for _ in range(3):
             experts.forward(*call(experts))
         say(before=before, after=new.cpus())

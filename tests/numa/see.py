@@ -9,8 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -144,33 +143,6 @@ def run(
         env={**os.environ, "PYTHONPATH": str(TESTS), **(env or {})},
         preexec_fn=begin,
     )
-
-
-@contextmanager
-def hogs(cpus: list[int]) -> Iterator[None]:
-    """Real-time threads that leave nothing of these CPUs to anyone else."""
-    limit = Path("/proc/sys/kernel/sched_rt_runtime_us")
-    before = limit.read_text()
-    limit.write_text("-1")
-    code = """
-import os, sys
-os.sched_setaffinity(0, [int(sys.argv[1])])
-os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-print(flush=True)
-while True: pass
-"""
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        for cpu in cpus:
-            running.append(subprocess.Popen([sys.executable, "-c", code, str(cpu)], stdout=subprocess.PIPE))
-            assert running[-1].stdout is not None
-            running[-1].stdout.readline()
-        yield
-    finally:
-        for one in running:
-            one.kill()
-            one.wait()
-        limit.write_text(before)
 
 
 PRELUDE = """

@@ -1,32 +1,22 @@
 """Runs inside a venv that has kt-kernel: `peer.py JOB.json` lets the real KTMoEWrapper write and load expert weights on
 a CPU.
 
-Each job is {"do": "write" | "write_backward" | "forward", ...}; results go to files that the job names. kt-kernel 0.7.2 asks for pinned
-memory and a CUDA stream, which a CPU has not: the first is dropped here, the second it leaves alone when
-KT_FORCE_SYNC_SUBMIT is set.
+Each job is {"do": "write" | "write_backward" | "forward", ...}; results go to files that the job names.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-
-def without_pinning(real):
-    def construct(*args, **options):
-        options.pop("pin_memory", None)
-        return real(*args, **options)
-
-    return construct
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rig.layers import prepare_kt_kernel
 
 
 def wrapper(job, folder, save):
-    os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
-    for name in ("zeros", "empty", "full"):
-        setattr(torch, name, without_pinning(getattr(torch, name)))
+    prepare_kt_kernel()
     from kt_kernel import KTMoEWrapper
 
     return KTMoEWrapper(
@@ -46,9 +36,7 @@ def wrapper(job, folder, save):
 
 
 def write_backward(job):
-    os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
-    for name in ("zeros", "empty", "full"):
-        setattr(torch, name, without_pinning(getattr(torch, name)))
+    prepare_kt_kernel()
     from kt_kernel.sft.amx import AMXSFTMoEWrapper
 
     moe = AMXSFTMoEWrapper(
