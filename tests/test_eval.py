@@ -20,7 +20,8 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.eval import eval as command
 from ktconvert.pipeline.cli.gpu import gpu
-from ktconvert.pipeline.ui.progress import Reporter, tokens
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import tokens
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -12,7 +12,8 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.ui.progress import Reporter, size
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import aligned, plural, size
 
 # The names that config.json has for the number of experts per token.
 TOPK = (
@@ -78,7 +79,6 @@ def bench(
     Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
     from a cache."""
     from ktconvert.pipeline.ui.plots import plot_bench
-    from ktconvert.pipeline.verify.report import aligned
 
     options.check_plot(plot)
     options.check_kernels("the command again")
@@ -124,8 +124,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
             compared = "fits in" if experts.nbytes <= cache else "is not much larger than"
             notes.append(
                 f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): its weights come "
-                "from "
-                "there in part or altogether, faster than a whole model's would; measure a model with larger layers."
+                "from there in part or altogether, faster than a whole model's would; measure one with larger layers."
             )
         return {
             "event": "benchmarked",
@@ -169,7 +168,7 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
 
 def facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     """What was measured, as (label, text)."""
-    threads = f"{document['threads']} thread{'s' if document['threads'] != 1 else ''}"
+    threads = plural(document["threads"], "thread")
     return [
         ("output", document["output"]),
         ("layer", f"{document['layer']}, of {len(document['layers'])} ({ranges(document['layers'])})"),
@@ -189,7 +188,7 @@ def streams(document: dict[str, Any]) -> str:
     """How many streams a thread reads where that is fastest."""
     rates: dict[str, int] = document["memory_by_streams"]
     best = max(rates, key=lambda number: rates[number])
-    return f"{best} stream{'s' if best != '1' else ''}"
+    return plural(int(best), "stream")
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -204,7 +203,7 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
             "experts",
             "GB/s",
             "of memory",
-            f"{count} layer{'s' if count != 1 else ''}, experts only",
+            f"{plural(count, 'layer')}, experts only",
         )
     ]
     for row in document["timings"]:

@@ -9,16 +9,16 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.ui.progress import size
+from ktconvert.pipeline.cli.version import installed
+from ktconvert.pipeline.ui.text import aligned, size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
 # What ktconvert and kt-kernel choose their code by, in /proc/cpuinfo's words.
@@ -89,13 +89,8 @@ class Facts:
 
 def versions() -> dict[str, str | None]:
     """The installed versions of PACKAGES, None for a missing one; nothing is imported."""
-    installed: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            installed[package] = None
-    return installed
+    here = {"python": platform.python_version(), "platform": platform.platform()}
+    return {**here, **{package: installed(package) for package in PACKAGES}}
 
 
 def supported_state() -> int | None:
@@ -211,75 +206,49 @@ def has_amx(facts: Facts) -> bool:
     return AMX.issubset(facts.features)
 
 
-WARNINGS: tuple[tuple[Callable[[Facts], bool], Callable[[Facts], str]], ...] = (
-    (lambda f: f.isa_problem is not None, lambda f: str(f.isa_problem)),
-    (
-        lambda f: "avx2" not in f.features,
-        lambda f: "This CPU has no AVX2: conversion works but is slow, and kt-kernel does not run here.",
-    ),
-    (
-        lambda f: "avx2" in f.features and "avx512f" not in f.features,
-        lambda f: "This CPU has no AVX-512: convert here, but serve elsewhere; kt-kernel's AVX2 build lacks AMXINT4/8.",
-    ),
-    (
-        lambda f: has_amx(f) and bool(f.isas) and "amx" not in f.isas,
-        lambda f: "The CPU has AMX, but the kernel does not permit it (Linux before 5.16, or a sandbox forbids it).",
-    ),
-    (
-        lambda f: f.cores_with_hyperthreads > 0,
-        lambda f: (
+def warnings(f: Facts) -> list[str]:
+    """What stands in the way, one sentence each."""
+    return list(_warnings(f))
+
+
+def _warnings(f: Facts) -> Iterator[str]:
+    if f.isa_problem is not None:
+        yield f.isa_problem
+    if "avx2" not in f.features:
+        yield "This CPU has no AVX2: conversion works but is slow, and kt-kernel does not run here."
+    elif "avx512f" not in f.features:
+        yield "This CPU has no AVX-512: convert here, but serve elsewhere; kt-kernel's AVX2 build lacks AMXINT4/8."
+    if has_amx(f) and f.isas and "amx" not in f.isas:
+        yield "The CPU has AMX, but the kernel does not permit it (Linux before 5.16, or a sandbox forbids it)."
+    if f.cores_with_hyperthreads:
+        yield (
             f"{f.cores_with_hyperthreads} cores show two hyperthreads or more: give kt-kernel physical cores"
             f" ({f.physical_cores}), not {f.logical_cpus} threads."
-        ),
-    ),
-    (
-        lambda f: f.logical_cpus < f.machine_cpus,
-        lambda f: f"This process may use {f.logical_cpus} of the machine's {f.machine_cpus} CPUs (affinity or cpuset).",
-    ),
-    (
-        lambda f: f.cpu_quota is not None and f.cpu_quota < f.logical_cpus,
-        lambda f: f"The cgroup limits this process to {f.cpu_quota:.4g} CPUs' worth of time, on {f.logical_cpus} CPUs.",
-    ),
-    (
-        lambda f: len(f.numa_nodes) < len(f.machine_numa_nodes),
-        lambda f: f"This process may use the CPUs of {len(f.numa_nodes)} of {len(f.machine_numa_nodes)} NUMA nodes.",
-    ),
-    (
-        lambda f: f.memory_limit is not None and f.memory_limit < f.memory_total,
-        lambda f: f"The cgroup limits memory to {size(f.memory_limit or 0)} of the machine's {size(f.memory_total)}.",
-    ),
-    (
-        lambda f: len(f.memory_nodes) > 1 and f.memory_refusal is not None,
-        lambda f: str(f.memory_refusal),
-    ),
-    (
-        lambda f: len(f.memory_nodes) > 1 and f.memory_policy not in (None, "default"),
-        lambda f: (
+        )
+    if f.logical_cpus < f.machine_cpus:
+        yield f"This process may use {f.logical_cpus} of the machine's {f.machine_cpus} CPUs (affinity or cpuset)."
+    if f.cpu_quota is not None and f.cpu_quota < f.logical_cpus:
+        yield f"The cgroup limits this process to {f.cpu_quota:.4g} CPUs' worth of time, on {f.logical_cpus} CPUs."
+    if len(f.numa_nodes) < len(f.machine_numa_nodes):
+        yield f"This process may use the CPUs of {len(f.numa_nodes)} of {len(f.machine_numa_nodes)} NUMA nodes."
+    if f.memory_limit is not None and f.memory_limit < f.memory_total:
+        yield f"The cgroup limits memory to {size(f.memory_limit)} of the machine's {size(f.memory_total)}."
+    if len(f.memory_nodes) > 1 and f.memory_refusal is not None:
+        yield f.memory_refusal
+    if len(f.memory_nodes) > 1 and f.memory_policy not in (None, "default"):
+        yield (
             f"This process has a memory policy ({f.memory_policy}; numactl or a launcher set it), which decides on "
             "which NUMA nodes weights lie: without one each part lies on the node of its threads."
-        ),
-    ),
-    (
-        lambda f: f.disk.free < ROOMY,
-        lambda f: (
+        )
+    if f.disk.free < ROOMY:
+        yield (
             f"{f.disk.path} has {f.disk.free / 1e9:.0f} GB free: less than 100 GB holds no large model."
             " `ktconvert cpu --dry-run` says what yours needs."
-        ),
-    ),
-    (
-        lambda f: f.disk.file_size_limit is not None,
-        lambda f: f"Files may not grow past {size(f.disk.file_size_limit or 0)} (ulimit -f): shards must be smaller.",
-    ),
-    (
-        lambda f: f.disk.problem is not None,
-        lambda f: f"The write speed of {f.disk.path} is not known: {f.disk.problem}.",
-    ),
-)
-
-
-def warnings(facts: Facts) -> list[str]:
-    """What stands in the way, one sentence each."""
-    return [sentence(facts) for holds, sentence in WARNINGS if holds(facts)]
+        )
+    if f.disk.file_size_limit is not None:
+        yield f"Files may not grow past {size(f.disk.file_size_limit)} (ulimit -f): shards must be smaller."
+    if f.disk.problem is not None:
+        yield f"The write speed of {f.disk.path} is not known: {f.disk.problem}."
 
 
 def rows(facts: Facts) -> list[tuple[str, str]]:
@@ -328,10 +297,7 @@ def doctor(disk: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": sentences}))
         return
-    table = rows(facts)
-    width = max(len(label) for label, _ in table)
-    for label, text in table:
-        click.echo(f"{label:<{width}}  {text}")
+    click.echo("\n".join(aligned(rows(facts))))
     flags = " ".join(f"{flag} {value}" for flag, value in facts.kt_flags.items())
     pools = facts.kt_flags["--kt-threadpool-count"]
     click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --threadpool-count {pools} ...")

@@ -54,8 +54,8 @@ def eval(model: str, **params: Any) -> None:
     from ktconvert.pipeline.models import evaluate
     from ktconvert.pipeline.models.generate import Choice
     from ktconvert.pipeline.ui.plots import plot_eval
-    from ktconvert.pipeline.ui.progress import Reporter, tokens
-    from ktconvert.pipeline.verify.report import aligned
+    from ktconvert.pipeline.ui.progress import Reporter
+    from ktconvert.pipeline.ui.text import aligned, tokens
 
     gpu = params["gpu_weights"]
     if (params["cpu_weights"] is None) == (gpu is None):

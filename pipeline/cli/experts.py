@@ -45,7 +45,7 @@ def experts(**params: Any) -> None:
     from ktconvert.native_quant.runtime import hot_mask
     from ktconvert.pipeline.models import hot_choice
     from ktconvert.pipeline.ui.plots import plot_experts
-    from ktconvert.pipeline.verify.report import aligned
+    from ktconvert.pipeline.ui.text import aligned
 
     each, total = params["num_gpu_experts"], params["total"]
     if (each is None) == (total is None):

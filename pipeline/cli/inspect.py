@@ -30,7 +30,7 @@ def inspect(path: str, **params: Any) -> None:
     read. The exit code is 3 for a checkpoint of which no command makes anything.
     """
     from ktconvert.pipeline.ui import inspection
-    from ktconvert.pipeline.verify.report import aligned
+    from ktconvert.pipeline.ui.text import aligned
 
     arch_file = options.text_of("--arch-file", params["arch_file"])
     document = inspection.look(path, params["revision"], arch_file)

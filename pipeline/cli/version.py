@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+MISSING = "not installed"
+
 
 def version_lines() -> list[str]:
     """Ours, Python, platform, instruction set, torch, kt-kernel."""
@@ -20,13 +22,14 @@ def version_lines() -> list[str]:
         f"Python {platform.python_version()}",
         f"platform {platform.platform()}",
         f"instruction set {isa} (of {', '.join(instruction_sets.available_isas())})",
-        f"torch {_installed('torch')}",
-        f"kt-kernel {_installed('kt-kernel')}",
+        f"torch {installed('torch') or MISSING}",
+        f"kt-kernel {installed('kt-kernel') or MISSING}",
     ]
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str | None:
+    """The version of a package, which is not imported; None where it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return None

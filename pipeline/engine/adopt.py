@@ -19,7 +19,8 @@ from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.tasks import made_of
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
-from ktconvert.pipeline.ui.progress import Reporter, size
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import size
 
 
 def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = False) -> None:

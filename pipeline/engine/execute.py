@@ -22,7 +22,8 @@ from ktconvert.pipeline.engine.tasks import Tasks
 from ktconvert.pipeline.engine.threads import thread_runner
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.engine.worker import Reopen
-from ktconvert.pipeline.ui.progress import Reporter, duration, size
+from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import duration, size
 
 
 def tidy(paths: Paths) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ktconvert.layouts.errors import OutputError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.statistics import folder as statistics
-from ktconvert.pipeline.ui.progress import size
+from ktconvert.pipeline.ui.text import size
 
 NAMED = 5  # files that a message names
 

@@ -25,7 +25,7 @@ from ktconvert.pipeline.engine.existing import (
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.side_output import require_free
-from ktconvert.pipeline.ui.progress import size
+from ktconvert.pipeline.ui.text import joined, size
 
 LISTED = 12  # units shown one by one at either end of a long run of equals
 
@@ -42,7 +42,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
         f"plan     {plan.request.command}: {plan.request.input}",
         f"      -> {plan.request.output}",
         *(
-            f"{key:<13} {_told(facts[key])}"
+            f"{key:<13} {joined(facts[key])}"
             for key in ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
             if key in facts
         ),
@@ -104,25 +104,23 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
     threads = fit_threads(plan)
     todo = [unit for unit in plan.units if not done[unit]]
     disk = {} if finished else disk_needed(plan, todo)
-    stages: list[dict[str, Any]] = []
-    for stage in plan.stages:
-        stages.append(
-            {
-                "name": stage.name,
-                "title": stage.title,
-                "needs": list(stage.needs),
-                "units": len(stage.units),
-                "to_run": sum(not done[u] for u in stage.units),
-                "bytes_in": sum(u.bytes_in for u in stage.units),
-                "bytes_out": sum(u.bytes_out for u in stage.units),
-            }
-        )
-    made = [stage.name for stage in plan.stages]
+    stages: list[dict[str, Any]] = [
+        {
+            "name": stage.name,
+            "title": stage.title,
+            "needs": list(stage.needs),
+            "units": len(stage.units),
+            "to_run": sum(not done[u] for u in stage.units),
+            "bytes_in": sum(u.bytes_in for u in stage.units),
+            "bytes_out": sum(u.bytes_out for u in stage.units),
+        }
+        for stage in plan.stages
+    ]
     stages.append(
         {
             "name": "assemble",
             "title": "companions, config, card, manifest, index; then the output appears",
-            "needs": made,
+            "needs": [stage.name for stage in plan.stages],
             "units": 1,
             "to_run": int(not finished),
             "bytes_in": plan.extra_bytes,
@@ -162,7 +160,3 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "peak_memory": plan.conversion.peak_memory(threads),
         "finished": finished,
     }
-
-
-def _told(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

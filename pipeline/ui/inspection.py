@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.paths import Paths, locate, output_of
 from ktconvert.pipeline.plans.makeable import commands, dequantized, gpu_commands, gpu_types, methods
-from ktconvert.pipeline.ui.progress import size
+from ktconvert.pipeline.ui.text import joined, size
 from ktconvert.pipeline.verify.report import facts, facts_rows
 from ktconvert.pipeline.verify.structure import check_structure
 
@@ -59,18 +59,11 @@ def look_checkpoint(where: str, revision: str | None = None, arch_file: str | No
             model = recognise(source, rows, to_read=True)
         except UnsupportedError as error:
             return document | {"refused": str(error)}
+        document |= _experts(model, source)
         if model.refusal is not None:
-            return document | _experts(model, source) | {"refused": model.refusal}
-        return (
-            document
-            | _experts(model, source)
-            | {
-                "methods": methods(model),
-                "convert": commands(model, where),
-                "gpu": (gpu := gpu_types(model)),
-                "convert_gpu": gpu_commands(gpu, where),
-            }
-        )
+            return document | {"refused": model.refusal}
+        document |= {"methods": methods(model), "convert": commands(model, where), "gpu": (gpu := gpu_types(model))}
+        return document | {"convert_gpu": gpu_commands(gpu, where)}
 
 
 def _files(source: TensorSource) -> dict[str, Any]:
@@ -191,44 +184,41 @@ def look_unfinished(paths: Paths) -> dict[str, Any]:
 
 def rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """The document as (label, text)."""
-    return {"checkpoint": _checkpoint_rows, "output": _output_rows, "unfinished": _unfinished_rows}[document["kind"]](
-        document
-    )
+    return ROWS[document["kind"]](document)
 
 
 def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [
+    files = f"{document['shards']} {document['container']}, {document['tensors']} tensors"
+    out = [
         ("checkpoint", document["path"]),
-        ("model type", ", ".join(document["model_type"]) or "unknown (no config.json)"),
-        (
-            "files",
-            f"{document['shards']} {document['container']}, {document['tensors']} tensors, "
-            f"{size(document['total_bytes'])}",
-        ),
+        ("model type", joined(document["model_type"]) or "unknown (no config.json)"),
+        ("files", f"{files}, {size(document['total_bytes'])}"),
         ("dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items())),
     ]
     if document["ignored_files"]:
-        lines.append(("left aside", ", ".join(document["ignored_files"][:5])))
-    whole = []
+        out.append(("left aside", joined(document["ignored_files"][:5])))
+    if "architecture" in document:
+        out += _expert_rows(document)
     if "dequantize" in document:
         if "refused" in document:
-            whole.append(("cpu, gpu", f"not possible: {document['refused']}"))
-        whole.append(("BF16", f"the whole model, {size(document['dequantized_bytes'])}"))
-    if "architecture" not in document:
-        return [*lines, *whole]
-    lines += [
+            out.append(("cpu, gpu", f"not possible: {document['refused']}"))
+        out.append(("BF16", f"the whole model, {size(document['dequantized_bytes'])}"))
+    return out
+
+
+def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    dense, mtp, left_out = document["dense_layers"], document["mtp_layers"], document["mtp_left_out_tensors"]
+    shared = "yes" if document["shared_experts"] else "no"
+    of_mtp = f"layers {ranges(mtp)}: " if mtp else ""
+    out = [
         ("architecture", document["architecture"]),
         ("MoE layers", f"{len(document['moe_layers'])} ({ranges(document['moe_layers'])})"),
-        ("dense layers", _layers(document["dense_layers"])),
-        ("MTP", _mtp(document)),
-        (
-            "experts",
-            f"{_numbers(document['experts'])} per layer; shared experts: "
-            f"{'yes' if document['shared_experts'] else 'no'}",
-        ),
-        ("hidden size", _numbers(document["hidden"])),
-        ("expert width", _numbers(document["intermediate"])),
-        ("expert dtypes", ", ".join(document["expert_dtypes"])),
+        ("dense layers", f"{len(dense)} ({ranges(dense)})" if dense else "none"),
+        ("MTP", f"{of_mtp}{left_out} expert tensors, left out" if left_out else "none"),
+        ("experts", f"{joined(document['experts'])} per layer; shared experts: {shared}"),
+        ("hidden size", joined(document["hidden"])),
+        ("expert width", joined(document["intermediate"])),
+        ("expert dtypes", joined(document["expert_dtypes"])),
         ("activation", f"{document['activation']}: {document['activation_formula']}"),
         ("routing weights", f"on the {document['weights_on']} of an expert"),
         ("routed experts", size(document["routed_bytes"])),
@@ -236,65 +226,42 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("all the rest", size(document["rest_bytes"])),
     ]
     for method in document.get("methods", []):
-        legal = ", ".join(f"{t}" for t in method["legal"])
         sizes = [size(nbytes) for nbytes in method["bytes"].values()]
-        what = f"NUMA parts {legal}; {sizes[0]} of output" if legal else "not possible"
-        lines.append((f"{method['quant_method']} ({method['method']})", what))
-        lines += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
+        what = f"NUMA parts {joined(method['legal'])}; {sizes[0]} of output" if sizes else "not possible"
+        out.append((f"{method['quant_method']} ({method['method']})", what))
+        out += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
     for kind in document.get("gpu", []):
-        what = (
-            f"the whole model, {size(kind['bytes'])}" if kind["refused"] is None else f"not possible: {kind['refused']}"
-        )
-        lines.append((f"{kind['quant_type']} (GPU)", what))
-    return [*lines, *whole]
-
-
-def _mtp(document: dict[str, Any]) -> str:
-    if not document["mtp_left_out_tensors"]:
-        return "none"
-    layers = f"layers {ranges(document['mtp_layers'])}: " if document["mtp_layers"] else ""
-    return f"{layers}{document['mtp_left_out_tensors']} expert tensors, left out"
+        why = kind["refused"]
+        what = f"the whole model, {size(kind['bytes'])}" if why is None else f"not possible: {why}"
+        out.append((f"{kind['quant_type']} (GPU)", what))
+    return out
 
 
 def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = facts_rows(document)
-    lines += [
-        (label, document[name])
-        for label, name in (("architecture", "architecture"), ("activation", "activation"))
-        if document[name]
-    ]
-    if document["expert_dtypes"]:
-        lines.append(("made from", ", ".join(document["expert_dtypes"])))
+    out = facts_rows(document)
+    labels = (("architecture", "architecture"), ("activation", "activation"), ("made from", "expert_dtypes"))
+    out += [(label, joined(document[name])) for label, name in labels if document[name]]
     if document["complete"]:
         how = "checks every byte" if document["made_by"] else "--against SOURCE checks the bytes"
-        return [*lines, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
+        return [*out, ("complete", f"yes, by names and sizes; `ktconvert verify` {how}")]
     more = f" (and {len(document['problems']) - 1} more)" if len(document["problems"]) > 1 else ""
-    return [*lines, ("complete", f"no: {document['problems'][0]}{more}")]
+    return [*out, ("complete", f"no: {document['problems'][0]}{more}")]
 
 
 def _unfinished_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    done = (
-        f"{document['units_done']} of {document['units']}"
-        if document["units"] is not None
-        else f"{document['units_done']}"
-    )
-    lines = [
+    known = document["units"] is not None
+    done = f"{document['units_done']} of {document['units']}" if known else str(document["units_done"])
+    left = f", {size(document['bytes_left'])} left to read" if document["units"] else ""
+    return [
         ("unfinished", document["path"]),
         ("work directory", document["work_directory"]),
         ("command", f"ktconvert {document['command']} -i {document['input']}"),
         ("options", ", ".join(f"{k} {v}" for k, v in document["settings"].items() if v not in (None, False))),
-        ("units", f"{done} finished" + (f", {size(document['bytes_left'])} left to read" if document["units"] else "")),
+        ("units", f"{done} finished{left}"),
+        *([("last run", f"died in {joined(document['died_in'])}")] if document["died_in"] else []),
+        *([] if known else [("source", document["source_problem"])]),
+        ("go on with", document["resume"]),
     ]
-    if document["died_in"]:
-        lines.append(("last run", f"died in {', '.join(document['died_in'])}"))
-    if document["units"] is None:
-        lines.append(("source", document["source_problem"]))
-    return [*lines, ("go on with", document["resume"])]
 
 
-def _layers(layers: list[int]) -> str:
-    return f"{len(layers)} ({ranges(layers)})" if layers else "none"
-
-
-def _numbers(values: Iterable[int]) -> str:
-    return ", ".join(map(str, values))
+ROWS = {"checkpoint": _checkpoint_rows, "output": _output_rows, "unfinished": _unfinished_rows}

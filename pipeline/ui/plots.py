@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.files import publish
+from ktconvert.pipeline.ui.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,8 +33,7 @@ def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
     """
     figure = _figure(
         f"{Path(document['output']).name}, layer {document['layer']}: {document['method']}, "
-        f"{document['isa']}, {document['threads']} "
-        f"thread{'s' if document['threads'] != 1 else ''}"
+        f"{document['isa']}, {plural(document['threads'], 'thread')}"
     )
     rows: Sequence[Mapping[str, Any]] = document["timings"]
     tokens = [row["tokens"] for row in rows]

@@ -13,36 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant import machine
+from ktconvert.pipeline.ui.text import duration, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY = 10.0  # seconds between plain progress lines
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: 1.5 GiB."""
-    step = 0
-    while abs(nbytes) >= 1024 and step < len(UNITS) - 1:
-        nbytes /= 1024
-        step += 1
-    return f"{nbytes:.0f} B" if step == 0 else f"{nbytes:.1f} {UNITS[step]}"
-
-
-def tokens(count: float) -> str:
-    """Tokens for people: 512 tokens."""
-    return f"{count:.0f} tokens"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 3 min 05 s."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 class Reporter:

@@ -16,7 +16,7 @@ from ktconvert.pipeline.engine.journal import Done, End, Failed, Record, Run, St
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
-from ktconvert.pipeline.ui.progress import duration, size
+from ktconvert.pipeline.ui.text import duration, size
 
 LISTED = 12  # units that are named one by one
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"

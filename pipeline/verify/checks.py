@@ -103,8 +103,3 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 def worst(errors: Iterable[ProjectionErrors], count: int = 5) -> list[LinearError]:
     """The experts with the largest relative errors, of all that were measured."""
     return sorted((e for layer in errors for e in layer.experts), key=lambda e: -e.relative_error)[:count]
-
-
-def plural(count: int, noun: str) -> str:
-    """1 file, 2 files."""
-    return f"{count} {noun}{'s' if count != 1 else ''}"

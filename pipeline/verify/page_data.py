@@ -113,9 +113,9 @@ def _parts(output: Output, measure: Measure, fmt: Format, linear: Linear) -> Ite
 
 def _read(output: Output, fmt: Format, part: Part, tensors: slice = slice(None)) -> list[Bytes]:
     """Some of a part's tensors; none where one is missing or has another size."""
-    wanted = fmt.encoding.tensors(part.n, part.k)[tensors]
-    stored = [output.tensors.get((part.place, tensor.name)) for tensor in wanted]
-    if any(s is None or s.nbytes != tensor.nbytes for s, tensor in zip(stored, wanted, strict=True)):
+    expected = fmt.encoding.tensors(part.n, part.k)[tensors]
+    stored = [output.tensors.get((part.place, tensor.name)) for tensor in expected]
+    if any(s is None or s.nbytes != tensor.nbytes for s, tensor in zip(stored, expected, strict=True)):
         return []
     return [output.read(s) for s in stored if s is not None]
 

@@ -19,7 +19,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.models.evaluate import LONGEST, compare
-from ktconvert.pipeline.ui.progress import size
+from ktconvert.pipeline.ui.text import size
 from ktconvert.pipeline.verify.checks import Check
 from ktconvert.pipeline.verify.reload import absent, first_line, model_class, quiet
 
@@ -102,7 +102,7 @@ def check_predictions(
         if (why := absent()) is not None:
             raise Skip(why)
         _require_memory(output)
-        ids, wanted, noisy = _read_source(model.source.root, BOUNDS[bits][0], text, threads)
+        ids, expected, noisy = _read_source(model.source.root, BOUNDS[bits][0], text, threads)
     except Skip as skip:
         return not_compared(str(skip)), None
     try:
@@ -110,7 +110,7 @@ def check_predictions(
             computed = _logits(loaded, ids)
     except Skip as skip:
         return Check("", (f"the source computes, the output does not: {skip}",)), None
-    compared = compare(wanted, computed, ids[:, 1:].reshape(-1))
+    compared = compare(expected, computed, ids[:, 1:].reshape(-1))
     if not np.isfinite(compared.converted).all():
         return Check("", ("the output's predictions are not finite",)), None
     bound = BOUNDS[bits][1] if noisy is None else max(NOTHING, noisy)
@@ -156,15 +156,15 @@ def _read_source(
     torch.set_num_threads(threads)
     ids = torch.from_numpy(samples(root, config.get_text_config(decoder=True), text))
     with _loaded(root) as source:
-        wanted = _logits(source, ids)
-        if not bool(wanted.isfinite().any(-1).all()):
+        expected = _logits(source, ids)
+        if not bool(expected.isfinite().any(-1).all()):
             raise Skip("the source's own predictions are not finite")
         try:
             with _noisy(source, noise):
                 moved = _logits(source, ids)
         except UnsupportedError:
-            return ids, wanted, None
-    return ids, wanted, float(compare(wanted, moved, ids[:, 1:].reshape(-1)).divergence.mean())
+            return ids, expected, None
+    return ids, expected, float(compare(expected, moved, ids[:, 1:].reshape(-1)).divergence.mean())
 
 
 def samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.int64]:

@@ -55,7 +55,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
         return _unchecked(why)
     try:
         kind, config = model_class(output.root)
-        wanted = _shapes(kind, config)
+        expected = _shapes(kind, config)
     except Exception as error:  # whatever transformers raises for a config that it does not know
         return _unchecked(f"transformers cannot build it: {first_line(error)}")
     try:
@@ -66,9 +66,9 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     wrong = [(f"transformers finds no tensor for {key}", _layer_of(key) in layers) for key in keys["missing_keys"]]
     wrong += [(f"transformers has no place for {key}", _layer_of(key) in layers) for key in keys["unexpected_keys"]]
     wrong += [
-        (f"{key} becomes {list(shape)}, config.json wants {list(wanted[key])}", _layer_of(key) in layers)
+        (f"{key} becomes {list(shape)}, config.json wants {list(expected[key])}", _layer_of(key) in layers)
         for key, shape in shapes.items()
-        if key not in keys["missing_keys"] and shape != wanted.get(key, shape)
+        if key not in keys["missing_keys"] and shape != expected.get(key, shape)
     ]
     experts, others = (sorted(problem for problem, routed in wrong if routed == which) for which in (True, False))
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""

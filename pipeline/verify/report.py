@@ -11,15 +11,13 @@ from ktconvert.layouts.outputs import decoded
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.pipeline.ui.progress import size
+from ktconvert.pipeline.ui.text import aligned, joined, plural, size
 from ktconvert.pipeline.verify.checks import worst
 from ktconvert.pipeline.verify.structure import sizes_of
 from ktconvert.pipeline.verify.verify import Report
 
 CHECKPOINT = "checkpoint"  # as it was released
 SHOWN = 10  # problems printed per check; --json has them all
-
-
 ARRANGEMENTS = {
     "merged": "{shards} safetensors shards",
     "native": "{shards} safetensors shards, as kt-kernel's native method reads them",
@@ -28,12 +26,6 @@ ARRANGEMENTS = {
     CHECKPOINT: "a checkpoint, in {shards} safetensors shards",
     decoded.ARRANGEMENT: "a whole checkpoint, not quantized, in {shards} safetensors shards",
 }
-
-
-def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """Rows of a table, each column as wide as its widest cell; the last one runs on."""
-    widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(max(map(len, rows)))]
-    return [indent + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
 def facts(output: Output, measure: Measure) -> dict[str, Any]:
@@ -63,27 +55,24 @@ def _arrangement(output: Output) -> str:
 
 def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """The same as (label, text)."""
-    rows = [
-        ("output", document["output"]),
-        (
-            "made by",
-            f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)",
-        ),
-        ("arrangement", ARRANGEMENTS[document["arrangement"]].format(**document)),
-    ]
-    if document["arrangement"] == decoded.ARRANGEMENT:
-        return [*rows, ("weights", f"{size(document['other_bytes'])} in {document['other_tensors']} tensors")]
+    maker = f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)"
+    arrangement = document["arrangement"]
+    rows = [("output", document["output"]), ("made by", maker)]
+    rows.append(("arrangement", ARRANGEMENTS[arrangement].format(**document)))
+    others = f"{size(document['other_bytes'])} in {document['other_tensors']} tensors"
+    if arrangement == decoded.ARRANGEMENT:
+        return [*rows, ("weights", others)]
     rows += [
         ("method", document["method"]),
         *([("scales", document["scale"])] if "scale" in document else []),
-        *([("NUMA parts", _text(document["numa"]))] if document["arrangement"] in ("merged", "loose") else []),
+        *([("NUMA parts", joined(document["numa"]))] if arrangement in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
-        ("experts", _text(document["experts"])),
-        ("hidden size", _text(document["hidden"] or "unknown")),
-        ("expert width", _text(document["intermediate"] or "unknown")),
+        ("experts", joined(document["experts"])),
+        ("hidden size", joined(document["hidden"] or "unknown")),
+        ("expert width", joined(document["intermediate"] or "unknown")),
     ]
-    if document["arrangement"] == CHECKPOINT:
-        return [*rows, ("weights", f"{size(document['other_bytes'])} in {document['other_tensors']} tensors")]
+    if arrangement == CHECKPOINT:
+        return [*rows, ("weights", others)]
     rows.append(("weights", f"{size(document['expert_bytes'])} in {document['tensors']} tensors"))
     if document["backward"]:
         rows.append(("backward", "yes"))
@@ -131,41 +120,23 @@ def lines(report: Report) -> list[str]:
             if len(check.problems) > SHOWN:
                 out.append(f"  ... and {len(check.problems) - SHOWN} more (--json lists them all)")
     if report.errors:
-        rows = [("layer", "projection", "relative error", "cosine", "worst expert")]
+        rows: list[tuple[str, ...]] = [("layer", "projection", "relative error", "cosine", "worst expert")]
         for e in report.errors:
-            figures = e.figures
-            rows.append(
-                (
-                    str(e.layer),
-                    e.projection,
-                    f"{figures['relative_error']:.4f}",
-                    f"{figures['cosine']:.5f}",
-                    f"{e.worst.expert} ({e.worst.relative_error:.4f})",
-                )
-            )
+            error, cosine = f"{e.figures['relative_error']:.4f}", f"{e.figures['cosine']:.5f}"
+            own = f"{e.worst.expert} ({e.worst.relative_error:.4f})"
+            rows.append((str(e.layer), e.projection, error, cosine, own))
         measured = len(report.errors[0].experts)
         out += ["", f"error against the source in BF16, {measured} experts per layer", *aligned(rows)]
-        out += ["", "worst experts"]
-        out += aligned(
-            [
-                (
-                    f"layer {w.layer}, expert {w.expert}, {w.projection}_proj",
-                    f"{w.relative_error:.4f}",
-                    f"cosine {w.cosine:.5f}",
-                )
-                for w in worst(report.errors)
-            ],
-            "  ",
-        )
+        rows = []
+        for w in worst(report.errors):
+            linear = f"layer {w.layer}, expert {w.expert}, {w.projection}_proj"
+            rows.append((linear, f"{w.relative_error:.4f}", f"cosine {w.cosine:.5f}"))
+        out += ["", "worst experts", *aligned(rows, "  ")]
     return [*out, "", "verified" if not report.problems else "NOT verified"]
 
 
 def _result(problems: Sequence[str], result: str) -> str:
-    return f"ok: {result}" if not problems else f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-
-
-def _text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return plural(len(problems), "problem") if problems else f"ok: {result}"
 
 
 def _finite(figures: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output, files_of
 from ktconvert.layouts.outputs.parts import ExpertGrid, Place
-from ktconvert.pipeline.verify.checks import Check, Row, plural, run_checks
+from ktconvert.pipeline.ui.text import plural
+from ktconvert.pipeline.verify.checks import Check, Row, run_checks
 
 MOST_EXPERTS, MOST_PARTS = 1 << 16, 1 << 10  # more is no model: a damaged name
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")

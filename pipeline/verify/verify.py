@@ -17,9 +17,10 @@ from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decode
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.ui.progress import Reporter
+from ktconvert.pipeline.ui.text import plural
 from ktconvert.pipeline.verify.against_output import compare_outputs
 from ktconvert.pipeline.verify.against_source import compare_decoded, compare_source, comparison, source_bytes
-from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, Row, plural, run_checks
+from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, Row, run_checks
 from ktconvert.pipeline.verify.contents import check_hashes, check_numbers
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyOptions, open_inputs, require_finished
 from ktconvert.pipeline.verify.item_checks import check_items

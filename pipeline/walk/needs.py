@@ -13,7 +13,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.experts import MoeModel
-from ktconvert.pipeline.ui.progress import size
+from ktconvert.pipeline.ui.text import size
 
 GIB = 1 << 30
 HALF, FLOAT, DOUBLE, ID = 2, 4, 8, 4  # bytes of BF16, float32, float64 and an expert's number

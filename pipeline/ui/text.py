@@ -1,0 +1,48 @@
+"""Sizes, times, numbers and tables as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(nbytes: float) -> str:
+    """Bytes: 1.5 GiB."""
+    step = 0
+    while abs(nbytes) >= 1024 and step < len(UNITS) - 1:
+        nbytes /= 1024
+        step += 1
+    return f"{nbytes:.0f} B" if step == 0 else f"{nbytes:.1f} {UNITS[step]}"
+
+
+def tokens(count: float) -> str:
+    """512 tokens."""
+    return f"{count:.0f} tokens"
+
+
+def duration(seconds: float) -> str:
+    """Seconds: 3 min 05 s."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 file, 2 files."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
+def joined(value: Any) -> str:
+    """A list with commas; anything else as it is."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """Rows of a table, each column as wide as its widest cell; the last one runs on."""
+    widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(max(map(len, rows)))]
+    return [indent + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
