@@ -18,40 +18,39 @@ from rig import conversion
 AS_ANYONE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 
 
+COMMANDS: dict[str, list[Any]] = {"cpu": ["cpu"], "gpu": ["gpu", "--quant-method", "RTN"], "merge": ["merge"]}
+every_command = pytest.mark.parametrize("command", COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, cli: Any) -> Path:
+    """A small checkpoint, and beside it its loose files."""
+    model = conversion.checkpoint(tmp_path_factory.mktemp("plain") / "model", layers=1, hidden=256, width=256)
+    cli("cpu", "-i", model, "-o", model.with_name("loose"), "--no-merge-safetensor")
+    return model
+
+
 @pytest.fixture
-def source(tmp_path: Path, example: Path) -> Path:
-    folder = tmp_path / "in" / "model"
-    shutil.copytree(example, folder)
-    return folder
+def source(tmp_path: Path, plain: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "in" / "model"))
 
 
-@pytest.fixture(params=["cpu", "gpu", "merge"])
-def arguments(request: pytest.FixtureRequest, tmp_path: Path, example: Path) -> Callable[[Path], list[Any]]:
-    """Every command that copies companions: arguments(source) to make tmp_path/out."""
-    loose = tmp_path / "loose"
-    if request.param == "merge":
-        assert conversion.ktconvert("cpu", "-i", example, "-o", loose, "--no-merge-safetensor").returncode == 0
-
-    def make(source: Path) -> list[Any]:
-        words: dict[str, list[Any]] = {
-            "cpu": ["cpu", "-i", source],
-            "gpu": ["gpu", "--quant-method", "RTN", "-i", source],
-            "merge": ["merge", "-i", loose, "-r", source],
-        }
-        return [*words[request.param], "-o", tmp_path / "out"]
-
-    return make
+def words_of(command: str, source: Path, plain: Path, out: Path) -> list[Any]:
+    """Of a command that copies companions."""
+    given = ["-i", plain.with_name("loose"), "-r", source] if command == "merge" else ["-i", source]
+    return [*COMMANDS[command], *given, "-o", out]
 
 
+@every_command
 def test_names_of_ours_make_room_for_those_of_earlier_conversions(
-    source: Path, tmp_path: Path, arguments: Any, cli: Any
+    command: str, source: Path, plain: Path, tmp_path: Path, cli: Any
 ) -> None:
     texts = {"README.md": "card", "README.source.md": "card of the source", "sub/README.md": "another"}
     texts |= {"manifest.json": '{"mine": 1}', "manifest.source.json": '{"mine": 2}', "README.source.txt": "text"}
     for name, text in texts.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
-    cli(*arguments(source))
+    cli(*words_of(command, source, plain, tmp_path / "out"))
     expected = {
         "README.source.md": "card",
         "README.source.source.md": "card of the source",
@@ -115,32 +114,35 @@ def blobs_of_no_cache(source: Path) -> None:
     (source / "notes.txt").symlink_to("../blobs/secret")
 
 
+SPOILED: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
+    (unreadable, ("tokenizer.json", "cannot be read (Permission denied)")),
+    (link_out, ("notes.txt", "secret.txt, outside the checkpoint")),
+    (unlisted, ("model/sub", "cannot be listed (Permission denied)")),
+    (folder_in_the_way, ("README.md/text.md", "the output has a file README.md")),
+    (renamed_into_a_folder, ("README.source.md/text.md", "the output has a file README.source.md")),
+    (linked_config, ("model/config.json", "outside the checkpoint")),
+    (blobs_of_no_cache, ("notes.txt", "blobs/secret, outside the checkpoint")),
+]
+
+
 @pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (unreadable, ("tokenizer.json", "cannot be read (Permission denied)")),
-        (unlisted, ("model/sub", "cannot be listed (Permission denied)")),
-        (folder_in_the_way, ("README.md/text.md", "the output has a file README.md")),
-        (renamed_into_a_folder, ("README.source.md/text.md", "the output has a file README.source.md")),
-        (link_out, ("notes.txt", "secret.txt, outside the checkpoint")),
-        (linked_config, ("model/config.json", "outside the checkpoint")),
-        (blobs_of_no_cache, ("notes.txt", "blobs/secret, outside the checkpoint")),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
+    ("command", "spoil", "words"),
+    [("cpu", *row) for row in SPOILED] + [(command, *row) for command in ("gpu", "merge") for row in SPOILED[:2]],
 )
 def test_what_cannot_be_copied_is_refused_before_any_work(
-    source: Path, tmp_path: Path, arguments: Any, spoil: Callable[[Path], None], words: tuple[str, ...]
+    command: str, spoil: Callable[[Path], None], words: tuple[str, ...], source: Path, plain: Path, tmp_path: Path
 ) -> None:
     spoil(source)
-    done = conversion.ktconvert(*arguments(source), prefix=AS_ANYONE)
+    done = conversion.ktconvert(*words_of(command, source, plain, tmp_path / "out"), prefix=AS_ANYONE)
     conversion.refused(done, 5, *words)
-    assert {path.name for path in tmp_path.iterdir()} <= {"in", "loose"}
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
     for path in source.iterdir():
         path.chmod(0o755)
 
 
+@every_command
 def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
-    source: Path, tmp_path: Path, arguments: Any, cli: Any
+    command: str, source: Path, plain: Path, tmp_path: Path, cli: Any
 ) -> None:
     """Snapshots of the Hugging Face cache are links to its blobs; so were downloads into a folder, once."""
     model = tmp_path / "cache" / "models--org--name"
@@ -150,8 +152,8 @@ def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
     (source / "vocab.txt").symlink_to(model / "blobs" / "hash")
     (source / "sub").mkdir()
     (source / "sub" / "same.json").symlink_to("../tokenizer.json")
-    cli(*arguments(source))
     out = tmp_path / "out"
+    cli(*words_of(command, source, plain, out))
     assert (out / "vocab.txt").read_text() == "words" and not (out / "vocab.txt").is_symlink()
     assert (out / "sub" / "same.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
@@ -161,16 +163,19 @@ def test_links_within_the_checkpoint_and_to_the_cache_are_followed(
         if path.is_file():
             shutil.copy(path, model / "blobs" / path.name)
             (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    cli(*arguments(snapshot))
+    cli(*words_of(command, snapshot, plain, out))
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
-def test_loose_weights_of_a_source_are_no_companions(source: Path, tmp_path: Path, arguments: Any, cli: Any) -> None:
+@every_command
+def test_loose_weights_of_a_source_are_no_companions(
+    command: str, source: Path, plain: Path, tmp_path: Path, cli: Any
+) -> None:
     for name in ("x.kt", "_layer_0/notes.txt", "sub/_layer_1/_numa_0/y.kt", "sub/z.KT", "old.kt/notes.txt"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(b"old")
-    cli(*arguments(source))
     out = tmp_path / "out"
+    cli(*words_of(command, source, plain, out))
     assert not [path for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"old"]
     cli("verify", out, "--no-load")
 
@@ -178,13 +183,11 @@ def test_loose_weights_of_a_source_are_no_companions(source: Path, tmp_path: Pat
 STRAYS = ("_layer_0/_numa_0/INT4_up_0_3Byte_quant_.kt", "x.kt", "sub/_layer_0/notes.txt")
 
 
-@pytest.mark.parametrize("command", [["cpu"], ["gpu", "--quant-method", "RTN"]], ids=["cpu", "gpu"])
-def test_verify_notices_loose_weights_in_a_merged_output(
-    command: list[str], tmp_path: Path, cli: Any, example: Path
-) -> None:
+@pytest.mark.parametrize("command", ["cpu", "gpu"])
+def test_verify_notices_loose_weights_in_a_merged_output(command: str, plain: Path, tmp_path: Path, cli: Any) -> None:
     """Earlier versions copied them, and listed them in the manifest."""
     out = tmp_path / "out"
-    cli(*command, "-i", example, "-o", out)
+    cli(*words_of(command, plain, plain, out))
     for stray in STRAYS:
         (out / stray).parent.mkdir(parents=True, exist_ok=True)
         (out / stray).write_bytes(b"old")
@@ -201,6 +204,6 @@ def test_verify_notices_loose_weights_in_a_merged_output(
     document["files"] += [{"name": stray, "size": 3, "sha256": old} for stray in STRAYS]
     (out / "manifest.json").write_text(json.dumps(document))
     require_noticed()
-    if command[0] == "cpu":  # an output for the GPU is known by its manifest
+    if command == "cpu":  # an output for the GPU is known by its manifest
         (out / "manifest.json").unlink()
         require_noticed()
