@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -72,7 +71,7 @@ def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli
 def test_every_instruction_set_and_thread_count_gives_the_same_output(
     tmp_path: Path, cli: Any, example: Path, read_tree: Any
 ) -> None:
-    runs = [(isa, threads) for isa in kernels.available_isas() for threads in (1, 2)]
+    runs = [*((isa, 1) for isa in kernels.available_isas()), (kernels.isa(), 2)]
     trees = []
     for isa, threads in runs:
         out = tmp_path / f"{isa}-{threads}"
@@ -131,74 +130,6 @@ def test_other_floats_are_rounded_to_bf16_first(dtype: str, tmp_path: Path, cli:
     same_bytes(merged(tmp_path / "oa"), merged(tmp_path / "ob"))
 
 
-@pytest.mark.parametrize(("hidden", "width", "block"), [(256, 256, (128, 128)), (384, 256, (100, 72))])
-def test_fp8_blocks_are_decoded_and_the_scale_may_sit_in_another_shard(
-    hidden: int, width: int, block: tuple[int, int], tmp_path: Path, cli: Any, write_qwen: Any, write_safetensors: Any
-) -> None:
-    rng = np.random.default_rng(6)
-    shapes = {"gate": (2, width, hidden), "up": (2, width, hidden), "down": (2, hidden, width)}
-    stacked: dict[str, Any] = {}
-    decoded: dict[str, Any] = {}
-    for projection, (experts, n, k) in shapes.items():
-        codes = rng.integers(0, 256, (experts, n, k), dtype=np.uint8)
-        codes[(codes & 0x7F) == 0x7F] = 0
-        grid = (experts, -(-n // block[0]), -(-k // block[1]))
-        scales = rng.uniform(1e-4, 1e-2, grid).astype(np.float32)
-        stacked |= {projection: codes, f"{projection}.weight_scale_inv": scales}
-        spread = scales.repeat(block[0], 1)[:, :n].repeat(block[1], 2)[:, :, :k]
-        exact = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(spread)
-        decoded[projection] = exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
-    source = write_qwen(tmp_path / "fp8", {0: stacked}, "F8_E4M3", **config)
-
-    one = source / "model.safetensors"
-    tensors = read_file(one)
-    one.unlink()
-    weight_map = {n: f"model-0000{2 if 'scale_inv' in n else 1}-of-00002.safetensors" for n in tensors}
-    for shard in set(weight_map.values()):
-        write_safetensors(source / shard, {n: t for n, t in tensors.items() if weight_map[n] == shard})
-    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-    plain = write_qwen(tmp_path / "bf16", {0: decoded})
-    for method, parts in (("int8", 2), ("int4", 1)):
-        options = ["--quant-method", method, "--threadpool-count", parts]
-        done = cli("cpu", "-i", source, "-o", tmp_path / f"a-{method}", "--input-type", "fp8", *options)
-        assert "BF16 release" in done.stderr
-        assert "BF16 release" in (tmp_path / f"a-{method}" / "README.md").read_text()
-        cli("cpu", "-i", plain, "-o", tmp_path / f"b-{method}", *options)
-        same_bytes(merged(tmp_path / f"a-{method}"), merged(tmp_path / f"b-{method}"))
-    document = json.loads((tmp_path / "a-int8" / "config.json").read_text())
-    assert document["quantization_config"]["method"] == "AMXINT8"
-    assert document["original_quantization_config"] == config["quantization_config"]
-
-
-@pytest.mark.parametrize("input_major", [True, False])
-def test_fused_checkpoints_give_the_bytes_of_separate_ones(
-    input_major: bool, tmp_path: Path, cli: Any, write_qwen: Any, write_safetensors: Any, random_experts: Any
-) -> None:
-    experts = random_experts(3, 128, 256, seed=9)
-    plain = write_qwen(tmp_path / "plain", {0: experts})
-    fused = tmp_path / "fused"
-    fused.mkdir()
-    gate_up = np.concatenate([experts["gate"], experts["up"]], axis=1)
-    down = experts["down"]
-    if input_major:
-        gate_up, down = gate_up.transpose(0, 2, 1), down.transpose(0, 2, 1)
-    prefix = "model.language_model.layers.0.mlp.experts."
-    write_safetensors(
-        fused / "model.safetensors",
-        {f"{prefix}gate_up_proj": ("BF16", gate_up), f"{prefix}down_proj": ("BF16", down)},
-    )
-    config = json.loads((plain / "config.json").read_text())
-    model = "qwen3_vl_moe" if input_major else "qwen3_5_moe"
-    (fused / "config.json").write_text(
-        json.dumps({"model_type": model, "text_config": config | {"model_type": model + "_text"}})
-    )
-    for source in (plain, fused):
-        cli("cpu", "-i", source, "-o", tmp_path / f"o-{source.name}", "--quant-method", "int8")
-    same_bytes(merged(tmp_path / "o-fused"), merged(tmp_path / "o-plain"))
-
-
 def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--max-shard-size", "300KB", "--non-experts", "copy")
@@ -244,8 +175,10 @@ def test_some_layers_keep_their_numbers(tmp_path: Path, cli: Any, example: Path)
     assert "3-7" in cli("cpu", "-i", example, "-o", tmp_path / "x", "--layers", "3-7", code=2).stderr
 
 
-@pytest.mark.parametrize(("projection", "expert", "row", "column"), [("gate", 1, 200, 3), ("down", 0, 5, 255)])
-@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC1])
+@pytest.mark.parametrize(
+    ("projection", "expert", "row", "column", "bits"),
+    [("gate", 1, 200, 3, 0x7F80), ("down", 0, 5, 255, 0xFF80), ("up", 0, 0, 0, 0x7FC1)],
+)
 def test_non_finite_weights_are_refused_by_name_and_place(
     projection: str,
     expert: int,
@@ -264,13 +197,6 @@ def test_non_finite_weights_are_refused_by_name_and_place(
     assert f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight" in done.stderr
     assert f"row {row}, column {column}" in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_a_row_of_zeros_is_fine(tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any) -> None:
-    experts = random_experts(2, 128, 128)
-    experts["up"][1, 7] = 0
-    cli("cpu", "-i", write_qwen(tmp_path / "in", {0: experts}), "-o", tmp_path / "out", "--threadpool-count", 1)
-    assert merged(tmp_path / "out")["blk.0.ffn_up_exps.1.numa.0.scale"][7] == 0
 
 
 def test_illegal_numa_counts_name_the_legal_ones(

@@ -106,6 +106,9 @@ def test_what_is_made_of_them_is_made_of_their_values(name: str, written: Writte
     assert files[0] == files[1] and len(files[0]) == E * 3 * 3 * 2 * 2
     cli("verify", ours, "--against", source, "--full")
     assert json.loads((ours / "manifest.json").read_text())["model"]["dtypes"] == [encoding.name]
+    document = json.loads((ours / "config.json").read_text())
+    assert document["quantization_config"]["method"] == "AMXINT8" and "BF16 release" in (ours / "README.md").read_text()
+    assert document.get("original_quantization_config") == encoding.config
     seen = json.loads(cli("inspect", source, "--json").stdout)
     assert seen["expert_dtypes"] == [encoding.name] and seen["convert"] and seen["convert_gpu"]
     done = cli("cpu", "-i", source, "-o", tmp_path / "no", "--input-type", "bf16", "--dry-run", code=5)

@@ -270,6 +270,7 @@ ENCODINGS: dict[str, Encoding] = {
     "FP8 in blocks": Encoding(
         "F8_E4M3", "fp8", fp8((128, 128), ".weight_scale_inv"), fp8_config((128, 128)), few=False
     ),
+    "FP8 of 100x72": Encoding("F8_E4M3", "fp8", fp8((100, 72), ".weight_scale_inv"), fp8_config((100, 72)), few=False),
     "FP8 in rows": Encoding("F8_E4M3", "fp8", fp8((1, 1 << 20), ".weight_scale"), few=False),
     "DeepSeek-V4": Encoding("MXFP4", "fp4", mxfp4("I8", ".weight", ".scale", "F8_E8M0"), v4=True),
     "V4 in unsigned bytes": Encoding("MXFP4", "mxfp4", mxfp4("U8", ".weight", ".scale", "U8"), v4=True),

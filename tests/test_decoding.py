@@ -1,0 +1,304 @@
+"""Codes with a scale for each group of columns, packed integers, FP4, FP8 and blocks of ggml: every kernel equals the
+definition, which is what was packed or gguf-py's values, however codes are laid out and the linear is sliced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gguf as library
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES
+from ktconvert.native_quant import kernels
+from ktconvert.native_quant.matrix import BF16, FP4_E2M1, FP8_E4M3, GGML, INT4, INT4_AWQ, INT8, INTEGERS, Matrix
+from ktconvert.quantizers import groups, packed, reference
+from rig.gguf import SCALES, blocks
+
+KINDS = {kind.name: kind for kind in (*INTEGERS, FP4_E2M1, FP8_E4M3)}
+BITS = {**packed.BITS, "fp4_e2m1": 4, "fp8_e4m3": 8}
+PLAIN = {"int4": 4, "int8": 8}  # rows of bytes, no zero points
+every_block = pytest.mark.parametrize("name", GGML)
+
+
+def linear(
+    kind: str, n: int, k: int, group: int, seed: int = 0, scales: Any = None, zeros: bool = False, order: bool = False
+) -> Matrix:
+    """Random codes; scales of every size and either sign. order: the columns of a group are not neighbours."""
+    if kind in GGML:
+        return Matrix(blocks(kind, n, k, seed), GGML[kind])
+    rng = np.random.default_rng(seed)
+    words = {"int4_words": (k // 8, n), "int8_words": (k // 4, n), "int4_awq": (k, n // 8)}
+    if kind in words:
+        codes = rng.integers(0, 1 << 32, words[kind], np.uint32).T
+    else:
+        codes = rng.integers(0, 256, (n, k * BITS[kind] // 8)).astype(np.uint8)
+    if kind == "fp8_e4m3":
+        codes[1:][codes[1:] & 0x7F == 0x7F] = 0x40  # NaN in the first row only
+    zeros, order = zeros and kind in packed.BITS, order and kind in packed.BITS
+    shape = n, -(-k // group)
+    if scales is None:
+        scales = np.exp(rng.uniform(-95, 80, shape)) * rng.choice([-1, 1], shape)
+        scales[0] = 0
+    return Matrix(
+        codes,
+        KINDS[kind],
+        np.asarray(scales, np.float32),
+        (1, group),
+        zeros=rng.integers(0, 1 << BITS[kind], shape).astype(np.float32) if zeros else None,
+        group_of=rng.permutation(np.arange(k, dtype=np.int32) // group) if order else None,
+    )
+
+
+def same(matrix: Matrix, expected: Any = None) -> None:
+    """The kernel, and the definition, give these BF16 bits."""
+    defined = reference.decode(matrix)
+    assert (kernels.decode(matrix) == defined).all()
+    assert expected is None or (defined == expected).all()
+
+
+# --- codes with scales --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", [*PLAIN, "fp4_e2m1", "fp8_e4m3"])
+@pytest.mark.parametrize("group", [1, 3, 16, 32, 40, 128, 1000])
+def test_kernels_are_the_definition(kind: str, group: int) -> None:
+    for n, k in ((1, 2), (3, 64), (33, 66), (5, 254), (40, 640)):
+        same(linear(kind, n, k, group))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("order", [False, True], ids=["neighbours", "order"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_zero_points_and_orders_of_columns(kind: str, zeros: bool, order: bool) -> None:
+    """Stages hold 1024 columns of 4 bits, 512 of 8; panels have 32 rows, AWQ's words 8."""
+    for n, k, group in ((8, 8, 8), (32, 64, 32), (40, 1104, 16), (72, 2056, 128), (16, 24, 7)):
+        same(linear(kind, n, k, group, zeros=zeros, order=order))
+
+
+def test_codes_are_those_that_were_packed() -> None:
+    """The definition itself: known codes, put into words one by one."""
+    rng = np.random.default_rng(3)
+    for bits, kind in ((4, "int4_words"), (8, "int8_words"), (4, "int4_awq")):
+        codes = rng.integers(0, 1 << bits, (16, 24)).astype(np.uint64)
+        each, words = 32 // bits, np.zeros((24 * bits // 32, 16) if kind != "int4_awq" else (24, 2), np.uint64)
+        for (row, column), code in np.ndenumerate(codes):
+            if kind == "int4_awq":
+                words[column, row // 8] |= code << np.uint64(4 * [0, 4, 1, 5, 2, 6, 3, 7][row % 8])
+            else:
+                words[column // each, row] |= code << np.uint64(bits * (column % each))
+        matrix = Matrix(words.astype(np.uint32).T, KINDS[kind], np.ones((16, 1), np.float32), (1, 24))
+        assert (packed.codes(matrix) == codes).all()
+        assert (packed.signed_codes(matrix) == codes.astype(int) - (1 << bits - 1)).all()
+
+
+def test_zero_points_borrow_from_their_neighbours() -> None:
+    """GPTQ's first format stores each word of zero points less 0x11111111, or 0x01010101, as a whole."""
+    for bits, one in ((4, 0x11111111), (8, 0x01010101)):
+        points = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64)).astype(np.uint8)
+        points[:, ::5] = 0
+        words = groups.pack_words(bits, (points.astype(np.int16) - (1 << bits - 1)).astype(np.int8)).view(np.uint32)
+        assert (packed.gptq_zeros(bits, words - np.uint32(one), less_one=True) == points).all()
+        assert (packed.gptq_zeros(bits, words, less_one=False) == points).all()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("order", [False, True], ids=["neighbours", "order"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "int8_signed", "fp4_e2m1", "fp8_e4m3"])
+def test_every_code_times_scales_of_every_size(kind: str, order: bool) -> None:
+    """Scales that are no numbers too: what comes is the definition's."""
+    codes = np.tile(np.arange(256, dtype=np.uint8), (16, 1))
+    scales = [1, 0.3, 1e-4, -2.5, 1e-38, 1e-36, 1e-41, 3e38, -1e36, 0, -0.0, np.inf, -np.inf, np.nan, 2**-149, 2**127]
+    with np.errstate(all="ignore"):
+        column = np.array(scales, np.float32)[:, None]
+    matrix = Matrix(codes, KINDS[kind], column, (1, 10**6))
+    named = np.zeros(matrix.shape[1], np.int32) if order and kind in packed.BITS else None
+    for zeros in (None, np.full_like(column, 3))[: 2 if kind in packed.BITS else 1]:
+        same(replace(matrix, zeros=zeros, group_of=named))
+
+
+def test_the_definition_is_that_of_our_own_output() -> None:
+    """What `ktconvert gpu` packs is the code times the scale, and BF16 scales make that exact in float32."""
+    for kind, bits in PLAIN.items():
+        matrix = linear(kind, 4, 256, 128)
+        assert matrix.scales is not None
+        scales = reference.f32_to_bf16(matrix.scales)
+        exact = groups.dequantize_groups(bits, matrix.values.view("<i4"), scales)
+        rounded = Matrix(matrix.values, matrix.kind, reference.bf16_to_f32(scales), (1, 128))
+        assert (kernels.decode(rounded) == reference.f32_to_bf16(exact)).all()
+
+
+def test_a_value_that_overflows_is_refused_with_its_place() -> None:
+    matrix = linear("int4", 128, 128, 32, scales=np.full((128, 4), 1e-3, np.float32))
+    assert matrix.scales is not None
+    matrix.scales[40, 2] = 3e38
+    matrix.values[40, 33] = 0x08  # -8 times 3e38 in column 67, 0 in column 66
+    matrix.values[40, 32] = 0x98  # 0 and 1 times 3e38: finite
+    with pytest.raises(kernels.NonFinite) as caught:
+        kernels.quantize_pack(4, matrix, np.empty(128 * 64, np.uint8), np.empty(128, np.float32))
+    assert (caught.value.row, caught.value.column) == (40, 67)
+
+
+# --- blocks of ggml -----------------------------------------------------------------------------------------------------
+
+FP16 = [0, -0.0, 1, -1, 6e-8, -6e-8, 6e-5, 65504, -65504, np.inf, -np.inf, np.nan]
+
+
+def by_gguf_py(name: str, stored: Any) -> Any:
+    """BF16; gguf-py takes the MXFP4 scale 255 for a number, and it stands for NaN."""
+    with np.errstate(all="ignore"):
+        values = library.quants.dequantize(stored, library.GGMLQuantizationType[name])
+    if name == "MXFP4":
+        values = np.where(np.repeat(stored.reshape(len(stored), -1, 17)[..., 0] == 255, 32, axis=1), np.nan, values)
+    return reference.f32_to_bf16(values.astype(np.float32))
+
+
+def ugly(name: str, rows: int, columns: int, seed: int = 0) -> Any:
+    """Random blocks, every third of them with scales of all sizes, some of which are no numbers."""
+    kind = GGML[name]
+    stored = blocks(name, rows, columns, seed).reshape(-1, kind.items)
+    rng = np.random.default_rng(seed)
+    for at in SCALES.get(name, ()):
+        values = rng.choice(np.array(FP16, np.float16), len(stored[::3]))
+        stored[::3, at : at + 2] = values[:, None].view(np.uint8)
+    if name == "MXFP4":
+        stored[::3, 0] = rng.choice([0, 1, 2, 127, 253, 254, 255], len(stored[::3]))
+    return stored.reshape(rows, -1)
+
+
+def test_sizes_are_those_of_the_table() -> None:
+    sizes = {of.name: (of.columns, of.nbytes) for of in GGML_TYPES.values()}
+    assert {name: (kind.columns, kind.items) for name, kind in GGML.items()} == {name: sizes[name] for name in GGML}
+
+
+@pytest.mark.usefixtures("isa")
+@every_block
+def test_blocks_are_gguf_pys(name: str) -> None:
+    for rows, columns in ((1, 256), (3, 512), (40, 1280)):
+        stored = ugly(name, rows, columns, rows)
+        wanted = by_gguf_py(name, stored)
+        linear = Matrix(stored, GGML[name])
+        assert linear.shape == wanted.shape
+        assert (kernels.decode(linear) == wanted).all()
+        assert (reference.decode(linear) == wanted).all()
+
+
+@pytest.mark.usefixtures("isa")
+@every_block
+def test_every_code_and_every_scale(name: str) -> None:
+    """All bytes, so that every code of 4, 5, 6 or 8 bits meets every packed scale of a K-quant."""
+    kind = GGML[name]
+    stored = np.random.default_rng(3).integers(0, 256, (64, 16 * kind.items)).astype(np.uint8)
+    assert (kernels.decode(Matrix(stored, kind)) == by_gguf_py(name, stored)).all()
+
+
+@every_block
+def test_a_scale_that_is_no_number_is_refused_with_its_place(name: str) -> None:
+    kind = GGML[name]
+    stored = blocks(name, 128, 512)
+    block = stored[40].reshape(-1, kind.items)[256 // kind.columns]
+    if name == "MXFP4":
+        block[0] = 255
+    else:
+        at = SCALES[name][0]
+        block[at : at + 2] = 0, 0x7E
+    with pytest.raises(kernels.NonFinite) as caught:
+        kernels.quantize_pack(4, Matrix(stored, kind), np.empty(128 * 256, np.uint8), np.empty(128, np.float32))
+    assert (caught.value.row, caught.value.column) == (40, 256)
+
+
+# --- slices -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(
+    kind=st.sampled_from((*KINDS, *GGML)), group=st.integers(1, 200), k=st.integers(1, 150), n=st.integers(1, 40),
+    zeros=st.booleans(), order=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_any_slice_finds_its_codes_and_scales(
+    kind: str, group: int, k: int, n: int, zeros: bool, order: bool, data: st.DataObject
+) -> None:
+    k *= {"int4": 2, "fp4_e2m1": 2, "int4_words": 8, "int8_words": 4}.get(kind, 1)
+    k = 256 * (1 + k % 4) if kind in GGML else k
+    n *= KINDS[kind].rows if kind in KINDS else 1
+    whole = linear(kind, n, k, group, seed=k + n, zeros=zeros, order=order)
+    expected = reference.decode(whole)
+    first, top = data.draw(st.integers(0, k - 1)), data.draw(st.integers(0, n - 1))
+    stop, bottom = data.draw(st.integers(first + 1, k)), data.draw(st.integers(top + 1, n))
+    inner, below = data.draw(st.integers(0, stop - first - 1)), data.draw(st.integers(0, bottom - top - 1))
+    before = kernels.isa()
+    for name in kernels.available_isas():
+        kernels.set_isa(name)
+        part = whole.columns(first, stop).rows(top, bottom)
+        assert part.shape == (bottom - top, stop - first) and (kind in GGML or part.origin == (top, first))
+        same(part, expected[top:bottom, first:stop])
+        assert (kernels.decode(part.T) == expected[top:bottom, first:stop].T).all()
+        assert (part.T.kind is BF16) == (kind != "fp8_e4m3") and (kind in GGML or part.T.origin == (first, top))
+        same(part.columns(inner, stop - first), expected[top:bottom, first + inner : stop])
+        assert (kernels.decode(part.rows(below, bottom - top)) == expected[top + below : bottom, first:stop]).all()
+        assert (kernels.decode(whole.every_other(n > 1)) == expected[n > 1 :: 2]).all()
+    kernels.set_isa(before)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", [*KINDS, *GGML])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_as_their_values_are(kind: str, bits: int) -> None:
+    """And packed, in one pass, also of a part that begins inside a block or a group; groups, too."""
+    scales = np.exp(np.random.default_rng(1).uniform(-9, -3, (256, 16))).astype(np.float32)
+    whole = linear(kind, 256, 512, 32, scales=scales, zeros=kind != "int4", order=bits == 4)
+    part = whole.columns(64, 448).rows(128, 256)
+    bf16, (n, k) = reference.decode(part), part.shape
+    weight, scale = np.empty(n * k * bits // 8, np.uint8), np.empty(n, np.float32)
+    kernels.quantize_pack(bits, part, weight, scale)
+    expected = reference.quantize_pack(bits, bf16)
+    assert (weight == expected[0]).all() and (scale == expected[1]).all()
+    assert kernels.error_sums(bits, part, weight, scale) == kernels.error_sums(bits, Matrix(bf16, BF16), weight, scale)
+    words, group_scales = np.empty((n, k * bits // 32), np.int32), np.empty((n, k // 128), np.uint16)
+    kernels.quantize_groups(bits, part, words, group_scales)
+    codes, chosen = groups.quantize_groups(bits, 128, bf16)
+    assert (words == groups.pack_words(bits, codes)).all() and (group_scales == chosen).all()
+
+
+# --- what makes no sense ------------------------------------------------------------------------------------------------
+
+
+ONES, EIGHT = np.ones((4, 1), np.float32), np.zeros((4, 8), np.uint8)
+WHOLE = Matrix(blocks("Q4_K", 4, 512), GGML["Q4_K"])
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        Matrix(EIGHT, INT4, ONES, (1, 16), skip=1, width=16),
+        Matrix(EIGHT, INT4, ONES, (1, 16), skip=-1, width=8),
+        Matrix(EIGHT, INT4, ONES, (1, 15)),
+        Matrix(EIGHT, INT4),
+        Matrix(EIGHT.view(np.int8), INT8, ONES, (1, 8)),
+        Matrix(np.zeros((4, 16), np.uint8)[:, ::2], INT8, ONES, (1, 8)),
+        Matrix(np.zeros((8, 4), np.uint8).T, INT8, ONES, (1, 8)),
+        Matrix(EIGHT, INT8, ONES, (1, 8), zeros=np.zeros((4, 2), np.float32)),
+        Matrix(EIGHT, INT8, ONES, (1, 8), zeros=np.zeros((4, 1), np.uint8)),  # type: ignore[arg-type]
+        Matrix(EIGHT, INT8, ONES, (1, 8), group_of=np.full(8, -1, np.int32)),
+        Matrix(EIGHT, INT8, ONES, (1, 8), group_of=np.full(8, 1, np.int32)),
+        Matrix(EIGHT, INT8, ONES, (1, 8), group_of=np.zeros(7, np.int32)),
+        Matrix(np.zeros((4, 8), np.uint16), BF16, zeros=ONES),
+        Matrix(np.zeros((1, 8), np.uint32), INT4_AWQ, np.ones((8, 1), np.float32), (1, 8), skip=1, height=8),
+        Matrix(np.zeros((8, 4), np.uint32)[::2], INT4_AWQ, np.ones((32, 1), np.float32), (1, 8)),
+        Matrix(WHOLE.values[:, :-1], WHOLE.kind),
+        Matrix(WHOLE.values, WHOLE.kind, skip=1, width=512),
+        Matrix(WHOLE.values, WHOLE.kind, skip=-1, width=8),
+        Matrix(WHOLE.values, WHOLE.kind, ONES),
+        Matrix(WHOLE.values.view(np.int8), WHOLE.kind),
+        Matrix(np.asfortranarray(WHOLE.values), WHOLE.kind),
+    ],
+)
+def test_what_makes_no_sense_is_refused(matrix: Matrix) -> None:
+    with pytest.raises(ValueError):
+        kernels.decode(matrix)
