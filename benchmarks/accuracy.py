@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.gptq.compensate import packed
-from ktconvert.pipeline.stages.experts import quantize
+from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import gptq
 from ktconvert.quantizers.choice import QUANTIZERS
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16

@@ -24,7 +24,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
 from ktconvert.native_quant.runtime import hot_mask
-from ktconvert.pipeline.stages.statistics import Gathering
+from ktconvert.pipeline.stages.gather_statistics import Gathering
 from rig import calibrated, conversion, families, forks, hooks, killpoint
 from rig.attempts import Attempts
 from rig.golden import FOLDER
@@ -334,7 +334,7 @@ def test_a_bit_that_flipped_in_what_a_chain_needs(beside_gptq: Attempts) -> None
     """Of the samples, of a layer's statistics, and of what the last finished layer left to the next one."""
     first = beside_gptq.output("flipped")
     assert beside_gptq.run(first, kill=beside_gptq.recorded_at("layer-001") + 1).returncode == killpoint.KILLED
-    found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".left")]
+    found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".handed_on")]
 
     def resumed(n: int) -> None:
         output = beside_gptq.output(f"flipped{n}")
@@ -343,7 +343,7 @@ def test_a_bit_that_flipped_in_what_a_chain_needs(beside_gptq: Attempts) -> None
         (work / "plan.json").write_text(plan.replace(str(first.parent), str(output.parent)))
         begin, end = found[n]
         (victim,) = (work / "store").glob(f"{begin}*{end}")
-        conversion.edit(victim, -2 if end == ".left" else 200, keep_time=True)
+        conversion.edit(victim, -2 if end == ".handed_on" else 200, keep_time=True)
         done = beside_gptq.run(output, "resume", str(output))
         assert f"is made again: {victim} is not what was written" in done.stderr
         assert conversion.differing(conversion.tree(output.parent), beside_gptq.wanted) == []

@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.whole_model import loading_notes
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import FP8_E4M3, KINDS, Matrix
-from ktconvert.pipeline.stages.expert_files import plan_parts, room
+from ktconvert.pipeline.stages.expert_files import empty_tensors, plan_parts
 from ktconvert.quantizers import groups, reference
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
@@ -130,7 +130,7 @@ def test_an_unknown_family_stored_together_gets_the_usual_names(build: Build) ->
 def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
     """Words, shape and scales of a linear, rounded to nearest."""
     n, k = linear.shape
-    out = room(form, Part(0, 0, "gate", 0, n, k))
+    out = empty_tensors(form, Part(0, 0, "gate", 0, n, k))
     form.quantize(linear, out)
     packed, shape, scale = out
     return packed.view("<i4").reshape(n, -1), shape.view("<i8"), scale.view("<u2").reshape(n, -1)

@@ -20,7 +20,7 @@ LIBRARY = """
 import os, sys, signal
 from pathlib import Path
 from ktconvert.layouts.errors import OutputError
-from ktconvert.pipeline.engine.lock import Part, acquire, unlock
+from ktconvert.pipeline.engine.lock import ProcessPart, acquire, unlock
 
 output = Path(sys.argv[1])
 root = output.with_name(output.name + ".work")
@@ -147,7 +147,7 @@ print(points)
 HOLD = (
     LIBRARY
     + """
-part = Part(*map(int, sys.argv[2].split("/"))) if sys.argv[2:] else None
+part = ProcessPart(*map(int, sys.argv[2].split("/"))) if sys.argv[2:] else None
 try:
     lock = acquire(root, output, part)
 except OutputError as error:
@@ -417,7 +417,7 @@ def test_a_part_takes_away_what_bars_its_own_way(tmp_path: Path, no_locks: dict[
         assert killed.holds
         killed.end(signal.SIGKILL)
         assert (root / name).exists()
-    code = LIBRARY + "for taken in unlock(root, output, Part(1, 3)): print(taken)\n"
+    code = LIBRARY + "for taken in unlock(root, output, ProcessPart(1, 3)): print(taken)\n"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "out")],
         env={**os.environ, **no_locks},

@@ -20,7 +20,7 @@ from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MXFP4, KINDS, Matrix
-from ktconvert.pipeline.stages.experts import ROWS
+from ktconvert.pipeline.stages.quantize_experts import ROWS
 from ktconvert.quantizers import FLOAT_GRIDS, fp8, mxfp4, panels, reference
 from ktconvert.quantizers.scales import E4M3, e8m0
 from rig import gguf as ggml

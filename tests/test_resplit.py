@@ -20,7 +20,7 @@ from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs import resplit
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant.matrix import KINDS, Matrix
-from ktconvert.pipeline.stages.expert_files import Packed, room
+from ktconvert.pipeline.stages.expert_files import Packed, empty_tensors
 from ktconvert.quantizers import reference
 from rig import conversion, forks, killpoint
 from rig.safetensors import bits_of, read_folder
@@ -288,7 +288,7 @@ def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObj
     projection, backward = data.draw(st.sampled_from(["gate", "down"])), data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     old, new = (
-        [(part, room(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count, True).parts(0, projection)]
+        [(part, empty_tensors(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count, True).parts(0, projection)]
         for count in (old_count, new_count)
     )
     old, new = ([part for part in parts if part[0].backward == backward] for parts in (old, new))
@@ -325,10 +325,12 @@ def test_put_together_the_scale_is_that_of_all_columns() -> None:
     for form in (AMXINT4, AMXINT8):
         sides = []
         for count in (3, 1):
-            sides.append([(part, room(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count).parts(0, "down")])
+            sides.append(
+                [(part, empty_tensors(form, part)) for part in ExpertGrid(0, HIDDEN, WIDTH, count).parts(0, "down")]
+            )
             for part, stored in sides[-1]:
                 form.quantize(part.of(linear, count), stored)
-        new = [(part, room(form, part)) for part, _ in sides[1]]
+        new = [(part, empty_tensors(form, part)) for part, _ in sides[1]]
         resplit.rearrange(form, sides[0], new)
         assert np.array_equal(new[0][1][1], sides[1][0][1][1])
 

@@ -80,7 +80,7 @@ def test_a_part_that_failed(bench: Bench) -> None:
 
 def test_a_part_between_two_units(bench: Bench) -> None:
     assert bench.cpu("--part", "0/2").returncode == 0
-    held = lock.acquire(bench.work, bench.output, lock.Part(1, 2))
+    held = lock.acquire(bench.work, bench.output, lock.ProcessPart(1, 2))
     assert status(bench)["state"] == "running"
     held.release()
     assert status(bench)["state"] == "stopped"

@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.gptq.compensate import Compensate
-from ktconvert.pipeline.stages import carry_over
+from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.walk import bf16
 from ktconvert.pipeline.walk.consumers import Consumer, Counts, Evidence, ExpertGroup, ExpertWeights
 from ktconvert.pipeline.walk.layer import LayerWalk, walk_layer
@@ -84,7 +84,7 @@ def walked(samples: Sequence[Any], consumers_of: Callable[[MoeModel, int], Seque
     """Take the samples through all layers of the bundled model, three experts at a time."""
     source = open_checkpoint(EXAMPLE)
     model = recognise(source)
-    rest = carry_over.carried(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     lm = LayeredModel(source, {tensor.key: tensor for tensor in rest})
     folder.mkdir()
     with RowFile(folder / "embedded", sum(LENGTHS), lm.hidden, new=True) as file:

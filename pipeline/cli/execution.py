@@ -12,7 +12,7 @@ from ktconvert.pipeline.cli import options
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
 from ktconvert.pipeline.engine.existing import adopts
-from ktconvert.pipeline.engine.lock import Part, unlock
+from ktconvert.pipeline.engine.lock import ProcessPart, unlock
 from ktconvert.pipeline.engine.part import make_part, parse
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
@@ -21,12 +21,12 @@ from ktconvert.pipeline.ui import dry_run
 from ktconvert.pipeline.ui.progress import Reporter
 
 
-def part_of(params: Mapping[str, Any]) -> Part | None:
+def part_of(params: Mapping[str, Any]) -> ProcessPart | None:
     """Which part --part asks for."""
     return None if params.get("part") is None else parse(params["part"], os.environ)
 
 
-def take_lock_away(paths: Paths, reporter: Reporter, part: Part | None = None) -> None:
+def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = None) -> None:
     """--force-unlock: remove the lock of a process that left it, and say whose it was."""
     for taken in unlock(paths.root, paths.output, part):
         reporter.note(f"--force-unlock took away {taken}")

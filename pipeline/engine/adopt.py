@@ -79,7 +79,7 @@ def _stored(plan: Plan, work: WorkDir) -> list[_Found]:
         files = [(store / unit.stored_name / w.path, w.nbytes, w.sha256) for w in record.result.files]
         for w in record.for_chain:
             file = (store / w.path, w.nbytes, w.sha256)
-            if w.path == unit.left_name:  # without it the unit stays, and the chain starts again before it
+            if w.path == unit.handed_on_name:  # without it the unit stays, and the chain starts again before it
                 found.append(_Found(unit.name, _present([file]), file[0].unlink))
             elif w.path == unit.side_name:
                 files.append(file)

@@ -170,17 +170,17 @@ def _watch(executor: DaskExecutor, note: Callable[[str], None], timeout: float, 
     Looks are counted, not time: this process may be stopped for hours, and nothing was heard then, either.
     """
     last = executor.heard
-    silent, told = 0.0, last is None
+    silent, reported = 0.0, last is None
     while not ended.wait(LOOK_EVERY):
         if executor.heard not in (None, last):
-            last, silent, told = executor.heard, 0.0, False
+            last, silent, reported = executor.heard, 0.0, False
         silent = silent + LOOK_EVERY if executor.waiting() else 0.0
         if silent >= timeout:
             executor.give_up(
                 TimeoutError(f"nothing was heard of any worker for {duration(silent)}, --executor-timeout")
             )
-        elif silent >= min(SILENT, timeout / 2) and not told:
-            told = True
+        elif silent >= min(SILENT, timeout / 2) and not reported:
+            reported = True
             note(f"nothing was heard of any worker for {duration(silent)}; {_advice(timeout - silent)}")
 
 

@@ -23,7 +23,7 @@ def require_disk(plan: Plan, paths: Paths, todo: Collection[Unit[Any]]) -> None:
     free = machine.disk_free(paths.root)
     if sum(needed.values()) > free:
         raise ResourceError(
-            f"{paths.root}: {room_sentence(needed)}, {size(free)} free; free some space or choose another --output."
+            f"{paths.root}: {disk_sentence(needed)}, {size(free)} free; free some space or choose another --output."
         )
     limit = machine.file_size_limit()
     if limit is not None:
@@ -66,7 +66,7 @@ def disk_needed(plan: Plan, todo: Iterable[Unit[Any]]) -> dict[str, int]:
     }
 
 
-def room_sentence(needed: Mapping[str, int]) -> str:
+def disk_sentence(needed: Mapping[str, int]) -> str:
     """The sum, and what it consists of."""
     parts = [f"{size(nbytes)} {what}" for what, nbytes in needed.items() if nbytes]
     return f"{size(sum(needed.values()))} needed" + (f" ({', '.join(parts)})" if parts else "")
@@ -76,9 +76,9 @@ def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
     """As many threads as asked for, fewer where memory does not hold their buffers. Raises ResourceError when one is
     too many.
     """
-    asked = int(plan.request.tuning["cpuinfer_threads"])
+    given = int(plan.request.tuning["cpuinfer_threads"])
     budget = plan.request.tuning.get("max_memory") or machine.memory_available()
-    threads = asked
+    threads = given
     while threads > 1 and plan.conversion.peak_memory(threads) > budget:
         threads -= 1
     if plan.conversion.peak_memory(threads) > budget:
@@ -86,6 +86,6 @@ def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
         raise ResourceError(
             f"one thread needs {size(plan.conversion.peak_memory(1))}, {limit} is {size(budget)}. {plan.remedies}"
         )
-    if threads < asked and reporter is not None:
-        reporter.note(f"{threads} of {asked} threads, so that memory stays below {size(budget)}")
+    if threads < given and reporter is not None:
+        reporter.note(f"{threads} of {given} threads, so that memory stays below {size(budget)}")
     return threads

@@ -67,8 +67,8 @@ def execute(
                 reporter.note(f"--overwrite removes {replaced}")
         adopt(plan, work, reporter, trusted=trust_store)
         _report_death(work, plan, reporter)
-        left = [unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None]
-        require_disk(plan, work.paths, left)
+        to_make = [unit for unit in plan.units if done_reason(work.paths, work.finished, unit) is None]
+        require_disk(plan, work.paths, to_make)
         threads = fit_threads(plan, reporter) if executor is None else threads
         stop = StopFlag()
         with stop.installed(), recorded(work):

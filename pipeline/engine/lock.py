@@ -34,7 +34,7 @@ Holders = list[tuple[Path, bytes]]  # locks, each with what it contains
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessPart:
     """One of `count` processes that share the units; number from 0."""
 
     number: int
@@ -98,7 +98,7 @@ class Lock:
         self.release()
 
 
-def acquire(root: Path, output: Path, part: Part | None = None) -> Lock:
+def acquire(root: Path, output: Path, part: ProcessPart | None = None) -> Lock:
     """Make the work directory `root` of an output, and lock it for this process alone, or for one of several parts.
 
     Raises OutputError where another process works in it, or the folder is not ours.
@@ -130,7 +130,7 @@ def require_ours(root: Path) -> None:
         )
 
 
-def unlock(root: Path, output: Path, part: Part | None = None) -> list[str]:
+def unlock(root: Path, output: Path, part: ProcessPart | None = None) -> list[str]:
     """Take away locks that are files, and that bar the way to us, of processes of which nobody here can tell whether
     they still run. Returns what was taken away, in words.
 
@@ -163,7 +163,7 @@ def parts_at_work(root: Path) -> bool:
     )
 
 
-def _lock(lock: Lock, output: Path, part: Part | None) -> None:
+def _lock(lock: Lock, output: Path, part: ProcessPart | None) -> None:
     """Take what is to be held, and leave our name in it; the caller releases what was taken before a failure."""
     try:
         has_locks = _flock(lock, part)
@@ -187,7 +187,7 @@ def _lock(lock: Lock, output: Path, part: Part | None) -> None:
         os.pwrite(lock.fds[-1], lock.own, 0)
 
 
-def _flock(lock: Lock, part: Part | None) -> bool:
+def _flock(lock: Lock, part: ProcessPart | None) -> bool:
     """Take flocks; False where the file system has none. Raises BlockingIOError with the file's name."""
     if part is None:
         return lock.flock(lock.root / "lock", fcntl.LOCK_EX)
@@ -201,7 +201,7 @@ def _flock(lock: Lock, part: Part | None) -> bool:
 # --- files that belong to locks -------------------------------------------------------------------
 
 
-def _held(part: Part | None) -> str:
+def _held(part: ProcessPart | None) -> str:
     return f"lock.held.{part.name}" if part else "lock.held"
 
 
@@ -214,7 +214,7 @@ def _flocks_of_parts(root: Path) -> list[Path]:
     return [path for path in sorted(_locks(root)) if (of := OF_PART.fullmatch(path.name)) and not of[1]]
 
 
-def _others(lock: Lock, part: Part | None) -> Holders:
+def _others(lock: Lock, part: ProcessPart | None) -> Holders:
     """The locks that are files and bar the way to a part, or to one that works alone, with what they contain; without
     those of processes that have ended.
     """
@@ -227,7 +227,7 @@ def _others(lock: Lock, part: Part | None) -> Holders:
     return found
 
 
-def _holders(root: Path, error: BlockingIOError, part: Part | None) -> Holders:
+def _holders(root: Path, error: BlockingIOError, part: ProcessPart | None) -> Holders:
     """Who holds the flock that we met: parts, if there are any, and we want to work alone."""
     met = Path(error.filename)
     holders = [(path, read(path) or b"") for path in (_flocks_of_parts(root) if part is None else ())]

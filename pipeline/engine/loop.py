@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.holder import Holder
 from ktconvert.pipeline.engine.journal import End, Run
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
 from ktconvert.pipeline.engine.runner import Made, Runner
-from ktconvert.pipeline.engine.units import LEFT, Stage, Unit
+from ktconvert.pipeline.engine.units import HANDED_ON, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir, done_reason
 from ktconvert.pipeline.ui.progress import Reporter
 
@@ -102,9 +102,9 @@ def run_units(
         return bool(stop.number) or any(not isinstance(error, WorkerLostError) for error in failures)
 
     total = sum(unit.bytes_in for unit in plan.units)
-    left = [unit for _, units in to_do for unit in units]
-    done = (len(plan.units) - len(left), len(plan.units))
-    reporter.begin(total, total - sum(unit.bytes_in for unit in left), units=done)
+    to_make = [unit for _, units in to_do for unit in units]
+    done = (len(plan.units) - len(to_make), len(plan.units))
+    reporter.begin(total, total - sum(unit.bytes_in for unit in to_make), units=done)
     waiting = deque(to_do)
     try:
         while flying or (waiting and not stopped()):
@@ -166,12 +166,12 @@ def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
         return ()
     first = undone[0]
     before = stage.units[first - 1]
-    while first and before.leaves and not (work.paths.store / before.left_name).exists():
+    while first and before.handed_on and not (work.paths.store / before.handed_on_name).exists():
         first -= 1
         before = stage.units[first - 1]
-    needed = before.left_name if first else None
+    needed = before.handed_on_name if first else None
     for path in work.paths.store.iterdir():
-        if path.name.endswith(LEFT) and path.name != needed:
+        if path.name.endswith(HANDED_ON) and path.name != needed:
             path.unlink()
     return stage.units[first : undone[-1] + 1]
 
@@ -187,8 +187,8 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
         publish.remove_tree(link.scratch)
         if link.side is not None:
             publish.publish(link.side, work.paths.store / unit.side_name)
-        if link.leaves is not None:
-            publish.publish(link.leaves, work.paths.store / unit.left_name)
+        if link.handed_on is not None:
+            publish.publish(link.handed_on, work.paths.store / unit.handed_on_name)
     if made.who:
         publish.make_readable(made.path)
     publish.publish(made.path, stored)

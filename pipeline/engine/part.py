@@ -18,7 +18,7 @@ from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import fit_threads, require_disk
 from ktconvert.pipeline.engine.existing import adopts, agree, already_finished, saved_plan, unit_states
-from ktconvert.pipeline.engine.lock import Part
+from ktconvert.pipeline.engine.lock import ProcessPart
 from ktconvert.pipeline.engine.loop import StopFlag, run_units, tell_done
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, require_shareable
@@ -37,12 +37,12 @@ ENVIRONMENT = (
 NAMED = 6  # units that a message names
 
 
-def parse(text: str, environ: Mapping[str, str]) -> Part:
+def parse(text: str, environ: Mapping[str, str]) -> ProcessPart:
     """--part R/N, or `env`. Raises UsageError for what is none."""
     given = _of_environment(environ) if text == "env" else tuple(text.split("/"))
     if len(given) != 2 or not all(number.isdecimal() and len(number) < 10 for number in given):
         raise UsageError(f"--part {text}: give R/N, from 0/N to N-1/N, or env.")
-    part = Part(int(given[0]), int(given[1]))
+    part = ProcessPart(int(given[0]), int(given[1]))
     if part.number >= part.count:
         raise UsageError(f"--part {text}: there is no part {part}; they count from 0/{part.count}.")
     return part
@@ -60,7 +60,7 @@ def _of_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
     raise UsageError(f"--part env: neither {names} is set; give R/N.")
 
 
-def make_part(plan: Plan, part: Part, reporter: Reporter, *, overwrite: bool = False) -> None:
+def make_part(plan: Plan, part: ProcessPart, reporter: Reporter, *, overwrite: bool = False) -> None:
     """Make every N-th unit, as far as it is not there. Raises UsageError for a plan that is a chain."""
     require_shareable(plan, "--part")
     if already_finished(plan, overwrite):
@@ -173,7 +173,7 @@ def _runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterato
         yield _Runner(Opened(plan, paths, pool, window), runner, most, reporter)
 
 
-def _summary(plan: Plan, paths: Paths, part: Part, made: int, reporter: Reporter) -> None:
+def _summary(plan: Plan, paths: Paths, part: ProcessPart, made: int, reporter: Reporter) -> None:
     missing: Sequence[Unit[Any]] = missing_units(plan, paths)
     there = len(plan.units) - len(missing)
     reporter.event("part", part=str(part), made=made, there=there, units=len(plan.units))

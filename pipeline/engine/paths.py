@@ -76,8 +76,8 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
     inside = Paths(output, output / INSIDE, inside=True)
     if not output.name:  # nothing lies beside the root folder
         return inside
-    beside = Paths(output, output.with_name(output.name + WORK), inside=False)
-    for begun in (inside, beside):
+    outside = Paths(output, output.with_name(output.name + WORK), inside=False)
+    for begun in (inside, outside):
         if begun.plan.exists():
             return begun
     if inside.root.is_dir():
@@ -86,7 +86,7 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
         return inside
     if output.is_dir() and (adopt or machine.is_mount_point(output) or not os.access(output.parent, os.W_OK)):
         return inside
-    return beside
+    return outside
 
 
 def output_of(root: Path) -> Path | None:

@@ -32,9 +32,9 @@ class Replaced:
     def __str__(self) -> str:
         count, nbytes = self.listed
         ours = [f"{_files(count)} ({size(nbytes)}) of the output that lies there"] if count else []
-        return f"{self.folder}: {', and '.join([*ours, *([self.told_others()] if self.others else [])])}"
+        return f"{self.folder}: {', and '.join([*ours, *([self.others_in_words()] if self.others else [])])}"
 
-    def told_others(self) -> str:
+    def others_in_words(self) -> str:
         """The others in words."""
         names = [*self.others][:NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
@@ -67,7 +67,7 @@ def require_ours(replaced: Replaced, *, delete_others: bool) -> None:
     """Raise OutputError for files that no manifest lists, unless they may be deleted."""
     if replaced.others and not delete_others:
         raise OutputError(
-            f"{replaced.folder}: --overwrite would delete {replaced.told_others()}; move them away, or add "
+            f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; move them away, or add "
             "--delete-others."
         )
 

@@ -78,14 +78,14 @@ def pools(threads: int, units: int) -> Iterator[tuple[ThreadPoolExecutor, int, T
 
 
 def packing_pool(threads: int) -> ThreadPoolExecutor:
-    """Threads for the pieces of units, so that so many are busy. Raises RuntimeError where the system gives none."""
+    """Threads for the parts of units, so that so many are busy. Raises RuntimeError where the system gives none."""
     pool = ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=use_own_cpus)
     start_threads(pool, threads + WAITING)
     return pool
 
 
 def window_of(threads: int, thread_runner: int) -> int:
-    """How many pieces of a unit may be in flight."""
+    """How many parts of a unit may be in flight."""
     return -(-(threads + WAITING) // thread_runner) + 1
 
 
@@ -103,7 +103,7 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
 
 def _for_chain(link: Link | None) -> tuple[Written, ...]:
     """What a unit made for others of its chain, hashed for the run that reads it after this one was cut off."""
-    paths = () if link is None else (link.leaves, link.side)
+    paths = () if link is None else (link.handed_on, link.side)
     return tuple(
         Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths if path is not None
     )
@@ -114,8 +114,8 @@ def _link(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> Link:
     store, scratch = work.paths.store, work.paths.partial / unit.name
     scratch.mkdir()
     return Link(
-        before=store / stage.units[at - 1].left_name if at and stage.units[at - 1].leaves else None,
-        leaves=work.paths.partial / unit.left_name if unit.leaves else None,
+        before=store / stage.units[at - 1].handed_on_name if at and stage.units[at - 1].handed_on else None,
+        handed_on=work.paths.partial / unit.handed_on_name if unit.handed_on else None,
         scratch=scratch,
         store={
             u.key: store / u.stored_name

@@ -18,7 +18,7 @@ import msgspec
 from ktconvert.layouts.files.documents import Number
 from ktconvert.pipeline.ui.progress import Reporter
 
-LEFT = ".left"  # what a unit leaves to the next one of its chain ends so
+HANDED_ON = ".handed_on"  # names of what units hand to the next one of their chain end so
 SIDE = ".side"  # and its side file so
 Work = TypeVar("Work")
 
@@ -32,7 +32,7 @@ class Unit(Generic[Work]):
     inputs    (tensor name, dtype, shape, content id) of everything it reads
     final     path below the output, where the finished thing will appear (not part of the fingerprint)
     kept      whether it becomes a part of the output; else it stays in the store for other units, and goes with it
-    leaves    bytes of the file that it leaves to the next unit of its chain; 0 for none
+    handed_on  bytes of the file that it hands to the next unit of its chain; 0 for none
     side      bytes of a second file, for later units of its chain, that stays in the store with its own; 0 for none
     work      what the stage needs to know to run it; follows from the above
     """
@@ -48,7 +48,7 @@ class Unit(Generic[Work]):
     work: Work = field(compare=False, repr=False)
     folder: bool = False
     kept: bool = True
-    leaves: int = 0
+    handed_on: int = 0
     side: int = 0
 
     @cached_property
@@ -68,9 +68,9 @@ class Unit(Generic[Work]):
         return f"{self.stage}.{self.key}.{self.fingerprint[:16]}" + ("" if self.folder else ".safetensors")
 
     @property
-    def left_name(self) -> str:
-        """What it leaves to the next unit of its chain, in the store."""
-        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{LEFT}"
+    def handed_on_name(self) -> str:
+        """What it hands to the next unit of its chain, in the store."""
+        return f"{self.stage}.{self.key}.{self.fingerprint[:16]}{HANDED_ON}"
 
     @property
     def side_name(self) -> str:
@@ -117,8 +117,8 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Link:
     """Where a unit of a chain finds and leaves things.
 
-    before   what the unit before it left; None where that is nothing
-    leaves   where to put what the next one needs; None where that is nothing
+    before   what the unit before it handed on; None where that is nothing
+    handed_on  where to put what the next one needs; None where that is nothing
     scratch  folder for files that are gone when the unit is done
     store    unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
     side     where to put the unit's side file; None where it has none
@@ -126,7 +126,7 @@ class Link:
     """
 
     before: Path | None
-    leaves: Path | None
+    handed_on: Path | None
     scratch: Path
     store: Mapping[str, Path]
     side: Path | None = None
@@ -137,7 +137,7 @@ class Link:
 class Context:
     """What a stage's run function may use.
 
-    pool    threads for the pieces of a unit; window: how many pieces may be in flight
+    pool    threads for the parts of a unit; window: how many parts may be in flight
     chain   the neighbours of a unit of a chain; None for any other unit
     """
 

@@ -23,7 +23,7 @@ from ktconvert.pipeline.engine.units import Written
 from ktconvert.pipeline.gptq.compensate import Compensate, Nearest, Stored
 from ktconvert.pipeline.gptq.oneshot import Quantized
 from ktconvert.pipeline.gptq.settings import Settings
-from ktconvert.pipeline.stages import expert_files, experts
+from ktconvert.pipeline.stages import expert_files, quantize_experts
 from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens, spread
@@ -64,7 +64,7 @@ class LayerWork:
 def nearest(work: LayerWork) -> Nearest:
     """A function that rounds a linear of the layer to nearest, with scales as the work's choice has them."""
     count = work.model.shape(work.layer)[0]
-    rtn = experts.ExpertsWork(work.model, work.fmt, work.choice, work.grid, 0, count, work.metadata)
+    rtn = quantize_experts.ExpertsWork(work.model, work.fmt, work.choice, work.grid, 0, count, work.metadata)
 
     def quantize(expert: int, projection: str, importance: F32 | None) -> Stored:
         return replace(rtn, importance=lambda *_: importance).make((expert, projection))

@@ -22,7 +22,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     shape_facts,
     source_files,
 )
-from ktconvert.pipeline.stages import calibrate_layers, carry_over, chain
+from ktconvert.pipeline.stages import calibrate_layers, chain, copy_tensors
 from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
 from ktconvert.pipeline.walk.calibration import Calibration
@@ -58,7 +58,7 @@ def plan_calibrate(request: Request, hashed: Callable[[int], None] | None = None
     group = needs.experts_at_a_time(model, int(chosen["machine"]["group_bytes"]), needs.squares_bytes)
     walking = Walking(Calibration.of(chosen), group, chosen["trust_remote_code"], chosen["machine"])
     shape = needs.shape_of(model, chosen, "calibrate", group=group, on_gpu=chosen["machine"]["device_type"] != "cpu")
-    rest = carry_over.carried(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = statistics.describe(model, request)
     files = source_files(source, request, hashed)
     return Plan(

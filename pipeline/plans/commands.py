@@ -22,7 +22,7 @@ from ktconvert.pipeline.plans.dequantize import plan_dequantize
 from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
 from ktconvert.pipeline.plans.resplit import plan_resplit
-from ktconvert.pipeline.stages.carry_over import CALLED
+from ktconvert.pipeline.stages.copy_tensors import CALLED
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import QUANTIZERS
 

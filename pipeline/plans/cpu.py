@@ -38,7 +38,7 @@ from ktconvert.pipeline.plans.checkpoint import (
 )
 from ktconvert.pipeline.plans.importance import facts_of, importance_for, notes_of
 from ktconvert.pipeline.plans.quantizing import Quantizing, compensated, require_whole_walk, rounded
-from ktconvert.pipeline.stages import carry_over, experts
+from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Choice
 
 BITS_DECODED = 16  # of the format that every source can be decoded to
@@ -92,7 +92,7 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         walked = replace(request, settings=settings)
         quantizing = compensated(walked, model, fmt, rest, metadata, choice=choice, numa=parts, loose_files=not merge)
     else:
-        stage = experts.stage(
+        stage = quantize_experts.stage(
             model,
             fmt,
             layers,
@@ -106,9 +106,9 @@ def plan_cpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
         )
         quantizing = rounded(stage)
     stages: list[Stage[Any]] = [quantizing.stage]
-    others = carry_over.not_experts(model, settings["non_experts"])
+    others = copy_tensors.not_experts(model, settings["non_experts"])
     if others:
-        stages.append(carry_over.stage(source, others, settings["max_shard_size"], metadata))
+        stages.append(copy_tensors.stage(source, others, settings["max_shard_size"], metadata))
     notes = tuple(_notes(model, fmt, layers, settings))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
@@ -142,14 +142,14 @@ class CpuConversion:
     files: CheckpointFiles
     fmt: Format
     quantizing: Quantizing
-    others: tuple[carry_over.OtherTensor, ...]
+    others: tuple[copy_tensors.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     settings: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
         """The buffers of all packing threads, which do not grow with the model, or what a walk through it takes."""
-        copying = carry_over.peak_memory(self.others) if self.others else 0
+        copying = copy_tensors.peak_memory(self.others) if self.others else 0
         return max(self.quantizing.peak_memory(threads), BASE_MEMORY + copying)
 
     def require_ready(self) -> None:

@@ -26,7 +26,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     shard_metadata,
     source_files,
 )
-from ktconvert.pipeline.stages import carry_over
+from ktconvert.pipeline.stages import copy_tensors
 
 STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
@@ -43,11 +43,11 @@ def plan_dequantize(request: Request, hashed: Callable[[int], None] | None = Non
     if not (source.root / CONFIG).is_file():
         raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
     everything = other_tensors(source, (), source.quantization)
-    tensors = carry_over.carried(everything)
+    tensors = copy_tensors.decoded_others(everything)
     facts = _facts(source, tensors)
     metadata = shard_metadata(facts, source, ("method", "layout_version"))
     limit = request.settings["max_shard_size"]
-    stage = carry_over.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
+    stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
     notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
@@ -73,13 +73,13 @@ class DequantizeConversion:
     """`ktconvert dequantize`; a Conversion."""
 
     files: CheckpointFiles
-    tensors: tuple[carry_over.OtherTensor, ...]
+    tensors: tuple[copy_tensors.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
 
     def peak_memory(self, threads: int) -> int:
         """A few windows of each shard in flight, whatever the number of threads."""
-        return BASE_MEMORY + carry_over.peak_memory(self.tensors)
+        return BASE_MEMORY + copy_tensors.peak_memory(self.tensors)
 
     def require_ready(self) -> None:
         """Any machine will do."""
@@ -96,7 +96,7 @@ class DequantizeConversion:
         require_decoded(assembled)
 
 
-def _facts(source: TensorSource, tensors: Sequence[carry_over.OtherTensor]) -> dict[str, Any]:
+def _facts(source: TensorSource, tensors: Sequence[copy_tensors.OtherTensor]) -> dict[str, Any]:
     """decoded: the title of an encoding -> the number of weights that were stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization

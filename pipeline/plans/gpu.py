@@ -36,7 +36,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     source_files,
 )
 from ktconvert.pipeline.plans.quantizing import Quantizing, compensated, rounded
-from ktconvert.pipeline.stages import carry_over, experts
+from ktconvert.pipeline.stages import copy_tensors, quantize_experts
 from ktconvert.pipeline.walk import environment as machine
 
 
@@ -71,7 +71,7 @@ def plan_gpu(request: Request, hashed: Callable[[int], None] | None = None) -> P
     loading = loading_notes(fmt, model, request.tuning.get("tp_size") or (1,))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *settings["ignore_patterns"]))
     rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
-    tensors = carry_over.carried(rest)
+    tensors = copy_tensors.decoded_others(rest)
 
     facts = _facts(model, fmt, settings)
     about = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
@@ -107,13 +107,13 @@ class GpuConversion:
     files: CheckpointFiles
     fmt: Format
     quantizing: Quantizing
-    carried: tuple[carry_over.OtherTensor, ...]
+    carried: tuple[copy_tensors.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
 
     def peak_memory(self, threads: int) -> int:
         """As the way of quantizing needs it, and the tensors beside the experts."""
-        return max(self.quantizing.peak_memory(threads), BASE_MEMORY + carry_over.peak_memory(self.carried))
+        return max(self.quantizing.peak_memory(threads), BASE_MEMORY + copy_tensors.peak_memory(self.carried))
 
     def require_ready(self) -> None:
         """Calibration goes on only on the machine where it began."""
@@ -139,7 +139,7 @@ def _rounded(
     request: Request, model: MoeModel, fmt: Format, _rest: OtherTensors, metadata: Mapping[str, str]
 ) -> Quantizing:
     limit = request.settings["max_shard_size"]
-    return rounded(experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata))
+    return rounded(quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata))
 
 
 # --quant-method -> the stage that makes the experts.
@@ -150,9 +150,12 @@ QUANTIZING: Mapping[str, Callable[[Request, MoeModel, Format, OtherTensors, Mapp
 
 
 def _carried(
-    tensors: Sequence[carry_over.OtherTensor], model: MoeModel, max_shard_size: int | None, metadata: Mapping[str, str]
+    tensors: Sequence[copy_tensors.OtherTensor],
+    model: MoeModel,
+    max_shard_size: int | None,
+    metadata: Mapping[str, str],
 ) -> list[Stage[Any]]:
-    stage = carry_over.stage(model.source, tensors, max_shard_size, metadata)
+    stage = copy_tensors.stage(model.source, tensors, max_shard_size, metadata)
     return [stage] if stage.units else []
 
 

@@ -16,7 +16,7 @@ from ktconvert.layouts.outputs.format import expert_bytes, illegal_reason, legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.plans.checkpoint import require_whole
-from ktconvert.pipeline.stages.carry_over import carried
+from ktconvert.pipeline.stages.copy_tensors import decoded_others
 
 EXPLAINED = (1, 2, 4, 8)  # NUMA parts whose refusal is explained; few machines have others
 DEFAULT_PARTS = 2  # of `ktconvert cpu`
@@ -48,7 +48,7 @@ def gpu_types(model: MoeModel) -> list[dict[str, Any]]:
         try:
             require_whole(model.source, "`ktconvert gpu`")
             reason = illegal_reason(fmt, shapes, 1)
-            rest = carried(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
+            rest = decoded_others(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
         except (InputError, UnsupportedError) as error:
             reason, rest = str(error), ()
         nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in rest)
@@ -71,7 +71,7 @@ def dequantized(source: TensorSource, where: str) -> dict[str, Any]:
     """
     try:
         require_whole(source, "`ktconvert dequantize`")
-        tensors = carried(other_tensors(source, (), source.quantization))
+        tensors = decoded_others(other_tensors(source, (), source.quantization))
     except (InputError, UnsupportedError):
         return {}
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):

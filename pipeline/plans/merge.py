@@ -116,7 +116,7 @@ class MergeConversion:
 
     def peak_memory(self, threads: int) -> int:
         """Files are copied piece by piece."""
-        return BASE_MEMORY + 4 * merge_parts.PIECE
+        return BASE_MEMORY + 4 * merge_parts.CHUNK
 
     def require_ready(self) -> None:
         """Any machine will do."""

@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.gptq import settings as of_gptq
 from ktconvert.pipeline.plans import statistics
 from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, require_whole
-from ktconvert.pipeline.stages import carry_over, chain, experts, gptq_layers
+from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers, quantize_experts
 from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
 from ktconvert.quantizers.choice import ABSMAX, Choice
@@ -46,9 +46,9 @@ class Quantizing:
     require_ready: Callable[[], None] = lambda: None
 
 
-def rounded(stage: Stage[experts.ExpertsWork]) -> Quantizing:
+def rounded(stage: Stage[quantize_experts.ExpertsWork]) -> Quantizing:
     """Rounding: any machine will do."""
-    return Quantizing(stage, lambda threads: BASE_MEMORY + experts.peak_memory(stage.units, threads + WAITING))
+    return Quantizing(stage, lambda threads: BASE_MEMORY + quantize_experts.peak_memory(stage.units, threads + WAITING))
 
 
 def compensated(
@@ -71,7 +71,7 @@ def compensated(
     settings = of_gptq.settings_of(model, chosen)
     shape = of_gptq.shape_of(model, fmt, settings, chosen)
     document = statistics.describe(model, request) if chosen.get("save_statistics") else None
-    beside_experts = {carried.key: carried for carried in carry_over.carried(rest)}
+    tensors_of_layer = {carried.key: carried for carried in copy_tensors.decoded_others(rest)}
 
     def require_ready() -> None:
         now = machine.this_machine(tuning["cpuinfer_threads"], tuning["force_cpu"], tuning["max_gpu_memory"])
@@ -83,7 +83,7 @@ def compensated(
             model,
             fmt,
             settings,
-            beside_experts,
+            tensors_of_layer,
             metadata,
             choice=choice,
             numa=numa,

@@ -43,9 +43,9 @@ from ktconvert.pipeline.plans.checkpoint import (
     one_or_all,
 )
 from ktconvert.pipeline.plans.merge import CARRIED, recorded_facts
-from ktconvert.pipeline.stages import carry_over, resplit
+from ktconvert.pipeline.stages import copy_tensors, resplit_experts
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.stages.resplit import ResplitWork
+from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 
 STATED = (
     "activation",
@@ -79,7 +79,7 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
     metadata = _metadata(output, fmt, numa)
     beside = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
     files = tuple(_files(output, source, beside))
-    rearranging = resplit.stage(
+    rearranging = resplit_experts.stage(
         output,
         fmt,
         [(ExpertGrid(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
@@ -89,9 +89,11 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [rearranging]
-    others = tuple(carry_over.OtherTensor(name, info) for name, info in source.tensors.items() if name in output.others)
+    others = tuple(
+        copy_tensors.OtherTensor(name, info) for name, info in source.tensors.items() if name in output.others
+    )
     if others:
-        stages.append(carry_over.stage(source, others, request.settings["max_shard_size"], metadata))
+        stages.append(copy_tensors.stage(source, others, request.settings["max_shard_size"], metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     notes = tuple(_notes(rearranging.units, measured.numa, numa))
     return Plan(
@@ -128,7 +130,7 @@ class OutputFiles:
 
     def read_by(self, unit: Unit[Any]) -> set[str]:
         """The files that hold a unit's tensors."""
-        if unit.stage == resplit.NAME:
+        if unit.stage == resplit_experts.NAME:
             return {content[0] for *_, content in unit.inputs}
         return CheckpointFiles(self.source, self.listed).read_by(unit)
 
@@ -141,17 +143,17 @@ class ResplitConversion:
     files: OutputFiles
     fmt: Format
     units: tuple[Unit[ResplitWork], ...]
-    others: tuple[carry_over.OtherTensor, ...]
+    others: tuple[copy_tensors.OtherTensor, ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
 
     def peak_memory(self, threads: int) -> int:
         """What is known of every tensor, and the buffers of all threads, which do not grow with the model."""
-        copying = carry_over.peak_memory(self.others) if self.others else 0
+        copying = copy_tensors.peak_memory(self.others) if self.others else 0
         return (
             BASE_MEMORY
             + TENSOR * len(self.output.tensors)
-            + max(resplit.peak_memory(self.units, threads + WAITING), copying)
+            + max(resplit_experts.peak_memory(self.units, threads + WAITING), copying)
         )
 
     def require_ready(self) -> None:
@@ -161,7 +163,9 @@ class ResplitConversion:
         """README.md of the new output."""
         base = base_model(self.files.source)
         about = self.fmt.description
-        lines = about.card(self.facts, base, self.output.loose, carry_over.choice_of(self.output.others), about.numbers)
+        lines = about.card(
+            self.facts, base, self.output.loose, copy_tensors.choice_of(self.output.others), about.numbers
+        )
         return card.model_card(lines, base, self.facts, self.notes, (), tool_version())
 
     def check(self, assembled: Path) -> None:

@@ -19,11 +19,11 @@ from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.plans.checkpoint import rows_for
 from ktconvert.pipeline.plans.resplit import ResplitConversion, experts, sample
-from ktconvert.pipeline.stages import carry_over
+from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.expert_files import Packed
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.stages.experts import ExpertsWork
-from ktconvert.pipeline.stages.resplit import ResplitWork
+from ktconvert.pipeline.stages.quantize_experts import ExpertsWork
+from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
 
 BETTER = 0.99  # times the error of resplit: below this, converting again is advised
@@ -126,5 +126,5 @@ def _command(plan: Plan, against: str) -> str:
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
     words += ["--save-backward-weights"] if facts["backward"] else []
-    words += ["--non-experts", carry_over.choice_of(plan.conversion.output.others)] if plan.conversion.others else []
+    words += ["--non-experts", copy_tensors.choice_of(plan.conversion.output.others)] if plan.conversion.others else []
     return shlex.join(words)

@@ -10,7 +10,7 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.pipeline.engine.plan import Request, SideOutput
 from ktconvert.pipeline.plans.checkpoint import base_model, shape_facts, source_identity
-from ktconvert.pipeline.stages.statistics import KEYS
+from ktconvert.pipeline.stages.gather_statistics import KEYS
 from ktconvert.pipeline.walk.calibration import Calibration
 
 SIZES = ("layers", "experts", "hidden", "intermediate")

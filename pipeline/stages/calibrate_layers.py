@@ -11,8 +11,8 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit
-from ktconvert.pipeline.stages import chain, statistics
-from ktconvert.pipeline.stages.carry_over import OtherTensor
+from ktconvert.pipeline.stages import chain, gather_statistics
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.consumers import spread
 from ktconvert.pipeline.walk.needs import REMEDIES_TO_CALIBRATE
 from ktconvert.pipeline.walk.samples import SamplesWork, write_samples
@@ -24,7 +24,7 @@ INSTEAD = "take an importance matrix that is published for it"  # advice where a
 
 
 @dataclass(frozen=True)
-class LayerWork:
+class CalibrateWork:
     """One layer with experts, and the layers without any that lie before it."""
 
     model: MoeModel
@@ -33,7 +33,7 @@ class LayerWork:
     samples: SamplesWork
 
 
-Work = SamplesWork | LayerWork | statistics.Closing
+Work = SamplesWork | CalibrateWork | gather_statistics.Closing
 
 
 def stage(model: MoeModel, walking: Walking, rest: Mapping[str, OtherTensor], about: Mapping[str, Any]) -> Stage[Work]:
@@ -51,18 +51,18 @@ def stage(model: MoeModel, walking: Walking, rest: Mapping[str, OtherTensor], ab
             Unit(
                 stage=NAME,
                 key=step.key,
-                versions=(VERSION, statistics.VERSION),
+                versions=(VERSION, gather_statistics.VERSION),
                 params=(("after", units[-1].fingerprint), ("reading", model.reading(step.layer))),
                 inputs=step.inputs,
                 final="",
                 bytes_in=step.bytes_in,
-                bytes_out=statistics.layer_bytes(model, step.layer),
+                bytes_out=gather_statistics.layer_bytes(model, step.layer),
                 kept=False,
-                leaves=step.leaves,
-                work=LayerWork(model, step, walking, samples),
+                handed_on=step.handed_on,
+                work=CalibrateWork(model, step, walking, samples),
             )
         )
-    units += statistics.closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
+    units += gather_statistics.closing_units(NAME, units[-1], model, about, lambda link: link.store, kept=True)
     return Stage(NAME, "gather what experts read", ("source",), tuple(units), run_unit, chain=True)
 
 
@@ -71,14 +71,14 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
     import torch
 
     work = unit.work
-    if isinstance(work, statistics.Closing):
-        return statistics.run_closing(work, partial, context)
+    if isinstance(work, gather_statistics.Closing):
+        return gather_statistics.run_closing(work, partial, context)
     samples = work if isinstance(work, SamplesWork) else work.samples
     torch.set_num_threads(samples.threads)
     with chain.memory_explained(unit.key, REMEDIES_TO_CALIBRATE):
         if isinstance(work, SamplesWork):
             return write_samples(unit.key, work, partial, context)
-        gathering = statistics.Gathering(work.step.layer)
+        gathering = gather_statistics.Gathering(work.step.layer)
         link: Link = context.chain  # type: ignore[assignment]
         step, group = work.step, work.walking.group
         chain.walk(work.model, step.layer, step.before, samples.skeleton(), group, gathering.consumers, link)

@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.errors import ResourceError, UnsupportedError
 from ktconvert.layouts.files.rows import RowFile
 from ktconvert.pipeline.engine.units import Link, Unit
-from ktconvert.pipeline.stages.carry_over import OtherTensor
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor
 from ktconvert.pipeline.walk.calibration import Calibration
 from ktconvert.pipeline.walk.consumers import Consumer
 from ktconvert.pipeline.walk.layer import LayerWalk, walk_dense_layer, walk_layer
@@ -32,14 +32,14 @@ class Step:
     before    the layers without experts between it and the one before
     inputs    what it and those before it read, as a unit names it
     bytes_in  of these
-    leaves    bytes of what it hands to the next layer; 0 for the last one
+    handed_on  bytes of what it hands to the next layer; 0 for the last one
     """
 
     layer: int
     before: tuple[int, ...]
     inputs: tuple[tuple[Any, ...], ...]
     bytes_in: int
-    leaves: int
+    handed_on: int
 
     @property
     def key(self) -> str:
@@ -80,7 +80,7 @@ def boundary_bytes(model: MoeModel, calibration: Calibration) -> int:
 
 
 def samples_unit(
-    stage: str, version: int, params: tuple[tuple[str, Any], ...], leaves: int, work: SamplesWork
+    stage: str, version: int, params: tuple[tuple[str, Any], ...], handed_on: int, work: SamplesWork
 ) -> Unit[Any]:
     """The unit that everything else in the chain follows. params: all settings of the chain that can change a byte."""
     calibration = work.calibration
@@ -94,7 +94,7 @@ def samples_unit(
         bytes_in=0,
         bytes_out=8 * (calibration.samples * calibration.max_length + calibration.samples),
         kept=False,
-        leaves=leaves,
+        handed_on=handed_on,
         work=work,
     )
 
@@ -105,8 +105,8 @@ def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> It
     for layer in model.layers:
         before = tuple(range(first, layer))
         first = layer + 1
-        beside = (carried for n in (*before, layer) for carried in beside_experts(model, rest, n))
-        tensors = [*model.layer_tensors(layer), *(info for carried in beside for info in carried.reads)]
+        others = (tensor for n in (*before, layer) for tensor in tensors_of_layer(model, rest, n))
+        tensors = [*model.layer_tensors(layer), *(info for tensor in others for info in tensor.reads)]
         yield Step(
             layer,
             before,
@@ -116,12 +116,12 @@ def steps(model: MoeModel, rest: Mapping[str, OtherTensor], boundary: int) -> It
         )
 
 
-def beside_experts(model: MoeModel, rest: Mapping[str, OtherTensor], layer: int) -> list[OtherTensor]:
+def tensors_of_layer(model: MoeModel, rest: Mapping[str, OtherTensor], layer: int) -> list[OtherTensor]:
     """The tensors of a decoder layer outside its routed experts."""
     expert = model.weight_name(model.layers[0], 0, "gate")
     before, _, _ = f".{expert}".partition(f".{model.layers[0]}.")
     prefix = f"{before}.{layer}.".removeprefix(".")
-    return [carried for name, carried in rest.items() if name.startswith(prefix)]
+    return [tensor for name, tensor in rest.items() if name.startswith(prefix)]
 
 
 def walk(
@@ -149,7 +149,7 @@ def walk(
             entering.path.unlink()
         entering = left
     with entering:
-        walk_layer(LayerWalk(model, layer, lengths, group), lm, consumers, entering, link.scratch, link.leaves)
+        walk_layer(LayerWalk(model, layer, lengths, group), lm, consumers, entering, link.scratch, link.handed_on)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class Experts(Protocol):
     def names(self) -> Names:
         """Of the tensors."""
 
-    def make(self, item: Item, place: Bytes | None = None) -> list[tuple[Part, Packed]]:
+    def make(self, item: Item, buffer: Bytes | None = None) -> list[tuple[Part, Packed]]:
         """All parts of one projection of one expert; the first tensor of each part goes into `place`, one after the
         other. Called in many threads.
         """
@@ -82,10 +82,10 @@ class Experts(Protocol):
 Work = TypeVar("Work", bound=Experts)
 
 
-def room(encoding: Encoding, part: Part, place: Bytes | None = None) -> Packed:
+def empty_tensors(encoding: Encoding, part: Part, buffer: Bytes | None = None) -> Packed:
     """Memory for the tensors of a part; the first tensor lies at the start of `place`, if that is not None."""
     first, *others = (tensor.nbytes for tensor in encoding.tensors(part.n, part.k))
-    own = np.empty(first, np.uint8) if place is None else place[:first]
+    own = np.empty(first, np.uint8) if buffer is None else buffer[:first]
     return [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]
 
 
@@ -117,18 +117,18 @@ def write_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
-        def make(batch: Batch, place: Bytes) -> list[tuple[Part, Packed]]:
+        def make(batch: Batch, buffer: Bytes) -> list[tuple[Part, Packed]]:
             packed, at = [], 0
             for expert, projection in batch.items:
-                packed += _checked(work, (expert, projection), place[at:], context)
+                packed += _checked(work, (expert, projection), buffer[at:], context)
                 at += sizes[projection]
             if in_pages:
-                file.write_at(len(plan.header) + batch.offset, place[: batch.nbytes])
+                file.write_at(len(plan.header) + batch.offset, buffer[: batch.nbytes])
             return packed
 
-        places = _places(context, batch_bytes(sizes.values(), work.stop - work.start))
-        for batch, place, packed in in_order(context.pool, _batches(work, sizes), places, make):
-            (file.skip if in_pages else file.append)(place[: batch.nbytes])
+        buffers = _buffers(context, batch_bytes(sizes.values(), work.stop - work.start))
+        for batch, buffer, packed in in_order(context.pool, _batches(work, sizes), buffers, make):
+            (file.skip if in_pages else file.append)(buffer[: batch.nbytes])
             others += [tensors[1:] for _, tensors in packed]
             for item in batch.items:
                 work.made(item, context.reporter)
@@ -142,16 +142,16 @@ def write_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
     work = unit.work
     make_folders(partial, work.grid.numa)
 
-    def make(item: Item, place: Bytes) -> list[Written]:
+    def make(item: Item, buffer: Bytes) -> list[Written]:
         return [
             written
-            for part, packed in _checked(work, item, place, context)
+            for part, packed in _checked(work, item, buffer, context)
             for written in write_loose(work.fmt, part, packed, partial)
         ]
 
     files: list[Written] = []
-    places = _places(context, max(_first_bytes(work).values()))
-    for item, _, written in in_order(context.pool, work.coming(), places, make):
+    buffers = _buffers(context, max(_first_bytes(work).values()))
+    for item, _, written in in_order(context.pool, work.coming(), buffers, make):
         files += written
         work.made(item, context.reporter)
     publish.sync_tree(partial)
@@ -173,9 +173,9 @@ def write_loose(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterat
         yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
-def _checked(work: Experts, item: Item, place: Bytes, context: Context) -> list[tuple[Part, Packed]]:
+def _checked(work: Experts, item: Item, buffer: Bytes, context: Context) -> list[tuple[Part, Packed]]:
     """Make one item; warn where the result is all zeros."""
-    packed = work.make(item, place)
+    packed = work.make(item, buffer)
     if all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in packed):
         part, _ = packed[0]
         name = work.names.key(part.place, "").removesuffix(".")
@@ -206,6 +206,6 @@ def batch_bytes(sizes: Collection[int], experts: int) -> int:
     return max(*sizes, min(BATCH, sum(sizes) * experts))
 
 
-def _places(context: Context, size: int) -> list[Bytes]:
+def _buffers(context: Context, size: int) -> list[Bytes]:
     """Page-aligned buffers of so many bytes, as many as there are items or batches under way."""
     return [aligned_buffer(size) for _ in range(context.window)]

@@ -18,9 +18,9 @@ from ktconvert.pipeline.gptq import oneshot
 from ktconvert.pipeline.gptq.compensate import Compensate
 from ktconvert.pipeline.gptq.settings import INSTEAD, Settings
 from ktconvert.pipeline.gptq.shard import LayerWork, error_of_sample, nearest, report, writer
-from ktconvert.pipeline.stages import chain, statistics
-from ktconvert.pipeline.stages.carry_over import OtherTensor
-from ktconvert.pipeline.stages.experts import layer_metadata
+from ktconvert.pipeline.stages import chain, gather_statistics
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor
+from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.walk.needs import REMEDIES
 from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import gptq
@@ -28,7 +28,7 @@ from ktconvert.quantizers.choice import ABSMAX, Choice
 
 NAME = "gptq"
 VERSION = 1
-Work = SamplesWork | LayerWork | statistics.Closing
+Work = SamplesWork | LayerWork | gather_statistics.Closing
 
 
 def stage(
@@ -87,13 +87,13 @@ def stage(
                 folder=loose_files,
                 bytes_in=step.bytes_in,
                 bytes_out=experts * expert_bytes(fmt.encoding, grid),
-                leaves=step.leaves,
-                side=0 if document is None else statistics.layer_bytes(model, step.layer),
+                handed_on=step.handed_on,
+                side=0 if document is None else gather_statistics.layer_bytes(model, step.layer),
                 work=LayerWork(model, fmt, settings, grid, choice, step.before, about, skeleton, library, loose_files),
             )
         )
     if document is not None:
-        units += statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
+        units += gather_statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
     return Stage(
         NAME, f"calibrate, and quantize experts to {fmt.name}", ("source",), tuple(units), run_unit, chain=True
     )
@@ -116,8 +116,8 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
     import torch
 
     work = unit.work
-    if isinstance(work, statistics.Closing):
-        return statistics.run_closing(work, partial, context)
+    if isinstance(work, gather_statistics.Closing):
+        return gather_statistics.run_closing(work, partial, context)
     with chain.memory_explained(unit.key, REMEDIES):
         if isinstance(work, SamplesWork):
             torch.set_num_threads(work.threads)
@@ -132,7 +132,7 @@ def run_unit(unit: Unit[Work], partial: Path, context: Context) -> Result:
 def write_layer(work: LayerWork, partial: Path, context: Context) -> tuple[tuple[Written, ...], int, dict[str, Any]]:
     """One shard with the layer's routed experts, and for the next layer the hidden states that leave this one."""
     link: Link = context.chain  # type: ignore[assignment]
-    settings, gathering = work.settings, statistics.Gathering(work.layer)
+    settings, gathering = work.settings, gather_statistics.Gathering(work.layer)
     with writer(work, partial, context.reporter) as files:
         options = settings.dampening, settings.rounding, settings.sees, settings.floor
         compensate = Compensate(work.fmt.encoding, *options, nearest(work), files.write, work.grid.numa)

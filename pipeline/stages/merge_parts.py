@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Writte
 
 NAME = "merge_parts"
 VERSION = 1
-PIECE = 4 << 20  # bytes read at a time
+CHUNK = 4 << 20  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Resul
         for loose_file in files:
             try:
                 with loose_file.path.open("rb") as source:
-                    left = loose_file.nbytes
-                    while left and (piece := source.read(min(PIECE, left))):
-                        out.append(piece)
-                        left -= len(piece)
+                    rest = loose_file.nbytes
+                    while rest and (chunk := source.read(min(CHUNK, rest))):
+                        out.append(chunk)
+                        rest -= len(chunk)
             except FileNotFoundError as error:
                 raise InputError(f"{loose_file.path}: is gone; put it back and resume.") from error
-            if left:
+            if rest:
                 raise InputError(
                     f"{loose_file.path}: became shorter while it was read; convert its layer again and resume."
                 )

@@ -1,4 +1,4 @@
-"""Work done by many threads, taken in order: the file's bytes are hashed front to back while its pieces are computed in
+"""Work done by many threads, taken in order: the file's bytes are hashed front to back while its parts are computed in
 parallel.
 """
 

@@ -12,7 +12,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.disk_space import disk_needed, fit_threads, room_sentence
+from ktconvert.pipeline.engine.disk_space import disk_needed, disk_sentence, fit_threads
 from ktconvert.pipeline.engine.existing import (
     adopts,
     agree,
@@ -74,7 +74,7 @@ def show_plan(plan: Plan, *, as_json: bool, overwrite: bool = False) -> None:
         f"{'folders' if document['loose'] else 'files' if plan.assembly.loose else 'shards'}, "
         f"and {size(plan.extra_bytes)} of companion files",
         *(f"remove        {replaced['text']}" for replaced in document["replaces"]),
-        f"disk          {room_sentence(document['disk'])}, {size(document['disk_free'])} free",
+        f"disk          {disk_sentence(document['disk'])}, {size(document['disk_free'])} free",
         f"memory        {size(document['peak_memory'])} at most, with {document['threads']} threads",
     ]
     out += ["", *(f"advice        {sentence}" for sentence in plan.advice)] if plan.advice else []

@@ -24,10 +24,10 @@ from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.imatrix import Imatrix
-from ktconvert.pipeline.stages import carry_over
+from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.expert_stream import error_figures
-from ktconvert.pipeline.stages.experts import ExpertsWork, importance_of
-from ktconvert.pipeline.stages.resplit import resplit
+from ktconvert.pipeline.stages.quantize_experts import ExpertsWork, importance_of
+from ktconvert.pipeline.stages.resplit_experts import resplit
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.calibrated import Calibrated, calibrated_notes, calibrated_summary, judge
 from ktconvert.pipeline.verify.checks import (
@@ -89,14 +89,14 @@ class Comparison:
         return _compare_expert(self, work, measured=self.full or expert in sample)
 
     @cached_property
-    def other_tensors(self) -> dict[str, carry_over.OtherTensor]:
+    def other_tensors(self) -> dict[str, copy_tensors.OtherTensor]:
         """What must be there besides the experts: all else of a whole model; of others, what is there must be the
         source's.
         """
         if self.output.whole:
             rest = other_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
-            return {tensor.key: tensor for tensor in carry_over.carried(rest)}
-        found = carry_over.not_experts(self.model, carry_over.choice_of(self.output.others))
+            return {tensor.key: tensor for tensor in copy_tensors.decoded_others(rest)}
+        found = copy_tensors.not_experts(self.model, copy_tensors.choice_of(self.output.others))
         return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
 
     def expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
@@ -285,10 +285,10 @@ def _compare_part(
 # --- all else -------------------------------------------------------------------------------------
 
 
-def decoded_tensors(source: TensorSource) -> dict[str, carry_over.OtherTensor]:
+def decoded_tensors(source: TensorSource) -> dict[str, copy_tensors.OtherTensor]:
     """What `dequantize` makes of a source, by name. Raises InputError and UnsupportedError for what it cannot take."""
     tensors = other_tensors(source, (), source.quantization).tensors
-    return {name: carry_over.OtherTensor(name, stored) for name, stored in tensors.items()}
+    return {name: copy_tensors.OtherTensor(name, stored) for name, stored in tensors.items()}
 
 
 def compare_decoded(output: Output, source: TensorSource, check_items: CheckItems, reporter: Reporter) -> Check:
@@ -303,7 +303,7 @@ def compare_decoded(output: Output, source: TensorSource, check_items: CheckItem
 def compare_others(
     output: Output,
     source: TensorSource,
-    expected: Mapping[str, carry_over.OtherTensor],
+    expected: Mapping[str, copy_tensors.OtherTensor],
     check_items: CheckItems,
     reporter: Reporter,
 ) -> list[str]:
@@ -317,7 +317,7 @@ def compare_others(
     return problems + item_problems(check_items, "other tensors", list(expected), sizes, reporter)
 
 
-def other_difference(output: Output, source: TensorSource, tensor: carry_over.OtherTensor) -> str | None:
+def other_difference(output: Output, source: TensorSource, tensor: copy_tensors.OtherTensor) -> str | None:
     """What is wrong with a tensor that is no routed expert; None where it is the source's."""
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
     if stored is None:
@@ -326,7 +326,7 @@ def other_difference(output: Output, source: TensorSource, tensor: carry_over.Ot
         here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
         return f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
     at = 0
-    for chunk in carry_over.pieces(source, tensor):
+    for chunk in copy_tensors.bytes_of(source, tensor):
         difference = first_difference(output.read(stored, at, at + chunk.size), chunk)
         if difference is not None:
             return f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"

@@ -17,7 +17,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
-from ktconvert.pipeline.stages.carry_over import OtherTensor, pieces
+from ktconvert.pipeline.stages.copy_tensors import OtherTensor, bytes_of
 from ktconvert.pipeline.walk.skeleton import build_skeleton
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class LayeredModel:
         if carried.stored is info and info.start % kind.itemsize == 0:
             raw = self.source.view(info).reshape(-1).view(np.uint8)
         else:
-            raw = np.concatenate(list(pieces(self.source, carried)))
+            raw = np.concatenate(list(bytes_of(self.source, carried)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the map is read-only: nothing writes to weights here
             return torch.from_numpy(raw).view(kind).reshape(entry.shape)

@@ -57,8 +57,8 @@ def write_samples(key: str, work: SamplesWork, partial: Path, context: Context) 
             file.append(data)
         digest = file.close()
     _require_known_tokens(calibration, lm, ids)
-    if link.leaves is not None:
-        with RowFile(link.leaves, len(ids), lm.hidden, new=True) as leaving:
+    if link.handed_on is not None:
+        with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as leaving:
             start = 0
             for hidden in lm.embed(iter(samples)):
                 leaving.write(start, bf16.to_bits(hidden))

@@ -19,7 +19,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.quantizers.choice import ABSMAX, Choice
@@ -66,7 +66,7 @@ class ExpertsWork:
         packed = []
         at = 0
         for part in self.grid.parts(expert, projection):
-            out = room(self.fmt.encoding, part, None if place is None else place[at:])
+            out = empty_tensors(self.fmt.encoding, part, None if place is None else place[at:])
             at += out[0].size
             matrix = part.of(linear, self.grid.numa)
             try:

@@ -19,9 +19,9 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE
 from ktconvert.pipeline.engine.units import Stage, Unit
-from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, room, write_folder, write_shard
+from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, items
-from ktconvert.pipeline.stages.experts import layer_metadata
+from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.ui.progress import Reporter
 
 NAME = "resplit"
@@ -137,7 +137,7 @@ def resplit(
     new = []
     at = 0
     for part in grid.parts(*item):
-        out = room(encoding, part, None if place is None else place[at:])
+        out = empty_tensors(encoding, part, None if place is None else place[at:])
         at += out[0].size
         new.append((part, out))
     for before, after in zip(_linears(old), _linears(new), strict=True):

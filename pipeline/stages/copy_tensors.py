@@ -60,7 +60,7 @@ class OtherTensor:
 
 
 @dataclass(frozen=True)
-class CarryOverWork:
+class CopyWork:
     """The tensors of one shard."""
 
     source: TensorSource
@@ -101,7 +101,7 @@ def choice_of(others: Collection[str]) -> str:
     return "copy" if all(numa.rename_non_expert(name) == name for name in others) else "keep"
 
 
-def carried(rest: OtherTensors) -> tuple[OtherTensor, ...]:
+def decoded_others(rest: OtherTensors) -> tuple[OtherTensor, ...]:
     """Everything but routed experts, under its own name; quantized weights are decoded."""
     return tuple(OtherTensor(name, stored) for name, stored in rest.tensors.items())
 
@@ -114,7 +114,7 @@ def stage(
     *,
     name: str = NAME,
     title: str = TITLE,
-) -> Stage[CarryOverWork]:
+) -> Stage[CopyWork]:
     """The stage that copies and decodes these tensors."""
     tensors = tuple(tensors)
     units = []
@@ -138,7 +138,7 @@ def stage(
                 final="",
                 bytes_in=sum(i.nbytes for t in group for i in t.reads),
                 bytes_out=sum(t.entry.nbytes for t in group),
-                work=CarryOverWork(source, group, metadata),
+                work=CopyWork(source, group, metadata),
             )
         )
     return Stage(name, title, ("source",), tuple(units), write_shard)
@@ -179,30 +179,30 @@ class Window:
     nbytes: int = 0
     ended: list[Span] = field(default_factory=list)
 
-    def fill(self, place: Bytes) -> None:
+    def fill(self, buffer: Bytes) -> None:
         """Read, decode and put together."""
         for at, read, start, stop in self.runs:
-            place[at : at + stop - start] = read(start, stop)
+            buffer[at : at + stop - start] = read(start, stop)
 
 
-def write_shard(unit: Unit[CarryOverWork], partial: Path, context: Context) -> Result:
+def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result:
     """One shard: windows are made and written by many threads, and hashed in order."""
     work = unit.work
     plan = plan_shard([t.entry for t in work.tensors], work.metadata)
-    places = [aligned_buffer(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
+    buffers = [aligned_buffer(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
     spans = (span for tensor in work.tensors for span in spans_of(work.source, tensor))
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
-        def make(item: tuple[int, Window], place: Bytes) -> None:
+        def make(item: tuple[int, Window], buffer: Bytes) -> None:
             number, window = item
-            window.fill(place)
+            window.fill(buffer)
             if window.nbytes % ALIGNMENT == 0:
-                file.write_at(len(plan.header) + number * WINDOW, place[: window.nbytes])
+                file.write_at(len(plan.header) + number * WINDOW, buffer[: window.nbytes])
 
         todo = enumerate(windows(read_ahead(work.source, spans)))
-        for (_, window), place, _ in in_order(context.pool, todo, places, make):
-            (file.append if window.nbytes % ALIGNMENT else file.skip)(place[: window.nbytes])
+        for (_, window), buffer, _ in in_order(context.pool, todo, buffers, make):
+            (file.append if window.nbytes % ALIGNMENT else file.skip)(buffer[: window.nbytes])
             for span in window.ended:
                 for info in span.reads:
                     work.source.release(info)
@@ -281,7 +281,7 @@ def _decoded(linear: Matrix, transposed: bool, start: int, stop: int) -> Bytes:
     return bits.reshape(-1).view(np.uint8)[start - first * row : stop - first * row]
 
 
-def pieces(source: TensorSource, tensor: OtherTensor) -> Iterator[Bytes]:
+def bytes_of(source: TensorSource, tensor: OtherTensor) -> Iterator[Bytes]:
     """The bytes of an output tensor, a few MiB at a time."""
     for span in spans_of(source, tensor):
         read = span.opened()
