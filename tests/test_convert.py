@@ -224,7 +224,7 @@ def test_a_source_that_breaks_off_under_our_hands_ends_in_a_sentence(
     shard = source / "model.safetensors"
     program = (
         "import os, sys\n"
-        "from ktconvert.pipeline.stages import experts\n"
+        "from ktconvert.pipeline.stages import quantize_experts as experts\n"
         "real = experts.quantize\n"
         "def pack(*given):\n"
         f"    os.truncate({str(shard)!r}, 100_000)\n"
