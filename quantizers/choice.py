@@ -20,7 +20,7 @@ Choose = Callable[[U16, Grid, F32 | None], tuple[I8, npt.NDArray[Any]]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Quantizer:
     """One way to choose codes.
 
     version     raised whenever codes or scales change; part of every unit's fingerprint, except for the default
@@ -50,8 +50,8 @@ def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, F3
     return codes, scales[:, None]
 
 
-ABSMAX = Choice("absmax", 1, None, grids=None)
-MSE = Choice("mse", 1, least_squares)
-IMATRIX = Choice("imatrix", 1, least_squares, importance=True)
-GPTQ = Choice("gptq", 1, least_squares, calibrated=True)
+ABSMAX = Quantizer("absmax", 1, None, grids=None)
+MSE = Quantizer("mse", 1, least_squares)
+IMATRIX = Quantizer("imatrix", 1, least_squares, importance=True)
+GPTQ = Quantizer("gptq", 1, least_squares, calibrated=True)
 QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE, IMATRIX, GPTQ)}

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
-from ktconvert.quantizers import errors
+from ktconvert.quantizers import differences
 from ktconvert.quantizers.reference import F32, SMALLEST_NORMAL, U8, U16, bf16_to_f32
 from ktconvert.quantizers.scales import E4M3
 
@@ -83,7 +83,7 @@ def with_positive_scales(matrix: Matrix) -> Matrix:
 def source_values(matrix: Matrix) -> F32:
     """A linear as float32 [n, k]: in BF16, unless its codes are kept."""
     if not is_kept(matrix):
-        return errors.source_values(matrix)
+        return differences.source_values(matrix)
     with np.errstate(all="ignore"):
         numbers: F32 = E4M3[matrix.values] * matrix.each_scale()
     return numbers

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ktconvert.native_quant import kernels_gptq
 from ktconvert.native_quant.kernels_gptq import CodeRange
@@ -51,9 +51,8 @@ class Hessian:
 
         self.batches += 1
         if len(inputs):
-            x = math.sqrt(2) * inputs.t().to(
-                self.sum.device, torch.float32
-            )  # the root before the product: the library's bits
+            # The root before the product: the library's bits.
+            x = math.sqrt(2) * inputs.t().to(self.sum.device, torch.float32)
             self.sum += x.matmul(x.t())
 
 
@@ -144,7 +143,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
         work = columns[:, block].contiguous()
         value, error = torch.empty_like(work), torch.empty_like(work)
         inverse = factor.upper[block, block].contiguous()
-        _compensate_block(work, inverse, scale.index_select(1, group_of[block]), value, error, code_range)
+        _compensate_block(Block(work, inverse, scale.index_select(1, group_of[block]), value, error), code_range)
         columns[:, block] = value
         losses += error.square().sum(1) / 2
         # A batch of one: the matrix library may take another path for a plain product, which gives other bits.
@@ -182,68 +181,60 @@ KINDS = {"torch.bfloat16": "bf16", "torch.float32": "f32"}  # dtype of the scale
 LIBRARY_BITS = {(-8, 7): 4, (-128, 127): 8}  # ranges that compressed-tensors has a name for
 
 
-def _compensate_block(
-    work: torch.Tensor,
-    inverse: torch.Tensor,
-    scale: torch.Tensor,
-    value: torch.Tensor,
-    error: torch.Tensor,
-    code_range: CodeRange,
-) -> None:
-    """The columns of one block (NUMERICS.md, section 7): by our kernel on a CPU, elsewhere by the library's where it
-    knows the range.
+class Block(NamedTuple):
+    """The columns of a block, float32 [n, b]: `work` is their values, which are used up; value and error are results.
+
+    inverse  float32 [b, b], the block of Factor.upper
+    scale    of each column, BF16 or float32 [n, b]
     """
+
+    work: torch.Tensor
+    inverse: torch.Tensor
+    scale: torch.Tensor
+    value: torch.Tensor
+    error: torch.Tensor
+
+
+def _compensate_block(block: Block, code_range: CodeRange) -> None:
+    """By our kernel on a CPU, elsewhere by the library's where it knows the range (NUMERICS.md, section 7)."""
     import torch
 
+    work, inverse, scale, value, error = block
     if str(scale.dtype) not in KINDS:
         raise ValueError(f"scales must be bfloat16 or float32, not {scale.dtype}")
     if work.device.type == "cpu":
         arrays = [x.detach().numpy() for x in (inverse, scale.float(), work, value, error)]
         kernels_gptq.gptq_block(code_range, KINDS[str(scale.dtype)], *arrays, threads=torch.get_num_threads())
     elif code_range in LIBRARY_BITS:
-        _compensate_block_by_library(work, inverse, scale, value, error, code_range)
+        _compensate_block_by_library(block, code_range)
     else:
-        _compensate_block_by_torch(work, inverse, scale, value, error, code_range)
+        _compensate_block_by_torch(block, code_range)
 
 
-def _compensate_block_by_library(
-    work: torch.Tensor,
-    inverse: torch.Tensor,
-    scale: torch.Tensor,
-    value: torch.Tensor,
-    error: torch.Tensor,
-    code_range: CodeRange,
-) -> None:
+def _compensate_block_by_library(block: Block, code_range: CodeRange) -> None:
     """llmcompressor's own inner loop: Triton's where that is there, else its eager one."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import gptq_block_update
 
-    width = work.shape[1]
-    bits = LIBRARY_BITS[code_range]
+    width, bits = block.work.shape[1], LIBRARY_BITS[code_range]
     gptq_block_update(
-        *(x[None] for x in (work, inverse, value, error)),
-        torch.empty_like(work)[None],  # squared errors
-        scale=scale[None],
+        *(x[None] for x in (block.work, block.inverse, block.value, block.error)),
+        torch.empty_like(block.work)[None],  # squared errors
+        scale=block.scale[None],
         zero_point=None,
         global_scale=None,
-        g_idx=torch.arange(width, device=work.device)[None],  # a scale for each column is a group of one
+        g_idx=torch.arange(width, device=block.work.device)[None],  # a scale for each column is a group of one
         quant_args=QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=width),
         i1=0,
     )
 
 
-def _compensate_block_by_torch(
-    work: torch.Tensor,
-    inverse: torch.Tensor,
-    scale: torch.Tensor,
-    value: torch.Tensor,
-    error: torch.Tensor,
-    code_range: CodeRange,
-) -> None:
+def _compensate_block_by_torch(block: Block, code_range: CodeRange) -> None:
     """The definition, a column at a time."""
     import torch
 
+    work, inverse, scale, value, error = block
     for i in range(work.shape[1]):
         code = torch.round(torch.clamp(work[:, i] / scale[:, i], *code_range))
         value[:, i] = (code * scale[:, i].float()).to(scale.dtype)

@@ -15,7 +15,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.arch_file import load_arch_file, parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, PREFIXES, Arch, Fused, Separate, Style
-from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from rig.safetensors import write_file

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Fused, Separate, Stacked, Style
-from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import pack_quantized
 from ktconvert.layouts.encodings.encoding import Encoding, error_sums

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ktconvert.layouts.checkpoints.experts import PROJECTIONS, recognise
+from ktconvert.layouts.checkpoints.moe_model import PROJECTIONS, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant import kernels

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header, read_index
-from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure

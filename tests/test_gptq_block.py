@@ -214,7 +214,7 @@ def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale
     work = torch.from_numpy(weight.copy())
     value, error = torch.full_like(work, 7), torch.full_like(work, 7)
     scales = torch.from_numpy(scale).to(torch.bfloat16 if kind == "bf16" else torch.float32)
-    getattr(gptq, path)(work, torch.from_numpy(inverse), scales, value, error, code_range)
+    getattr(gptq, path)(gptq.Block(work, torch.from_numpy(inverse), scales, value, error), code_range)
     return [x.numpy() for x in (work, value, error)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.walk import needs as gpu_needs
 from ktconvert.pipeline.walk.needs import CARDS, REMEDIES, Needs, Shape, advice, max_gpu_memory, needs, shape_of

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, INDEX, parse_header, read_header
-from ktconvert.layouts.checkpoints.experts import recognise
+from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import Shard, TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from rig.safetensors import encode

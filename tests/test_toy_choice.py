@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.quantizers import Grid, reference, scale_search
-from ktconvert.quantizers.choice import QUANTIZERS, Choice
+from ktconvert.quantizers.choice import QUANTIZERS, Quantizer
 from rig import conversion
 from rig.safetensors import read_file
 from rig.toys import Toy, main
@@ -35,7 +35,7 @@ def truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
     return np.trunc(values / step).astype(np.int8), (step / grid.step).astype(np.float32)
 
 
-TOY = Choice("toy", 7, truncated)
+TOY = Quantizer("toy", 7, truncated)
 
 
 def searched(bf16: Any, grid: Grid) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import Grid, reference
-from ktconvert.quantizers.errors import decode_finite
+from ktconvert.quantizers.differences import decode_finite
 from rig import conversion
 from rig.toys import Toy, main
 

@@ -85,7 +85,7 @@ SHARED = re.compile(r"\.shared?_(?:expert|mlp)|_shexp\.")
 
 
 @dataclass
-class Layer:
+class StoredLayer:
     """The expert tensors of one layer, all stored in one style, by weight and role.
 
     Keys of tensors: (part of the style, expert), expert -1 if the weight holds all of them.
@@ -115,7 +115,7 @@ class Scan:
     present  (prefix, layer) that have any tensor.
     """
 
-    layers: dict[tuple[str, int], Layer] = field(default_factory=dict)
+    layers: dict[tuple[str, int], StoredLayer] = field(default_factory=dict)
     mtp: list[str] = field(default_factory=list)
     foreign: dict[tuple[str, int], str] = field(default_factory=dict)
     biases: dict[int, str] = field(default_factory=dict)
@@ -192,7 +192,7 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
     if rule.role == BIAS:
         out.biases.setdefault(layer, name)
         return
-    stored = out.layers.setdefault((rule.prefix, layer), Layer(rule.style))
+    stored = out.layers.setdefault((rule.prefix, layer), StoredLayer(rule.style))
     if stored.style != rule.style:
         raise InputError.of_tensor(name, f": layer {layer} is stored in two ways; remove the one that does not belong")
     if rule.role == ASIDE:

@@ -10,7 +10,7 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import Layer, name_of, of_values
+from ktconvert.layouts.checkpoints.match import StoredLayer, name_of, of_values
 from ktconvert.layouts.checkpoints.refusals import no_input
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
 from ktconvert.layouts.errors import InputError, damaged_tensor
@@ -42,7 +42,7 @@ class MoeLayer:
 def measure(
     config: dict[str, Any],
     arch: Arch,
-    stored: Layer,
+    stored: StoredLayer,
     prefix: str,
     n: int,
     quantization: Quantization,
@@ -81,7 +81,7 @@ def measure(
     return MoeLayer(style, prefix, weights, tuple(stored.aside), count, h, i, turned)
 
 
-def _weights(stored: Layer, prefix: str, n: int, quantization: Quantization) -> dict[tuple[str, int], Weight]:
+def _weights(stored: StoredLayer, prefix: str, n: int, quantization: Quantization) -> dict[tuple[str, int], Weight]:
     """Each weight of a layer by its row."""
     weights: dict[tuple[str, int], Weight] = {}
     rows: dict[

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.quantizers import Grid, Matrix, errors, panels
+from ktconvert.quantizers import Grid, Matrix, differences, panels
 from ktconvert.quantizers.reference import bf16_to_f32
 from ktconvert.quantizers.scales import e8m0
 
@@ -129,12 +129,12 @@ def error_sums(encoding: Encoding, matrix: Matrix, stored: Sequence[Bytes]) -> n
     """Sums of x*x, y*y, x*y and (x-y)^2 over a matrix, x the source in BF16 and y what is stored: float64 [4]."""
     if encoding.error_sums is not None:
         return encoding.error_sums(matrix, stored)
-    return errors.error_sums(matrix, lambda rows: encoding.decode(stored, *matrix.shape, rows))
+    return differences.error_sums(matrix, lambda rows: encoding.decode(stored, *matrix.shape, rows))
 
 
 def error_bytes(columns: int) -> int:
     """Memory that error_sums needs for a matrix with so many columns, in bytes: some rows as float64."""
-    return errors.ROWS * 64 * columns
+    return differences.ROWS * 64 * columns
 
 
 def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes: int) -> tuple[int | None, int | None]:

@@ -29,7 +29,7 @@ from ktconvert.layouts.errors import InputError, damaged_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
-from ktconvert.quantizers import FLOAT_GRIDS, errors, fp8, panels
+from ktconvert.quantizers import FLOAT_GRIDS, differences, fp8, panels
 from ktconvert.quantizers.reference import f32_to_bf16
 from ktconvert.quantizers.scales import E4M3
 
@@ -149,7 +149,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
 
     def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> npt.NDArray[np.float64]:
         """Against the source's own numbers where its codes are kept: BF16 would round them."""
-        return errors.error_sums(matrix, lambda rows: decode(stored, *matrix.shape, rows), fp8.source_values)
+        return differences.error_sums(matrix, lambda rows: decode(stored, *matrix.shape, rows), fp8.source_values)
 
     return Encoding(
         "FP8",
@@ -201,7 +201,7 @@ def _pack(matrix: Matrix, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.f
 def require_finite(matrix: Matrix) -> None:
     """Raises kernels.NonFinite where the product of a code and a large scale is infinite in BF16."""
     if matrix.scales is not None and (np.abs(matrix.scales) > fp8.LARGE_SCALE).any():
-        errors.decode_finite(matrix)
+        differences.decode_finite(matrix)
 
 
 def _usual(scales: npt.NDArray[np.float32]) -> bool:

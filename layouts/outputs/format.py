@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
 from ktconvert.layouts.tensors import TensorInfo
 
 if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.experts import MoeModel
+    from ktconvert.layouts.checkpoints.moe_model import MoeModel
     from ktconvert.layouts.outputs.output import Output
 
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
-from ktconvert.layouts.checkpoints.experts import MoeModel
 from ktconvert.layouts.checkpoints.match import NUMBER, ROUTED, ROUTER
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.outputs.card import CONFIG_KEYS
 from ktconvert.layouts.outputs.linear_names import USUAL, linears

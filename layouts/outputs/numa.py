@@ -14,7 +14,7 @@ from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.parts import Place
 
 if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.experts import MoeModel
+    from ktconvert.layouts.checkpoints.moe_model import MoeModel
 
 KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"

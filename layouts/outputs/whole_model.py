@@ -12,7 +12,7 @@ from ktconvert.layouts.outputs.format import Arrangement
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
 
 if TYPE_CHECKING:
-    from ktconvert.layouts.checkpoints.experts import MoeModel
+    from ktconvert.layouts.checkpoints.moe_model import MoeModel
     from ktconvert.layouts.outputs.format import Format
 
 RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that are told of

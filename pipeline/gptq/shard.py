@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, error_sums, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
@@ -28,8 +28,8 @@ from ktconvert.pipeline.stages.expert_stream import error_figures, sampled_error
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.walk.consumers import Tokens, spread
 from ktconvert.pipeline.walk.layered import LayeredModel
-from ktconvert.quantizers.choice import Choice
-from ktconvert.quantizers.errors import source_values
+from ktconvert.quantizers.choice import Quantizer
+from ktconvert.quantizers.differences import source_values
 from ktconvert.quantizers.reference import F32
 
 ROWS = 32  # that are decoded at a time to find a value that is not zero
@@ -48,7 +48,7 @@ class LayerWork:
     fmt: Format
     settings: Settings
     grid: ExpertGrid
-    choice: Choice
+    choice: Quantizer
     before: tuple[int, ...]
     metadata: Mapping[str, str]
     skeleton: Callable[[], LayeredModel]

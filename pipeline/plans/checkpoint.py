@@ -16,7 +16,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.companions import require_copyable
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest, publish

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError
@@ -39,7 +39,7 @@ from ktconvert.pipeline.plans.checkpoint import (
 from ktconvert.pipeline.plans.importance import facts_of, importance_for, notes_of
 from ktconvert.pipeline.plans.quantizing import Quantizing, compensated, require_whole_walk, rounded
 from ktconvert.pipeline.stages import copy_tensors, quantize_experts
-from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Choice
+from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
 
 BITS_DECODED = 16  # of the format that every source can be decoded to
 FEW_BITS = 5  # per weight as it is stored, with its scales: a 4-bit format
@@ -261,7 +261,7 @@ def _facts(
     }
 
 
-def _gains(fmt: Format, choice: Choice) -> tuple[str, ...]:
+def _gains(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
     """What other choices of codes would gain; said of a plan, but not in the model card."""
     if choice != ABSMAX or fmt.encoding.grid.bits != 4 or not MSE.serves(fmt.encoding.grid):
         return ()

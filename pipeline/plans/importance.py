@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.statistics.folder import imatrix_of
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.pipeline.engine.plan import Request
-from ktconvert.quantizers.choice import Choice
+from ktconvert.quantizers.choice import Quantizer
 
 
-def importance_for(choice: Choice, request: Request, model: MoeModel) -> Imatrix | None:
+def importance_for(choice: Quantizer, request: Request, model: MoeModel) -> Imatrix | None:
     """The importance matrix that the request names, for a choice of codes that asks for one; None for others.
 
     Raises UsageError where one is named and not asked for, or the other way round; InputError for a file of another

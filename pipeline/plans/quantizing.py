@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import OtherTensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, UsageError
@@ -20,7 +20,7 @@ from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, require_whole
 from ktconvert.pipeline.stages import chain, copy_tensors, gptq_layers, quantize_experts
 from ktconvert.pipeline.walk import environment as machine
 from ktconvert.pipeline.walk import needs
-from ktconvert.quantizers.choice import ABSMAX, Choice
+from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 ONESHOT = (
     "--engine oneshot holds the whole model in memory, cannot resume within it, and takes the library's own mask, "
@@ -58,7 +58,7 @@ def compensated(
     rest: OtherTensors,
     metadata: Mapping[str, str],
     *,
-    choice: Choice = ABSMAX,
+    choice: Quantizer = ABSMAX,
     numa: int = 1,
     loose_files: bool = False,
 ) -> Quantizing:

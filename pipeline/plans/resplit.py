@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.layouts.outputs.resplit import rounds_again
+from ktconvert.layouts.outputs.rearrange import rounds_again
 from ktconvert.pipeline.engine.plan import (
     CARD,
     CONFIG,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.pipeline.engine.plan import Request, SideOutput
 from ktconvert.pipeline.plans.checkpoint import base_model, shape_facts, source_identity
 from ktconvert.pipeline.stages.gather_statistics import KEYS

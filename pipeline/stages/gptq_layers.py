@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import PROJECTIONS, loose
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid
@@ -24,7 +24,7 @@ from ktconvert.pipeline.stages.quantize_experts import layer_metadata
 from ktconvert.pipeline.walk.needs import REMEDIES
 from ktconvert.pipeline.walk.samples import SamplesWork, read_samples, write_samples
 from ktconvert.quantizers import gptq
-from ktconvert.quantizers.choice import ABSMAX, Choice
+from ktconvert.quantizers.choice import ABSMAX, Quantizer
 
 NAME = "gptq"
 VERSION = 1
@@ -38,7 +38,7 @@ def stage(
     rest: Mapping[str, OtherTensor],
     metadata: Mapping[str, str],
     *,
-    choice: Choice = ABSMAX,
+    choice: Quantizer = ABSMAX,
     numa: int = 1,
     loose_files: bool = False,
     document: Mapping[str, Any] | None = None,
@@ -99,7 +99,7 @@ def stage(
     )
 
 
-def _parts_of(choice: Choice, numa: int, loose_files: bool) -> tuple[tuple[str, object], ...]:
+def _parts_of(choice: Quantizer, numa: int, loose_files: bool) -> tuple[tuple[str, object], ...]:
     """Of a unit's fingerprint: weights for a GPU, which came first, name none of it."""
     if choice == ABSMAX:
         return ()

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_bytes, error_sums
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
@@ -22,7 +22,7 @@ from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.stages.expert_files import Item, Packed, batch_bytes, empty_tensors, write_folder, write_shard
 from ktconvert.pipeline.stages.expert_stream import error_figures, non_finite, read_ahead, sampled_error, taken
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.quantizers.choice import ABSMAX, Choice
+from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.reference import F32
 
 VERSION = 1
@@ -42,7 +42,7 @@ class ExpertsWork:
 
     model: MoeModel
     fmt: Format
-    choice: Choice
+    choice: Quantizer
     grid: ExpertGrid
     start: int
     stop: int
@@ -106,7 +106,7 @@ class ExpertsWork:
 
 
 def quantize(
-    encoding: Encoding, choice: Choice, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
+    encoding: Encoding, choice: Quantizer, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
 ) -> None:
     """Choose codes for a part and pack them into `out`. importance: of its columns, float32 [k].
 
@@ -135,7 +135,7 @@ def stage(
     fmt: Format,
     layers: Sequence[int],
     *,
-    choice: Choice = ABSMAX,
+    choice: Quantizer = ABSMAX,
     numa: int = 1,
     backward: bool = False,
     loose_files: bool = False,

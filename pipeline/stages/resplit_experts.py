@@ -13,7 +13,7 @@ from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs import PROJECTIONS, loose
-from ktconvert.layouts.outputs import resplit as parts_of
+from ktconvert.layouts.outputs import rearrange as parts_of
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part

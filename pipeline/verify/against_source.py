@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
@@ -39,7 +39,7 @@ from ktconvert.pipeline.verify.checks import (
     item_problems,
 )
 from ktconvert.pipeline.verify.inputs import Inputs
-from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Choice
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Quantizer
 
 # The manifest's quant_method -> whether codes were calibrated: then they are judged, and only shapes and scales must be
 # the same.
@@ -73,7 +73,7 @@ class Comparison:
     measure: Measure
     model: MoeModel
     fmt: Format
-    choice: Choice
+    choice: Quantizer
     imatrix: Imatrix | None
     calibrated: bool
     same_scales: bool

@@ -14,7 +14,7 @@ from ktconvert.layouts.encodings.encoding import Bytes, Encoding, scale_values
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.quantizers import Matrix
-from ktconvert.quantizers.errors import sums_of
+from ktconvert.quantizers.differences import sums_of
 from ktconvert.quantizers.reference import F32, bf16_to_f32
 
 # GPTQ's error in the weights against that of rounding them: 1.0 to 1.3 times at the usual dampening, 1.8 at a

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktconvert.layouts.checkpoints.archs import ARCHS
-from ktconvert.layouts.checkpoints.experts import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.outputs import decoded

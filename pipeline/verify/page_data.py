@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Bytes, scale_values
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import PROJECTIONS, Format
@@ -29,7 +29,7 @@ from ktconvert.pipeline.stages.ordered import in_order
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.structure import MOST_EXPERTS
 from ktconvert.quantizers import fp8
-from ktconvert.quantizers.errors import source_values
+from ktconvert.quantizers.differences import source_values
 
 LINEARS = 12  # whose rows are looked at
 CHUNK = 64  # rows in memory as float64 at a time

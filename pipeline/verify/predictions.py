@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.experts import MoeModel
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.pipeline.ui.text import size
 
 GIB = 1 << 30

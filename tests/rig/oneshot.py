@@ -79,7 +79,7 @@ def report_of(out: Path) -> Path:
 
 def ignored(model: Path) -> list[str]:
     """What `ktconvert gpu` names in quantization_config, so that both quantize the same linears."""
-    from ktconvert.layouts.checkpoints.experts import recognise
+    from ktconvert.layouts.checkpoints.moe_model import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import ignore_list
 

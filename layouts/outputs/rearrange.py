@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.encodings.encoding import F32, Bytes, Encoding
 from ktconvert.layouts.outputs.parts import Part
-from ktconvert.quantizers.errors import sums_of
+from ktconvert.quantizers.differences import sums_of
 from ktconvert.quantizers.rescale import to_one_scale
 
 Stored = tuple[Part, Sequence[Bytes]]  # a part with its tensors

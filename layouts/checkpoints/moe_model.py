@@ -37,7 +37,7 @@ PROJECTIONS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
-class Expert:
+class ExpertLinears:
     """The three linears of one expert: gate and up (I, H), down (H, I); views of the checkpoint."""
 
     gate: Matrix
@@ -99,9 +99,9 @@ class MoeModel:
         formats = (self.quantization.format,) if self.quantization.format else ()
         return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings), *formats
 
-    def expert(self, layer: int, expert: int) -> Expert:
+    def expert(self, layer: int, expert: int) -> ExpertLinears:
         """Gate, up and down of one expert; the scales are read, the weights are not."""
-        return Expert(*(self.linear(layer, expert, projection) for projection in PROJECTIONS))
+        return ExpertLinears(*(self.linear(layer, expert, projection) for projection in PROJECTIONS))
 
     def linear(self, layer: int, expert: int, projection: str) -> Matrix:
         """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I)."""
