@@ -20,7 +20,7 @@ from ktconvert.native_quant import kernels, kernels_panels
 from ktconvert.native_quant.matrix import BF16, F32, Matrix
 from ktconvert.pipeline.ui.inspection import look
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.inputs import VerifyOptions
+from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import Report, verify
 from ktconvert.quantizers import panels, reference
 from rig import conversion, killpoint
@@ -98,7 +98,7 @@ def kt_files(folder: Path) -> dict[str, bytes]:
 
 
 def verified(output: Path, **wish: Any) -> Report:
-    return verify(VerifyOptions(output, **wish), Reporter(verbosity=-1))
+    return verify(VerifyInputs(output, **wish), Reporter(verbosity=-1))
 
 
 def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, bytes]:

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.pipeline.engine.execute import execute
-from ktconvert.pipeline.engine.plan import Request
-from ktconvert.pipeline.plans.dequantize import plan_dequantize
+from ktconvert.pipeline.plans.commands import plan_request, request, run
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.pipeline.verify.inputs import VerifyOptions
+from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.verify import verify
 from ktconvert.quantizers import groups, reference
 from rig import encodings, families, killpoint
@@ -153,9 +151,8 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
 
 def dequantized(source: Path, out: Path) -> Tensors:
     """What comes out, in this process; it passes verify, by itself and against its source."""
-    tuning = {"cpuinfer_threads": 2}
-    execute(plan_dequantize(Request("dequantize", str(source), out, {"max_shard_size": None}, tuning)), Reporter())
-    report = verify(VerifyOptions(out, against=str(source), threads=2), Reporter(verbosity=-1))
+    run(plan_request(request("dequantize", input=source, output=out, cpuinfer_threads=2)))
+    report = verify(VerifyInputs(out, against=str(source), threads=2), Reporter(verbosity=-1))
     assert report.sentence is None, report.sentence
     return read_folder(out)
 

@@ -21,6 +21,8 @@ from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request
 from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.options.option_groups import ConversionOptions
+from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import plan_request, run
 from ktconvert.pipeline.ui.progress import Reporter
 from rig import conversion, forks, stored
@@ -60,20 +62,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started.start("a", "b")
 
 
-def request(command: str, source: Path, output: Path, **settings: Any) -> Request:
-    """As `ktconvert cpu` makes it."""
-    known = {
-        "quant_method": "int4",
-        "threadpool_count": 2,
-        "layers": "all",
-        "kept_layers": None,
-        "no_merge_safetensor": False,
-        "save_backward_weights": False,
-        "non_experts": "skip",
-        "max_shard_size": None,
-        "arch_file": None,
-    }
-    return Request(command, str(source), output, known | settings, {"cpuinfer_threads": 2})
+def request(command: str, source: Path, output: Path, **options: Any) -> Request[ConversionOptions]:
+    """As the command line makes it."""
+    return commands.request(command, input=source, output=output, cpuinfer_threads=2, **options)
 
 
 @pytest.mark.parametrize("case", CASES)

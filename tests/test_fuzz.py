@@ -33,13 +33,13 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant.runtime import hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.pipeline import cli
-from ktconvert.pipeline.cli import options
-from ktconvert.pipeline.cli.bench import Counts
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import agree, saved_plan, unit_states
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.engine.plan import Plan, Request
-from ktconvert.pipeline.plans.commands import plan_request
+from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.options.queries import Counts
+from ktconvert.pipeline.options.types import Size
+from ktconvert.pipeline.plans.commands import plan_request, saved_request
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, gguf, mutations
 from rig.files import touch
@@ -163,7 +163,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     assert command("cpu", "-i", source, "-o", root / "broken", *PARTS, "--cpuinfer-threads", 1, "-q") == 5
     old = saved_plan(locate(root / "broken"))
     assert old is not None
-    plan = plan_request(Request(old.command, old.input, root / "broken", old.settings, old.tuning))
+    plan = plan_request(saved_request(root / "broken", old))
     (root / "arch.toml").write_text(ARCH)
     gguf.write(
         root / "model.gguf",
@@ -441,7 +441,7 @@ def numbers() -> list[tuple[str, str]]:
         command = cli.group.get_command(click.Context(cli.group), name)
         assert command is not None
         for option in command.params:
-            if isinstance(option.type, click.IntRange | click.FloatRange | options.Size | Counts):
+            if isinstance(option.type, click.IntRange | click.FloatRange | Size | Counts):
                 values.append((name, option.opts[0]))
             assert type(option.type) not in (click.IntRange, click.FloatRange), (name, option.opts)
     return values

@@ -19,8 +19,7 @@ import pytest
 from ktconvert.pipeline.cli.cpu import cpu
 from ktconvert.pipeline.cli.gpu import gpu
 from ktconvert.pipeline.cli.merge import merge
-from ktconvert.pipeline.engine.plan import Request
-from ktconvert.pipeline.plans.commands import plan_request
+from ktconvert.pipeline.plans.commands import plan_request, request
 
 GOLDEN = Path(__file__).parent / "golden" / "outputs.json"
 COMMANDS = {"cpu": cpu, "gpu": gpu, "merge": merge}
@@ -83,7 +82,8 @@ def short(data: bytes) -> str:
 
 def units(command: str, source: Path, settings: dict[str, Any], **tuning: Any) -> dict[str, str]:
     """Name in the store -> fingerprint, of every unit of a plan."""
-    planned = plan_request(Request(command, str(source), source.parent / "none", settings, tuning))
+    options = {"input": source, "output": source.parent / "none", **settings, **tuning}
+    planned = plan_request(request(command, **options))
     return {unit.stored_name: unit.fingerprint[16:32] for unit in planned.units}
 
 
@@ -97,7 +97,7 @@ def hashes_of(command: str, source: Path, output: Path, *options: str) -> dict[s
         for layer in sorted({name.partition("/")[0] for name in weights}):
             lines = [f"{name} {value}" for name, value in weights.items() if name.startswith(f"{layer}/")]
             files[layer] = short("\n".join(lines).encode())
-    return {"units": units(command, source, settings, original_path=None), "files": files}
+    return {"units": units(command, source, settings), "files": files}
 
 
 def compare(golden: dict[str, Any], case: str, actual: dict[str, Any]) -> None:

@@ -9,12 +9,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ktconvert.pipeline.cli import COMMANDS, group, options
+from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.options.types import FilePath, PathOrHubId
 
-FILL = {"model": "m", "output": "o", "path": "p", "input_path": "i", "output_dir": "o", "model_id": "m"}
+FILL = {"model": "m", "output": "o", "path": "p", "input": "i", "src": "s", "out": "u"}
 FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "dir": "d"}
-# What is typed as text and is a path, or a hub id.
-EITHER = {"input_path", "model_id", "model", "path", "against", "dataset"}
+PATHS = (FilePath, PathOrHubId)
 
 
 def parameters() -> list[tuple[str, str]]:
@@ -23,7 +23,7 @@ def parameters() -> list[tuple[str, str]]:
     for name in COMMANDS:
         command = group.get_command(click.Context(group), name)
         assert command is not None
-        pairs += [(name, p.name or "") for p in command.params if isinstance(p.type, click.Path) or p.name in EITHER]
+        pairs += [(name, p.name or "") for p in command.params if isinstance(p.type, PATHS)]
     return pairs
 
 
@@ -66,7 +66,7 @@ def test_bytes_are_no_text(tmp_path: Path, monkeypatch: Any) -> None:
             for p in required
         ]
         for parameter in command.params:
-            if parameter.type.name == "text" and not isinstance(parameter.type, options.PathOrHubId):
+            if parameter.type.name == "text" and not isinstance(parameter.type, PathOrHubId):
                 words = [name, *(word for words in filled for word in words), parameter.opts[-1], "a\udcff"]
                 done = CliRunner().invoke(group, words)
                 assert (done.exit_code, "is not UTF-8 text" in done.output) == (2, True), (words, done.exception)

@@ -36,7 +36,7 @@ from ktconvert.pipeline.ui.heat_maps import MOST_TITLES
 from ktconvert.pipeline.ui.page import TEMPLATES, page, percent
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
-from ktconvert.pipeline.verify.inputs import VerifyOptions
+from ktconvert.pipeline.verify.inputs import VerifyInputs
 from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
 from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
@@ -148,7 +148,7 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(output: Path) -> Report:
-    return verify_output(VerifyOptions(output, page=True), Reporter(verbosity=-1))
+    return verify_output(VerifyInputs(output, page=True), Reporter(verbosity=-1))
 
 
 # --- the page says what the JSON says -------------------------------------------------------------

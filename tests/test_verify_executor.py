@@ -17,7 +17,7 @@ import pytest
 from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.verify import item_checks, report
-from ktconvert.pipeline.verify.inputs import VerifyOptions, open_inputs
+from ktconvert.pipeline.verify.inputs import VerifyInputs, open_inputs
 from ktconvert.pipeline.verify.verify import verify
 from rig import conversion
 
@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2)
 
 
-def told(chosen: VerifyOptions, workers: Executor | None) -> str:
+def told(chosen: VerifyInputs, workers: Executor | None) -> str:
     return json.dumps(report.document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
 
 
@@ -49,7 +49,7 @@ def test_the_report_is_the_same(source: Path, workers: Any, tmp_path: Path, cli:
     output = tmp_path / "out"
     command, *options = OUTPUTS[which]
     cli(command, "-i", source, "-o", output, *options)
-    chosen = VerifyOptions(output, against=str(source), load=False, full=True)
+    chosen = VerifyInputs(output, against=str(source), load=False, full=True)
     assert '"ok": true' in told(chosen, None)
     assert told(chosen, workers) == told(chosen, None)
     file = max(output.rglob("*.safetensors" if which != "loose" else "*.kt"), key=lambda path: path.stat().st_size)
@@ -66,7 +66,7 @@ def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: 
     cli("cpu", "-i", source, "-o", merged)
     cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
     cli("dequantize", source, whole)
-    for chosen in (VerifyOptions(merged, against=str(loose)), VerifyOptions(whole, against=str(source))):
+    for chosen in (VerifyInputs(merged, against=str(loose)), VerifyInputs(whole, against=str(source))):
         assert '"ok": true' in told(chosen, None)
         assert told(chosen, workers) == told(chosen, None)
 
@@ -75,7 +75,7 @@ def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path:
     output, mine = tmp_path / "out", tmp_path / "mine"
     shutil.copytree(source, mine)
     cli("cpu", "-i", mine, "-o", output)
-    opened = open_inputs(VerifyOptions(output, against=str(mine)))
+    opened = open_inputs(VerifyInputs(output, against=str(mine)))
     order = item_checks.WorkerTask(opened.options, "run", "0.0.0", opened.files, 1)
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert failure.kind == OutputError.__name__
@@ -94,7 +94,7 @@ def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path:
 def test_a_worker_sees_what_was_put_in_place_since(tmp_path: Path, cli: Any) -> None:
     output, mine = tmp_path / "out", conversion.checkpoint(tmp_path / "mine", layers=1)
     cli("cpu", "-i", mine, "-o", output)
-    chosen = VerifyOptions(output, against=str(mine), load=False)
+    chosen = VerifyInputs(output, against=str(mine), load=False)
     with ThreadPoolExecutor(1) as worker:
         assert '"ok": true' in told(chosen, worker)
         shard = mine / "model-00001-of-00002.safetensors"

@@ -86,7 +86,7 @@ Parts = Annotated[int, msgspec.Meta(ge=1, lt=1 << 10)]
 class ManifestSettings(Struct):
     """Of the command."""
 
-    arch_file: str | None = None
+    arch_row: str | None = None
     no_merge_safetensor: bool = False
 
 

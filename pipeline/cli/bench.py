@@ -11,7 +11,9 @@ import click
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.queries import BenchOptions
 from ktconvert.pipeline.ui.progress import Reporter
 from ktconvert.pipeline.ui.text import aligned, plural, size
 
@@ -36,22 +38,6 @@ Examples:
 """
 
 
-class Counts(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
-    """Numbers of tokens: 1,4,16."""
-
-    name = "counts"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Each at least 1, in the user's order, without duplicates."""
-        try:
-            counts = tuple(dict.fromkeys(int(text) for text in str(value).split(",")))
-        except ValueError:
-            counts = ()
-        if not counts or not 1 <= min(counts) <= max(counts) <= 1 << 20:
-            self.fail(f"{value!r} is not a list of numbers of tokens like 1,16,256", param, ctx)
-        return counts
-
-
 def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
     """How many experts a token is routed to, and where that number comes from."""
     recorded = cfg.number(config, TOPK, layer)
@@ -60,33 +46,21 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
     return min(USUAL_TOPK, experts), "assumed: config.json does not say"
 
 
-@click.command("bench", epilog=EPILOG)
-@click.argument("output", type=options.FilePath())
-@click.option("--layer", type=options.Number(min=0), default=None, help="Layer to compute. [default: the first]")
-@click.option(
-    "--tokens", type=Counts(), default="1,4,16,64,256,1024", show_default=True, help="Tokens per forward, several."
-)
-@click.option(
-    "--threads", type=options.Number(min=1), default=None, help="Threads. [default: the physical cores we may use]"
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")
-def bench(
-    output: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, as_json: bool, plot: Path | None
-) -> None:
+@command("bench", BenchOptions, EPILOG)
+def bench(options: BenchOptions) -> None:
     """Measure how fast this machine computes a layer of an output or a checkpoint, next to how fast it reads memory.
 
     Tokens are random and go to other random experts in every run, so that the weights come from memory, as in use, not
     from a cache."""
     from ktconvert.pipeline.ui.plots import plot_bench
 
-    options.check_plot(plot)
-    options.check_kernels("the command again")
-    threads = options.computing_threads(threads, Reporter())
-    document = measured(output.expanduser().absolute(), layer, tokens, threads)
-    if plot is not None:
-        plot_bench(plot, document)
-    if as_json:
+    preconditions.check_plot(options.plot)
+    preconditions.check_kernels("the command again")
+    threads = preconditions.computing_threads(options.threads, Reporter())
+    document = measured(options.output, options.layer, options.tokens, threads)
+    if options.plot is not None:
+        plot_bench(options.plot, document)
+    if options.as_json:
         click.echo(json.dumps(document))
         return
     click.echo("\n".join([*aligned(facts(document)), "", *aligned(table(document)), ""]))

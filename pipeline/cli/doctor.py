@@ -16,8 +16,9 @@ from pathlib import Path
 import click
 
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.version import installed
+from ktconvert.pipeline.options.queries import DoctorOptions
 from ktconvert.pipeline.ui.text import aligned, size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
@@ -282,19 +283,12 @@ Examples:
 """
 
 
-@click.command("doctor", epilog=EPILOG)
-@click.option(
-    "--disk",
-    type=options.FilePath(exists=True, file_okay=False),
-    default=Path(),
-    help="Directory whose disk is measured: at most 256 MiB are written and removed.  [default: .]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(disk: Path, as_json: bool) -> None:
+@command("doctor", DoctorOptions, EPILOG)
+def doctor(options: DoctorOptions) -> None:
     """Show what this machine has, what is in the way, and the kt-kernel flags that fit it."""
-    facts = examine(disk)
+    facts = examine(options.disk)
     sentences = warnings(facts)
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps({**asdict(facts), "kt_flags": facts.kt_flags, "warnings": sentences}))
         return
     click.echo("\n".join(aligned(rows(facts))))

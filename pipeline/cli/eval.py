@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.queries import EvalOptions
 
 EPILOG = """\b
 Examples:
@@ -17,34 +18,8 @@ Examples:
 """
 
 
-@click.command("eval", epilog=EPILOG)
-@click.argument("model", type=options.PathOrHubId())
-@click.option(
-    "--cpu-weights",
-    type=options.FilePath(),
-    default=None,
-    help="What MODEL was converted into for the CPU, or a checkpoint of the same model.",
-)
-@click.option(
-    "--gpu-weights", type=options.FilePath(), default=None, help="What MODEL was converted into, for the GPU."
-)
-@click.option("--text", required=True, type=options.FilePath(), help="What both models read: a UTF-8 text file.")
-@click.option("--window", type=options.Number(min=2), default=512, show_default=True, help="Tokens read at a time.")
-@click.option(
-    "--skip-windows",
-    type=options.Number(min=0),
-    default=0,
-    show_default=True,
-    help="Leave out the first so many, e.g. what was calibrated with.",
-)
-@click.option("--max-windows", type=options.Number(min=1), default=None, help="Read no more. [default: all]")
-@click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
-@click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
-@click.option("--revision", type=options.Text(), default=None, help="Branch, tag or commit of a hub id.")
-@click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")
-def eval(model: str, **params: Any) -> None:
+@command("eval", EvalOptions, EPILOG)
+def eval(options: EvalOptions) -> None:
     """Measure what converted experts cost: perplexity, and how far the predictions move from the original model's.
 
     MODEL is a directory or a hub id (org/name). Both models read the same text, window by window; the original must fit
@@ -57,23 +32,27 @@ def eval(model: str, **params: Any) -> None:
     from ktconvert.pipeline.ui.progress import Reporter
     from ktconvert.pipeline.ui.text import aligned, tokens
 
-    gpu = params["gpu_weights"]
-    if (params["cpu_weights"] is None) == (gpu is None):
+    gpu = options.gpu_weights
+    if (options.cpu_weights is None) == (gpu is None):
         raise UsageError("give either --cpu-weights or --gpu-weights.")
-    if gpu is not None and params["exact"]:
+    if gpu is not None and options.exact:
         raise UsageError("--exact is about experts on the CPU; leave it out with --gpu-weights.")
-    options.check_plot(params["plot"])
+    preconditions.check_plot(options.plot)
     reporter = Reporter()
     evaluate.require(reporter.warn, for_gpu=gpu is not None)
-    options.check_kernels("the command again")
-    params["threads"] = options.computing_threads(params["threads"], reporter)
-    text = evaluate.read_text(params["text"])
-    settings = ("cpu_weights", "revision", "trust_remote_code", "threads", "exact")
-    choice = Choice(model, **{name: params[name] for name in settings})
-    method = None if gpu is None else evaluate.packed_method(gpu)
-    windows = evaluate.cut(
-        choice, text, params["text"], params["window"], params["max_windows"], params["skip_windows"]
+    preconditions.check_kernels("the command again")
+    threads = preconditions.computing_threads(options.threads, reporter)
+    text = evaluate.read_text(options.text)
+    choice = Choice(
+        options.model,
+        cpu_weights=options.cpu_weights,
+        revision=options.hub.revision,
+        trust_remote_code=options.trust_remote_code,
+        threads=threads,
+        exact=options.exact,
     )
+    method = None if gpu is None else evaluate.packed_method(gpu)
+    windows = evaluate.cut(choice, text, options.text, options.window, options.max_windows, options.skip_windows)
     original, converted = evaluate.load_pair(choice, gpu)
     reporter.begin(int(windows.ids.size), 0, tokens)
     try:
@@ -81,10 +60,10 @@ def eval(model: str, **params: Any) -> None:
     finally:
         reporter.end()
     method = method or evaluate.method_of(converted)
-    document = evaluate.document(model, params["cpu_weights"], gpu, params["text"], windows, evaluation, method)
-    if params["plot"] is not None:
-        plot_eval(params["plot"], document, evaluation.compared.divergence.tolist())
-    if params["as_json"]:
+    document = evaluate.document(options.model, options.cpu_weights, gpu, options.text, windows, evaluation, method)
+    if options.plot is not None:
+        plot_eval(options.plot, document, evaluation.compared.divergence.tolist())
+    if options.as_json:
         click.echo(json.dumps(document))
         return
     layers = [("layer", "relative error of the experts' output")]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.files import publish
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.queries import ExpertsOptions
 
 EPILOG = """\b
 Examples:
@@ -20,21 +21,8 @@ Examples:
 """
 
 
-@click.command("experts", epilog=EPILOG)
-@click.argument("dir", type=options.FilePath())
-@click.option(
-    "--output",
-    required=True,
-    type=options.FilePath(),
-    help="Safetensors file for --gpu-experts-mask; an older one of ours is replaced.",
-)
-@click.option("--num-gpu-experts", type=options.Number(min=0), default=None, help="Experts of each layer.")
-@click.option(
-    "--total", type=options.Number(min=0), default=None, help="Instead: experts of all layers, as kt-kernel chooses."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=options.FilePath(), default=None, help="Draw it: FILE.png, .svg or .pdf.")
-def experts(**params: Any) -> None:
+@command("experts", ExpertsOptions, EPILOG)
+def experts(options: ExpertsOptions) -> None:
     """Choose hot experts, those with the most tokens by DIR/counts.safetensors, and say which part of the tokens hits
     them.
 
@@ -47,19 +35,19 @@ def experts(**params: Any) -> None:
     from ktconvert.pipeline.ui.plots import plot_experts
     from ktconvert.pipeline.ui.text import aligned
 
-    each, total = params["num_gpu_experts"], params["total"]
+    each, total = options.num_gpu_experts, options.total
     if (each is None) == (total is None):
         raise UsageError("give --num-gpu-experts (of each layer) or --total (of all layers): one of them.")
-    options.check_file("--output", params["output"])
-    options.check_plot(params["plot"])
-    output: Path = params["output"].expanduser().absolute()
-    counts = counts_of(params["dir"].expanduser())
-    mask = hot_choice.of_all_layers(counts, total) if each is None else hot_choice.of_each_layer(counts, each)
+    preconditions.check_file("--output", options.output)
+    preconditions.check_plot(options.plot)
+    output = options.output.expanduser().absolute()
+    counts = counts_of(options.dir.expanduser())
+    mask = hot_choice.of_all_layers(counts, total or 0) if each is None else hot_choice.of_each_layer(counts, each)
     publish.write_whole(output, hot_mask.data_of(mask))
     covered = hot_choice.coverage(counts, mask)
     document = {
         "event": "chosen",
-        "statistics": str(params["dir"]),
+        "statistics": str(options.dir),
         "output": str(output),
         "experts": counts.shape[1],
         "tokens": int(counts.sum()),
@@ -70,9 +58,9 @@ def experts(**params: Any) -> None:
             if counts[n].any()
         ],
     }
-    if params["plot"] is not None:
-        plot_experts(params["plot"], document)
-    click.echo(json.dumps(document) if params["as_json"] else "\n".join(aligned(table(document))))
+    if options.plot is not None:
+        plot_experts(options.plot, document)
+    click.echo(json.dumps(document) if options.as_json else "\n".join(aligned(table(document))))
 
 
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import click
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.queries import InspectOptions
 
 EPILOG = """\b
 Examples:
@@ -18,12 +18,8 @@ Examples:
 """
 
 
-@click.command("inspect", epilog=EPILOG)
-@click.argument("path", type=options.PathOrHubId())
-@click.option("--revision", type=options.Text(), default=None, help="Branch, tag or commit of a hub id.")
-@options.arch_file
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(path: str, **params: Any) -> None:
+@command("inspect", InspectOptions, EPILOG)
+def inspect(options: InspectOptions) -> None:
     """Describe a checkpoint, an output or an unfinished conversion, and list what it can be converted to.
 
     PATH is a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf). Headers only are
@@ -32,10 +28,9 @@ def inspect(path: str, **params: Any) -> None:
     from ktconvert.pipeline.ui import inspection
     from ktconvert.pipeline.ui.text import aligned
 
-    arch_file = options.text_of("--arch-file", params["arch_file"])
-    document = inspection.look(path, params["revision"], arch_file)
+    document = inspection.look(options.path, options.hub.revision, options.arch.text())
     refused = document.get("refused") if "dequantize" not in document else None
-    if params["as_json"]:
+    if options.as_json:
         click.echo(json.dumps(document))
         if refused is not None:  # the object holds the reason: an error event would repeat it
             click.echo(f"ktconvert: {refused}", err=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import click
-from click.core import ParameterSource
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.command import command, given
+from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.options.rewriting import ResumeOptions
 
 EPILOG = """\b
 Examples:
@@ -20,21 +18,10 @@ Examples:
 """
 
 
-@click.command("resume", epilog=EPILOG)
-@click.argument("output", type=options.FilePath())
-@click.option("--dry-run", is_flag=True, help="Print what is done, what is left, and why; write nothing.")
-@click.option("--verify-inputs", is_flag=True, help="Convert again what came from input files that were touched since.")
-@click.option(
-    "--allow-machine-change", is_flag=True, help="Go on with a calibration that was begun on another machine."
-)
-@options.left_behind
-@options.executor
-@options.cpuinfer_threads
-@options.max_memory
-@options.reporting
-def resume(output: Path, **params: Any) -> None:
+@command("resume", ResumeOptions, EPILOG)
+def resume(options: ResumeOptions) -> None:
     """Finish a conversion that was cut off. Its options need not be repeated: the plan is stored beside the output."""
-    from ktconvert.pipeline.cli.execution import check, make, take_lock_away
+    from ktconvert.pipeline.cli.conversion import check, make, take_lock_away
     from ktconvert.pipeline.engine.execute import tidy
     from ktconvert.pipeline.engine.existing import saved_plan
     from ktconvert.pipeline.engine.part import require_all_parts
@@ -42,38 +29,39 @@ def resume(output: Path, **params: Any) -> None:
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
     from ktconvert.pipeline.ui import dry_run
 
-    reporter = options.reporter(params["json_events"], params["quiet"], params["verbose"])
-    output = output.expanduser().absolute()
-    paths = locate(output)
-    if params["force_unlock"] and not params["dry_run"]:
+    reporter = options.reporting.reporter
+    paths = locate(options.output)
+    if options.leftovers.force_unlock and not options.dry_run:
         take_lock_away(paths, reporter)
     old = saved_plan(paths)
     if old is None:
-        if output.is_dir() and manifest.read(output) is not None:
-            if not params["dry_run"]:
+        if options.output.is_dir() and manifest.read(options.output) is not None:
+            if not options.dry_run:
                 tidy(paths)
-            reporter.event("finished", output=str(output), nothing_to_do=True)
-            reporter.say(f"{output} is finished: nothing to do")
+            reporter.event("finished", output=str(options.output), nothing_to_do=True)
+            reporter.say(f"{options.output} is finished: nothing to do")
             return
         raise OutputError(
-            f"{output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
+            f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
             "`dequantize`, `merge` or `resplit`."
         )
-    options.check_kernels()
-    request = saved_request(output, old)
-    tuning = dict(request.tuning)
-    tuning["cpuinfer_threads"] = options.threads(params["cpuinfer_threads"] or tuning["cpuinfer_threads"], reporter)
-    tuning["max_memory"] = params["max_memory"] or tuning.get("max_memory")
-    tuning["verify_inputs"] = params["verify_inputs"] or tuning.get("verify_inputs")
-    tuning["resume_layer"] = 0
-    tuning["allow_machine_change"] = params["allow_machine_change"] or tuning.get("allow_machine_change", False)
-    given = click.get_current_context().get_parameter_source("executor")
-    if given is not ParameterSource.DEFAULT:
-        tuning.pop("part", None)  # what parts have not made, is made now
-    plan = plan_request(replace(request, tuning=tuning), None if params["dry_run"] else reporter.hashed)
-    if params["dry_run"]:
-        check(plan, params)
-        dry_run.show_plan(plan, as_json=params["json_events"])
+    preconditions.check_kernels()
+    request = saved_request(options.output, old)
+    asked = options.execution
+    before = request.options.execution.cpuinfer_threads
+    tuning = {
+        "cpuinfer_threads": preconditions.threads(asked.cpuinfer_threads or before, reporter),
+        **({"max_memory": asked.max_memory} if asked.max_memory else {}),
+        **({"verify_inputs": True} if options.verify_inputs else {}),
+        **({"allow_machine_change": True} if options.allow_machine_change else {}),
+        # What parts have not made, is made now by the executor that is named.
+        **({"part": None} if any(leaf.name == "executor" for leaf in given(ResumeOptions)) else {}),
+    }
+    request = replace(request, options=with_values(request.options, **tuning))
+    plan = plan_request(request, None if options.dry_run else reporter.hashed)
+    if options.dry_run:
+        check(plan, options.workers)
+        dry_run.show_plan(plan, as_json=options.reporting.json_events)
         return
     require_all_parts(plan, paths)
-    make(plan, reporter, params)
+    make(plan, reporter, options.workers, asked.cpuinfer_threads, trust_store=options.leftovers.trust_store)

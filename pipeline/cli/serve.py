@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import click
-
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.queries import ServeOptions
 
 EPILOG = """\b
 Examples:
@@ -17,28 +15,8 @@ Examples:
 """
 
 
-@click.command("serve", epilog=EPILOG)
-@click.argument("model", type=options.PathOrHubId())
-@click.option(
-    "--cpu-weights",
-    type=options.FilePath(),
-    default=None,
-    help="What MODEL was converted into, or a checkpoint; its experts are computed from it. [default: MODEL]",
-)
-@options.gpu_experts
-@click.option("--host", type=options.Text(), default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=options.Number(1, 65535), default=8000, show_default=True, help="Port to listen on.")
-@click.option("--model-name", type=options.Text(), default=None, help="What clients call the model. [default: MODEL]")
-@click.option(
-    "--api-key-file",
-    type=options.FilePath(),
-    default=None,
-    help="A file with the key that clients have to send. [default: KTCONVERT_API_KEY, else none]",
-)
-@click.option("--threads", type=options.Number(min=1), default=None, help="Threads. [default: physical cores]")
-@click.option("--exact", is_flag=True, help="Round as kt-kernel does, bit for bit.")
-@click.option("--trust-remote-code", is_flag=True, help="Let transformers run Python code that comes with MODEL.")
-def serve(model: str, **params: Any) -> None:
+@command("serve", ServeOptions, EPILOG)
+def serve(options: ServeOptions) -> None:
     """Serve a model behind transformers' OpenAI-compatible server, its experts computed by ktconvert's runtime.
 
     MODEL is a directory or a hub id (org/name). Without --cpu-weights its experts are computed as they are stored. The
@@ -49,17 +27,24 @@ def serve(model: str, **params: Any) -> None:
     from ktconvert.pipeline.models.serving.server import listen
     from ktconvert.pipeline.ui.progress import Reporter
 
-    options.check_kernels("the command again")
+    preconditions.check_kernels("the command again")
     generate.require("serve", Reporter().warn)
-    params["threads"] = options.computing_threads(params["threads"], Reporter())
-    file = params["api_key_file"]
+    threads = preconditions.computing_threads(options.threads, Reporter())
+    file = options.api_key_file
     key = access.key_from(file)
     if file is not None and access.is_open(file):
         Reporter().warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")
-    if key is None and not access.is_loopback(params["host"]):
+    if key is None and not access.is_loopback(options.host):
         Reporter().warn(
-            f"--host {params['host']} lets other machines ask, and none has to send a key: give --api-key-file"
+            f"--host {options.host} lets other machines ask, and none has to send a key: give --api-key-file"
         )
-    settings = ("cpu_weights", "gpu_experts_mask", "num_gpu_experts", "trust_remote_code", "threads", "exact")
-    choice = generate.Choice(model, **{name: params[name] for name in settings})
-    listen(generate.with_own_experts(choice), params["host"], params["port"], params["model_name"], key)
+    choice = generate.Choice(
+        options.model,
+        cpu_weights=options.cpu_weights,
+        gpu_experts_mask=options.gpu_experts.gpu_experts_mask,
+        num_gpu_experts=options.gpu_experts.num_gpu_experts,
+        trust_remote_code=options.trust_remote_code,
+        threads=threads,
+        exact=options.exact,
+    )
+    listen(generate.with_own_experts(choice), options.host, options.port, options.model_name, key)

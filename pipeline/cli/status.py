@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import click
 
-from ktconvert.pipeline.cli import one_line, options
+from ktconvert.pipeline.cli import one_line
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.queries import StatusOptions
 
 EVERY = 2.0  # seconds between two looks
 EPILOG = """\b
@@ -18,11 +19,8 @@ Examples:
 """
 
 
-@click.command("status", epilog=EPILOG)
-@click.argument("output", type=options.FilePath())
-@click.option("--watch", is_flag=True, help="Look again every two seconds, until nothing works on it any more.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object; with --watch, one per line.")
-def status(output: Path, watch: bool, as_json: bool) -> None:
+@command("status", StatusOptions, EPILOG)
+def status(options: StatusOptions) -> None:
     """Tell how far a conversion is, which host makes what, and what failed.
 
     Reads the work directory beside OUTPUT and nothing else, so any host that sees it can ask.
@@ -33,7 +31,7 @@ def status(output: Path, watch: bool, as_json: bool) -> None:
 
     from ktconvert.pipeline.ui.status import RUNNING, lines, look
 
-    output = output.expanduser().absolute()
+    output, watch, as_json = options.output, options.watch, options.as_json
     found = look(output)
     console = Console(highlight=False, soft_wrap=True)
     if as_json or not watch or not console.is_terminal:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs import FORMATS
-from ktconvert.pipeline.cli import options
+from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.options.queries import METHODS, VerifyOptions
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.verify.checks import Check
     from ktconvert.pipeline.verify.verify import Report
 
-# What --quant-method takes, options and names -> the name of what is stored.
-METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
 
 PAGES = (".html", ".htm")
 
@@ -36,51 +35,8 @@ Examples:
 """
 
 
-@click.command("verify", epilog=EPILOG)
-@click.argument("output", type=options.FilePath())
-@click.option(
-    "--against",
-    type=options.PathOrHubId(),
-    default=None,
-    help="The source (directory, file or hub id), or another output.",
-)
-@click.option(
-    "--revision", type=options.Text(), default=None, help="Branch, tag or commit, where --against is a hub id."
-)
-@click.option("--numa", type=options.Number(min=1), default=None, help="The NUMA parts that it must have.")
-@click.option(
-    "--quant-method",
-    type=click.Choice(tuple(METHODS), case_sensitive=False),
-    default=None,
-    help="The method that it must have: kt-kernel does not notice a wrong one.",
-)
-@options.arch_file
-@click.option("--full", is_flag=True, help="Measure the error of every expert, not of 8 per layer.")
-@click.option(
-    "--load/--no-load",
-    default=True,
-    show_default=True,
-    help="Of an output for the GPU: whether transformers may load it (names; with --against SOURCE, predictions).",
-)
-@click.option(
-    "--text",
-    type=options.FilePath(),
-    default=None,
-    help="What source and output then read: a UTF-8 text file. [default: a few lines of our own]",
-)
-@options.importance
-@click.option(
-    "--report",
-    type=options.FilePath(),
-    default=None,
-    help="Also write it as one HTML page, FILE.html: maps of errors, worst rows, scales, and with --statistics the use "
-    "of experts (DIR/counts.safetensors). An older page is replaced.",
-)
-@click.option("--run", is_flag=True, help="Also compute: a few random tokens through one layer, against float.")
-@options.executor
-@options.cpuinfer_threads
-@options.reporting
-def verify(output: Path, **params: Any) -> None:
+@command("verify", VerifyOptions, EPILOG)
+def verify(options: VerifyOptions) -> None:
     """Check an output, ours or kt-kernel's: structure, sizes, counts and the hash of every file.
 
     With --against SOURCE every expert is quantized again and must give the same bytes, and the error is measured.
@@ -92,50 +48,49 @@ def verify(output: Path, **params: Any) -> None:
     from ktconvert.pipeline.engine.executors import opened
     from ktconvert.pipeline.models.evaluate import read_text
     from ktconvert.pipeline.ui.page import page
-    from ktconvert.pipeline.ui.progress import Reporter
     from ktconvert.pipeline.verify import report as verify_report
-    from ktconvert.pipeline.verify.inputs import VerifyOptions
+    from ktconvert.pipeline.verify.inputs import VerifyInputs
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
     # Only the report goes to stdout: one table, or one JSON object.
-    reporter = Reporter(verbosity=-1 if params["quiet"] else int(params["verbose"]))
-    options.check_kernels("the command again")
-    options.check_file("--report", params["report"], PAGES)
-    method = params["quant_method"]
-    chosen = VerifyOptions(
-        output=output.expanduser().absolute(),
-        against=None if params["against"] is None else options.stored_input(params["against"]),
-        revision=params["revision"],
-        numa=params["numa"],
+    reporter = with_values(options.reporting, json_events=False).reporter
+    preconditions.check_kernels("the command again")
+    preconditions.check_file("--report", options.report, PAGES)
+    method = options.quant_method
+    chosen = VerifyInputs(
+        output=options.output,
+        against=options.against,
+        revision=options.revision,
+        numa=options.numa,
         method=None if method is None else METHODS[method],
-        arch=options.text_of("--arch-file", params["arch_file"]),
-        full=params["full"],
-        load=params["load"],
-        text=None if params["text"] is None else read_text(params["text"]),
-        imatrix=options.imatrix_of(params),
-        threads=options.threads(params["cpuinfer_threads"], reporter),
-        run=params["run"],
-        page=params["report"] is not None,
-        statistics=None if None in (params["report"], params["statistics"]) else params["statistics"].expanduser(),
+        arch=options.arch.text(),
+        full=options.full,
+        load=options.load,
+        text=None if options.text is None else read_text(options.text),
+        imatrix=options.importance.file,
+        threads=preconditions.threads(options.cpuinfer_threads, reporter),
+        run=options.run,
+        page=options.report is not None,
+        statistics=None if options.report is None else options.importance.statistics,
     )
-    with opened(params["executor"], reporter.note, params["executor_timeout"]) as engine:
+    with opened(options.workers.executor, reporter.note, options.workers.executor_timeout) as engine:
         if engine.executor is None and engine.threads is not None:
-            chosen = replace(chosen, threads=options.lowered("--executor threads", engine.threads, reporter))
-        workers = params["cpuinfer_threads"] or engine.threads
+            chosen = replace(chosen, threads=preconditions.lowered("--executor threads", engine.threads, reporter))
+        workers = options.cpuinfer_threads or engine.threads
         report = verify_output(chosen, reporter, engine.executor, workers)
-    if params["run"]:
+    if options.run:
         report = replace(report, checks=(*report.checks, replace(run_check(report, chosen.threads), name="run")))
-    if params["report"] is not None:
-        publish.write_whole(params["report"], page(report).encode("utf-8", "backslashreplace"))
-        reporter.say(f"page: {params['report']}")
+    if options.report is not None:
+        publish.write_whole(options.report, page(report).encode("utf-8", "backslashreplace"))
+        reporter.say(f"page: {options.report}")
     for note in report.notes:
         reporter.note(note)
-    if params["json_events"]:
+    if options.reporting.json_events:
         click.echo(json.dumps(verify_report.document(report)))
-    elif not params["quiet"]:
+    elif not options.reporting.quiet:
         click.echo("\n".join(verify_report.lines(report)))
     if report.sentence is not None:
-        if params["json_events"]:  # the object holds the sentence: an error event would repeat it
+        if options.reporting.json_events:  # the object holds the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)

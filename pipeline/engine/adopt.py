@@ -31,7 +31,7 @@ def adopt(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = Fals
     """
     made = _made_elsewhere(plan, work)
     found = [] if trusted else [*_stored(plan, work), *(_attempted(work, attempt) for attempt, _ in made)]
-    _discard_damaged(found, int(plan.request.tuning["cpuinfer_threads"]), reporter)
+    _discard_damaged(found, plan.request.options.execution.threads, reporter)
     for attempt, unit in made:
         if attempt.is_whole(work.paths) and done_reason(work.paths, work.finished, unit) is None:
             publish_unit(plan, work, reporter, unit, made_of(work.paths, attempt))

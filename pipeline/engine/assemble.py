@@ -37,7 +37,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
         stored = work.paths.store / unit.stored_name
         if stored.exists():
             publish.place(stored, target / unit.final)
-    files = [*weights.values(), *_kept(work.paths.output, assembly.kept_layers)]
+    files = [*weights.values(), *_kept(work.paths.output, assembly.kept_layers or ())]
     for name, source in assembly.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         size, sha256 = publish.copy_file(source, target / name)
@@ -57,7 +57,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     document = manifest.encode(
         tool_version=tool_version(),
         command=plan.request.command,
-        settings=dict(sorted(plan.request.settings.items())),
+        settings=dict(sorted(plan.request.options.settings.items())),
         facts={**plan.facts, **plan.found(stats)},
         source=tuple(f.lasting() for f in plan.source),
         files=files,

@@ -39,7 +39,7 @@ def _require_below(limit: int, plan: Plan, todo: Iterable[Unit[Any]], paths: Pat
         )
     largest = max((unit.bytes_out for unit in todo if not unit.folder), default=0)
     if largest + SLACK > limit:
-        cuts = next((name for name in CUTTING if name in plan.request.settings), None)
+        cuts = next((name for name in CUTTING if name in plan.request.options.settings), None)
         smaller = "" if cuts is None else f" or set --{cuts.replace('_', '-')} lower"
         raise ResourceError(
             f"{paths.root}: a file of {size(largest)}, with {size(SLACK)} to spare for its header, is over the file "
@@ -76,13 +76,13 @@ def fit_threads(plan: Plan, reporter: Reporter | None = None) -> int:
     """As many threads as asked for, fewer where memory does not hold their buffers. Raises ResourceError when one is
     too many.
     """
-    given = int(plan.request.tuning["cpuinfer_threads"])
-    budget = plan.request.tuning.get("max_memory") or machine.memory_available()
+    given = plan.request.options.execution.threads
+    budget = plan.request.options.execution.max_memory or machine.memory_available()
     threads = given
     while threads > 1 and plan.conversion.peak_memory(threads) > budget:
         threads -= 1
     if plan.conversion.peak_memory(threads) > budget:
-        limit = "--max-memory" if plan.request.tuning.get("max_memory") else "free memory"
+        limit = "--max-memory" if plan.request.options.execution.max_memory else "free memory"
         raise ResourceError(
             f"one thread needs {size(plan.conversion.peak_memory(1))}, {limit} is {size(budget)}. {plan.remedies}"
         )

@@ -31,6 +31,7 @@ from ktconvert.pipeline.engine.plan import (
 from ktconvert.pipeline.engine.replaced import Replaced, look, require_ours
 from ktconvert.pipeline.engine.units import Status, Unit, statuses
 from ktconvert.pipeline.engine.workdir import done_reason
+from ktconvert.pipeline.options.declare import paths_read
 
 IGNORED = {INSIDE, "lost+found"}
 
@@ -131,7 +132,7 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
 def to_replace(plan: Plan) -> list[Replaced]:
     """What --overwrite removes, folder by folder; none where nothing lies."""
     output, side_output = plan.request.output, plan.assembly.side_output
-    kept = {*IGNORED, *map(loose.layer_folder, plan.assembly.kept_layers)} if locate(output).inside else set()
+    kept = {*IGNORED, *map(loose.layer_folder, plan.assembly.kept_layers or ())} if locate(output).inside else set()
     found = [look(output, kept)] if output.is_dir() else []
     found += [look(side_output.folder)] if side_output is not None and os.path.lexists(side_output.folder) else []
     return [replaced for replaced in found if replaced.listed[0] or replaced.others]
@@ -140,7 +141,7 @@ def to_replace(plan: Plan) -> list[Replaced]:
 def require_replaceable(plan: Plan) -> None:
     """Raise OutputError where files would be removed that no manifest lists, unless --delete-others is given."""
     for replaced in to_replace(plan):
-        require_ours(replaced, delete_others=bool(plan.request.tuning.get("delete_others")))
+        require_ours(replaced, delete_others=plan.request.options.existing.delete_others)
 
 
 def _require_no_clash(plan: Plan) -> None:
@@ -157,7 +158,7 @@ def _require_no_clash(plan: Plan) -> None:
 
 def adopts(plan: Plan) -> bool:
     """Whether the output already holds loose layer folders that --resume-layer builds upon."""
-    return plan.request.settings.get("kept_layers") is not None
+    return plan.assembly.kept_layers is not None
 
 
 def _assembled(paths: Paths) -> int | None:
@@ -170,8 +171,7 @@ def guard_inputs(plan: Plan) -> None:
     Files count where they really lie, whatever links lead to them.
     """
     request, side_output = plan.request, plan.assembly.side_output
-    named = (request.input, request.settings.get("config"), request.tuning.get("original_path"))
-    folders = [Path(path) for path in named if path is not None and Path(path).is_dir()]
+    folders = [path for path in paths_read(request.options) if path.is_dir()]
     written = (request.output, *(() if side_output is None else (side_output.folder,)))
     for folder in folders:
         for place in written:
@@ -233,7 +233,7 @@ def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
         return True, []
     require_same_settings(plan.request.output, old, plan)
     require_same_source(plan.request.output, old.source, plan)
-    if touched and not plan.request.tuning.get("verify_inputs"):
+    if touched and not plan.request.options.verify_inputs:
         raise InputError(
             f"{plan.request.input}: {', '.join(touched[:3])} was modified since the conversion began (same size and "
             "header); "

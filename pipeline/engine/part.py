@@ -95,7 +95,7 @@ def missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
 def require_all_parts(plan: Plan, paths: Paths) -> None:
     """Raise OutputError, naming what is missing, where a conversion in parts lacks units."""
     missing = missing_units(plan, paths)
-    text = plan.request.tuning.get("part")
+    text = plan.request.options.part
     if not missing or text is None:
         return
     count = parse(text, {}).count

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -17,6 +17,10 @@ from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.manifest import Manifest, SourceFile
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.options.declare import leaves
+from ktconvert.pipeline.options.option_groups import ConversionOptions
+
+S = TypeVar("S", bound=ConversionOptions, covariant=True)
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -31,18 +35,21 @@ def tool_version() -> str:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One order as the user gave it.
-
-    settings  every option that can change a byte of the output, with its value
-    tuning    every option that cannot: threads, memory, checks
-    """
+class Request(Generic[S]):
+    """A command, and its settings as the user gave them."""
 
     command: str
-    input: str
-    output: Path
-    settings: Mapping[str, Any]
-    tuning: Mapping[str, Any] = field(default_factory=dict)
+    options: S
+
+    @property
+    def input(self) -> str:
+        """The path or hub id of what is converted."""
+        return self.options.input
+
+    @property
+    def output(self) -> Path:
+        """The directory that is made."""
+        return self.options.output
 
 
 class SavedPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,14 +92,14 @@ class Assembly:
     companions   (path below the output, file to copy)
     config       config.json, to be written; None where there is none
     loose        whether there is no index: weights are loose folders, or there are none
-    kept_layers  loose layer folders that lay in the output before and stay as they are
+    kept_layers  loose layer folders that were in the output before and stay as they are; None where it must hold none
     side_output  what goes to another folder; None where nothing does
     """
 
     companions: tuple[tuple[str, Path], ...]
     config: bytes | None
     loose: bool
-    kept_layers: tuple[int, ...] = ()
+    kept_layers: tuple[int, ...] | None = None
     side_output: SideOutput | None = None
 
 
@@ -143,7 +150,7 @@ class Plan:
     found          figures of the units -> facts that are known only when these are done, for the manifest
     """
 
-    request: Request
+    request: Request[ConversionOptions]
     source: tuple[SourceFile, ...]
     reads: tuple[Path, ...]
     stages: tuple[Stage[Any], ...]
@@ -187,8 +194,8 @@ class Plan:
             tool_version=tool_version(),
             command=self.request.command,
             input=self.request.input,
-            settings=dict(self.request.settings),
-            tuning=dict(self.request.tuning),
+            settings=self.request.options.settings,
+            tuning=self.request.options.tuning,
             source=self.source,
             units=len(self.units),
             overwrite=overwrite,
@@ -204,10 +211,11 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
     if old.command != new.command:
         differing.append(f"command was {old.command}, is {new.command}")
     names = sorted({*old.settings, *new.settings})
+    flags = {leaf.name: leaf.flag for leaf in leaves(type(plan.request.options))}
     for name in names:
         was, now = old.settings.get(name), new.settings.get(name)
         if was != now:
-            differing.append(f"--{name.replace('_', '-')} was {_shown(was)}, is {_shown(now)}")
+            differing.append(f"{flags.get(name, name)} was {_shown(was)}, is {_shown(now)}")
     if differing:
         raise OutputError(
             f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "

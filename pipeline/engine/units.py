@@ -55,7 +55,7 @@ class Unit(Generic[Work]):
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of everything that can change a byte: never ISA, threads, paths or time."""
         identity = [self.stage, self.key, self.versions, self.params, self.inputs]
-        return hashlib.sha256(json.dumps(identity, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
     def name(self) -> str:

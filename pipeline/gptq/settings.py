@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.card import ranges
+from ktconvert.pipeline.options.quantization import QuantizationOptions
 from ktconvert.pipeline.walk import needs
 from ktconvert.pipeline.walk.calibration import Calibration
 
@@ -20,10 +20,11 @@ INSTEAD = "use --quant-method RTN (gpu) or --scale mse (cpu)"  # advice where a 
 class Settings:
     """The settings of GPTQ.
 
-    engine    "stream", or "oneshot": llmcompressor's own, for comparison
-    machine   properties of the machine where the conversion was begun that can change bytes, "threads" and "device"
-              among them
-    group     experts in memory at a time
+    engine       "stream", or "oneshot": llmcompressor's own, for comparison
+    machine      properties of the machine where the conversion was begun that can change bytes, "threads" and "device"
+                 among them
+    group        experts in memory at a time
+    fingerprint  all that can change a byte: (name, value)
     Others as in compensate.Compensate.
     """
 
@@ -36,32 +37,25 @@ class Settings:
     engine: str
     trust_remote_code: bool
     machine: Mapping[str, Any]
-
-    def params(self) -> tuple[tuple[str, Any], ...]:
-        """All settings that can change a byte."""
-        return (
-            ("calibration", tuple(sorted(vars(self.calibration).items()))),
-            ("dampening", self.dampening),
-            ("rounding", self.rounding),
-            ("engine", self.engine),
-            ("calibrate", "all" if self.sees == "all" else (self.sees, self.floor)),
-            ("machine", json.dumps(dict(self.machine), sort_keys=True)),
-        )
+    fingerprint: tuple[tuple[str, Any], ...]
 
 
-def settings_of(model: MoeModel, chosen: Mapping[str, Any]) -> Settings:
-    """The stage's settings, from those of a request."""
-    machine = chosen["machine"]
+def settings_of(model: MoeModel, options: QuantizationOptions) -> Settings:
+    """The stage's settings, from those of a command."""
+    machine = options.machine.machine
+    assert machine is not None  # the plan has recorded it
+    gptq = options.gptq
     return Settings(
-        calibration=Calibration.of(chosen),
-        dampening=chosen["dampening_frac"],
-        rounding=chosen["rounding"],
-        sees=chosen["calibrate"],
-        floor=chosen["min_expert_tokens"],
-        group=group_size(model, int(machine["group_bytes"]), chosen["calibrate"] == "routed"),
-        engine=chosen["engine"],
-        trust_remote_code=chosen["trust_remote_code"],
+        calibration=Calibration.of(options.samples),
+        dampening=gptq.dampening_frac,
+        rounding=options.rounding,
+        sees=gptq.calibrate,
+        floor=gptq.min_expert_tokens,
+        group=group_size(model, int(machine["group_bytes"]), gptq.calibrate == "routed"),
+        engine=options.engine,
+        trust_remote_code=options.machine.trust_remote_code,
         machine=machine,
+        fingerprint=options.weights,
     )
 
 
@@ -77,14 +71,14 @@ def group_size(model: MoeModel, budget: int, routed: bool) -> int:
     return needs.experts_at_a_time(model, budget, bytes_of)
 
 
-def facts(chosen: Mapping[str, Any]) -> dict[str, Any]:
+def facts(options: QuantizationOptions) -> dict[str, Any]:
     """The calibration, for the manifest and the model card."""
     return {
         "calibration": {
-            **Calibration.of(chosen).told(),
-            "dampening": chosen["dampening_frac"],
-            "calibrate": chosen["calibrate"],
-            "engine": chosen["engine"],
+            **Calibration.of(options.samples).told(),
+            "dampening": options.gptq.dampening_frac,
+            "calibrate": options.gptq.calibrate,
+            "engine": options.engine,
         }
     }
 
@@ -97,7 +91,15 @@ def found(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"too_few_tokens": listed} if listed else {}
 
 
-def shape_of(model: MoeModel, fmt: Format, settings: Settings, chosen: Mapping[str, Any]) -> needs.Shape:
+def shape_of(model: MoeModel, fmt: Format, settings: Settings, options: QuantizationOptions) -> needs.Shape:
     """The shape from which memory and disk follow."""
-    on_gpu = settings.machine["device_type"] != "cpu"
-    return needs.shape_of(model, chosen, "GPTQ", bits=fmt.encoding.grid.bits, group=settings.group, on_gpu=on_gpu)
+    return needs.shape_of(
+        model,
+        options.samples,
+        "GPTQ",
+        calibrate=settings.sees,
+        statistics=options.gptq.save_statistics is not None,
+        bits=fmt.encoding.grid.bits,
+        group=settings.group,
+        on_gpu=settings.machine["device_type"] != "cpu",
+    )

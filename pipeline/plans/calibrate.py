@@ -10,68 +10,60 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import InputError
-from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import Assembly, Plan, Request, tool_version
+from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans import statistics
 from ktconvert.pipeline.plans.checkpoint import (
     CheckpointFiles,
     collector_at_rest,
     files_named,
-    require_whole,
+    require_complete,
     rows_for,
     shape_facts,
     source_files,
+    with_arch_row,
 )
+from ktconvert.pipeline.plans.quantizing import machine_notes, on_one_machine, require_same_machine
 from ktconvert.pipeline.stages import calibrate_layers, chain, copy_tensors
-from ktconvert.pipeline.walk import environment as machine
-from ktconvert.pipeline.walk import needs
+from ktconvert.pipeline.walk import environment, needs
 from ktconvert.pipeline.walk.calibration import Calibration
 from ktconvert.pipeline.walk.settings import Walking
 
 
-def require_available() -> None:
-    """Raise KtconvertError where something is not installed."""
-    machine.require("calibrate", machine.WALK)
-
-
-def this_machine(tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties of this machine that can change sums."""
-    threads, limit = tuning["cpuinfer_threads"], tuning["max_gpu_memory"]
-    return machine.this_machine(threads, tuning["force_cpu"], limit, machine.WALK_PACKAGES)
-
-
 @collector_at_rest()
-def plan_calibrate(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+def plan_calibrate(request: Request[CalibrateOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
     --verify-inputs reads them.
 
     Raises UnsupportedError, InputError or KtconvertError before any weight is read.
     """
-    require_available()
-    chosen = request.settings
-    source = open_checkpoint(request.input, request.tuning.get("revision"))
-    require_whole(source, "`ktconvert calibrate`")
-    if not (source.root / CONFIG).is_file():
-        raise InputError(f"{source.root}: has no {CONFIG}, which tells how the model computes; download it too.")
-    model = recognise(source, rows_for(chosen.get("arch_file")))
+    environment.require("calibrate", environment.WALK)
+    request = on_one_machine(with_arch_row(request))
+    options, machine = request.options, request.options.machine.machine
+    assert machine is not None
+    source = open_checkpoint(request.input, options.hub.revision)
+    require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
+    model = recognise(source, rows_for(options.arch_row))
     chain.require_calibratable(model, calibrate_layers.INSTEAD)
-    group = needs.experts_at_a_time(model, int(chosen["machine"]["group_bytes"]), needs.squares_bytes)
-    walking = Walking(Calibration.of(chosen), group, chosen["trust_remote_code"], chosen["machine"])
-    shape = needs.shape_of(model, chosen, "calibrate", group=group, on_gpu=chosen["machine"]["device_type"] != "cpu")
+    group = needs.experts_at_a_time(model, int(machine["group_bytes"]), needs.squares_bytes)
+    calibration = Calibration.of(options.samples)
+    walking = Walking(calibration, group, options.machine.trust_remote_code, machine, options.weights)
+    on_gpu = machine["device_type"] != "cpu"
+    shape = needs.shape_of(model, options.samples, "calibrate", group=group, on_gpu=on_gpu)
     rest = copy_tensors.decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
     about = statistics.describe(model, request)
-    files = source_files(source, request, hashed)
+    files = source_files(source, options, hashed)
     return Plan(
         request=request,
         source=files,
-        reads=(*source.paths(), *files_named(request)),
+        reads=(*source.paths(), *files_named(options)),
         stages=(calibrate_layers.stage(model, walking, {tensor.key: tensor for tensor in rest}, about),),
         facts={
             "architecture": model.arch.name,
             **shape_facts(model, model.layers),
             "data": dict(about["data"]),
         },
-        notes=tuple(_notes(model)),
+        notes=(*_notes(model), *machine_notes(options)),
         assembly=Assembly(companions=(), config=None, loose=True),
         conversion=Calibrating(CheckpointFiles(source, files), request, shape, about),
         scratch_bytes=needs.needs(shape).disk,
@@ -85,7 +77,7 @@ class Calibrating:
     """`ktconvert calibrate`; a Conversion."""
 
     files: CheckpointFiles
-    request: Request
+    request: Request[CalibrateOptions]
     shape: needs.Shape
     about: Mapping[str, Any]
 
@@ -95,9 +87,7 @@ class Calibrating:
 
     def require_ready(self) -> None:
         """Calibration goes on only on the machine where it began."""
-        tuning = self.request.tuning
-        begun, now = self.request.settings["machine"], this_machine(tuning)
-        machine.require_same(begun, now, self.request.output, tuning["allow_machine_change"])
+        require_same_machine(self.request)
 
     def card(self, stats: Sequence[Mapping[str, Any]]) -> bytes:
         """README.md of the output."""

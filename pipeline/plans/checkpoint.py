@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.companions import require_copyable
@@ -23,11 +23,16 @@ from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
-from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, changed_since
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.options.declare import paths_read, with_values
+from ktconvert.pipeline.options.option_groups import ConversionOptions
+from ktconvert.pipeline.options.quantization import QuantizationOptions
+from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.walk.dataset import local_files
+
+A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
 BASE_MEMORY = 120 << 20  # bytes: the interpreter with NumPy, and headers
 
@@ -57,6 +62,13 @@ def rows_for(arch_file: str | None) -> tuple[Arch, ...]:
     return (parse_arch(arch_file), *ARCHS)
 
 
+def with_arch_row(request: Request[A]) -> Request[A]:
+    """The request with the text of --arch-file, unless it has one already."""
+    if request.options.arch_row is not None:
+        return request
+    return replace(request, options=with_values(request.options, arch_row=request.options.arch.text()))
+
+
 def require_whole(source: TensorSource, what: str) -> None:
     """Raise UnsupportedError where nothing but the experts of a checkpoint can be read; `what` needs more."""
     if source.container.experts_only:
@@ -65,6 +77,15 @@ def require_whole(source: TensorSource, what: str) -> None:
             f"{source.root}: {title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside "
             "the experts; use the model's safetensors release."
         )
+
+
+def require_complete(source: TensorSource, what: str, why: str) -> None:
+    """Raise UnsupportedError where `what` cannot read all of a checkpoint, InputError where config.json is missing,
+    and why it is needed.
+    """
+    require_whole(source, what)
+    if not (source.root / CONFIG).is_file():
+        raise InputError(f"{source.root}: has no {CONFIG}, {why}; download it too.")
 
 
 def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,12 +139,12 @@ def source_identity(source: TensorSource) -> str:
 
 
 def source_files(
-    source: TensorSource, request: Request, hashed: Callable[[int], None] | None
+    source: TensorSource, options: ConversionOptions, hashed: Callable[[int], None] | None
 ) -> tuple[SourceFile, ...]:
     """Every file that is read, weights first; with --verify-inputs their sha256 too."""
     digests: list[str | None] = [None] * len(source.shards)
-    if request.tuning.get("verify_inputs") and hashed is not None:
-        digests = list(_hash_inputs([s.path for s in source.shards], int(request.tuning["cpuinfer_threads"]), hashed))
+    if options.verify_inputs and hashed is not None:
+        digests = list(_hash_inputs([s.path for s in source.shards], options.execution.threads, hashed))
     files = [
         SourceFile(s.name, s.size, s.header_sha256, s.mtime_ns, s.blob, digest)
         for s, digest in zip(source.shards, digests, strict=True)
@@ -134,17 +155,14 @@ def source_files(
     return tuple(files)
 
 
-def files_named(request: Request) -> Iterator[Path]:
-    """The local files that options name beside the input: a data set, an importance matrix and what describes it, a row
-    of the table of architectures.
-    """
-    settings, tuning = request.settings, request.tuning
-    if "dataset" in settings:
-        with contextlib.suppress(InputError):  # it is gone, and was read by an earlier run
-            yield from local_files(settings["dataset"])
-    if tuning.get("imatrix"):
-        yield from (Path(tuning["imatrix"]).with_name(name) for name in (DOCUMENT, COUNTS))
-    yield from (Path(tuning[name]) for name in ("imatrix", "arch_file") if tuning.get(name))
+def files_named(options: ConversionOptions) -> Iterator[Path]:
+    """The local files that options name beside the input, such as a data set or a row of the table of architectures."""
+    for path in paths_read(options):
+        if path.is_dir() and path != Path(options.input):
+            with contextlib.suppress(InputError):  # no folder of texts
+                yield from local_files(str(path))
+        elif path.is_file() and path != Path(options.input):
+            yield path
 
 
 def companions(root: Path, names: Collection[str]) -> tuple[tuple[str, Path], ...]:

@@ -1,134 +1,90 @@
-"""The table of commands that write an output: name -> the function that makes its plan."""
+"""The table of commands that write an output: name -> its settings, and the function that makes its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.encodings import input_types
 from ktconvert.layouts.errors import InputError, OutputError
-from ktconvert.layouts.files.documents import COUNT, NUMBER, SIZE, mismatch
-from ktconvert.layouts.outputs import formats_of
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import saved_plan
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan, changed_files
+from ktconvert.pipeline.options.declare import build, checked, leaves, plain, with_values
+from ktconvert.pipeline.options.option_groups import ConversionOptions
+from ktconvert.pipeline.options.quantization import CpuOptions, GpuOptions
+from ktconvert.pipeline.options.rewriting import CalibrateOptions, DequantizeOptions, MergeOptions, ResplitOptions
 from ktconvert.pipeline.plans.calibrate import plan_calibrate
 from ktconvert.pipeline.plans.cpu import plan_cpu
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
-from ktconvert.pipeline.plans.gpu import QUANTIZING, plan_gpu
+from ktconvert.pipeline.plans.gpu import plan_gpu
 from ktconvert.pipeline.plans.merge import plan_merge
-from ktconvert.pipeline.plans.resplit import plan_resplit
-from ktconvert.pipeline.stages.copy_tensors import CALLED
+from ktconvert.pipeline.plans.resplit_against import plan_resplit_with_advice
 from ktconvert.pipeline.ui.progress import Reporter
-from ktconvert.quantizers.choice import QUANTIZERS
 
-PLANNERS: Mapping[str, Callable[[Request, Callable[[int], None] | None], Plan]] = {
-    "cpu": plan_cpu,
-    "gpu": plan_gpu,
-    "calibrate": plan_calibrate,
-    "dequantize": plan_dequantize,
-    "merge": plan_merge,
-    "resplit": plan_resplit,
+
+@dataclass(frozen=True)
+class ConversionCommand:
+    """A command that writes an output. plan: the request, and what is told how many bytes were hashed -> the plan."""
+
+    options: type[ConversionOptions]
+    plan: Callable[[Request[Any], Callable[[int], None] | None], Plan]
+
+
+COMMANDS: Mapping[str, ConversionCommand] = {
+    "cpu": ConversionCommand(CpuOptions, plan_cpu),
+    "gpu": ConversionCommand(GpuOptions, plan_gpu),
+    "calibrate": ConversionCommand(CalibrateOptions, plan_calibrate),
+    "dequantize": ConversionCommand(DequantizeOptions, plan_dequantize),
+    "merge": ConversionCommand(MergeOptions, plan_merge),
+    "resplit": ConversionCommand(ResplitOptions, plan_resplit_with_advice),
 }
 
 
-# What the settings and tuning of a saved plan must be, by command (documents.mismatch); settings of GPTQ only where
-# it is the method, or chooses scales.
-COMMON = {"max_shard_size": (SIZE, None), "arch_file": (str, None)}
-CALIBRATION = {
-    "dataset": str,
-    "dataset_split": str,
-    "num_calibration_samples": COUNT,
-    "max_sequence_length": COUNT,
-    "random_seed": NUMBER,
-    "trust_remote_code": bool,
-    "machine": {"threads": COUNT, "group_bytes": SIZE, "device_type": str, "device": str},
-}
-GPTQ = {
-    **CALIBRATION,
-    "dampening_frac": (float, int),
-    "calibrate": ("all", "routed", "mixed"),
-    "min_expert_tokens": COUNT,
-    "engine": ("stream", "oneshot"),
-    "rounding": ("library", "float32"),
-    "save_statistics?": (True,),
-}
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "cpu": {
-        "quant_method": tuple(formats_of("cpu")),
-        "threadpool_count": COUNT,
-        "layers": str,
-        "kept_layers": (str, None),
-        "no_merge_safetensor": bool,
-        "save_backward_weights": bool,
-        "non_experts": ("skip", *CALLED),
-        "layout?": ("kt",),
-        "scale?": tuple(QUANTIZERS),
-        "imatrix?": str,
-        "config?": str,
-        **COMMON,
-    },
-    "gpu": {
-        "quant_method": tuple(QUANTIZING),
-        "quant_type": tuple(formats_of("gpu")),
-        "rounding": ("library", "float32"),
-        "ignore_patterns": [str],
-        "torch_dtype": str,
-        **COMMON,
-    },
-    "calibrate": {"arch_file": COMMON["arch_file"], **CALIBRATION},
-    "dequantize": {"max_shard_size": COMMON["max_shard_size"]},
-    "merge": {"max_tensors": COUNT, "companions": bool, "layers?": (str, None)},
-    "resplit": {
-        "threadpool_count": COUNT,
-        "max_shard_size": (SIZE, None),
-        "no_merge_safetensor": bool,
-        "layers?": str,
-        "arch_file?": str,
-    },
-}
-TUNING = {
-    "cpuinfer_threads": COUNT,
-    "max_memory?": (SIZE, None),
-    "verify_inputs?": (bool, None),
-    "revision?": (str, None),
-    "resume_layer?": NUMBER,
-    "input_type?": (*input_types(), None),
-    "tp_size?": [COUNT],
-    "force_cpu?": bool,
-    "max_gpu_memory?": (SIZE, None),
-    "allow_machine_change?": bool,
-    "original_path?": (str, None),
-    "imatrix?": (str, None),
-    "arch_file?": (str, None),
-    "delete_others?": bool,
-    "save_statistics?": (str, None),
-    "part?": str,
-}
+def request(command: str, **options: Any) -> Request[ConversionOptions]:
+    """The request of a command with these options, by the names of --help with underscores.
+
+    Raises ValueError for a name or a value that the command does not have.
+    """
+    return Request(command, _options(COMMANDS[command].options, options))
 
 
-def saved_request(output: Path, saved: SavedPlan) -> Request:
+def saved_request(output: Path, saved: SavedPlan) -> Request[ConversionOptions]:
     """The request of plan.json. Raises OutputError for a command that only another ktconvert has, and for damaged
     settings.
     """
-    if saved.command not in PLANNERS:
+    if saved.command not in COMMANDS:
         raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this one does not have.")
-    settings: Mapping[str, Any] = SETTINGS[saved.command]
-    if saved.settings.get("quant_method") == "GPTQ" or saved.settings.get("scale") == "gptq":
-        settings = {**settings, **GPTQ}
-    wrong = mismatch(saved.settings, settings, "settings") or mismatch(saved.tuning, TUNING, "tuning")
-    if wrong is not None:
-        raise OutputError(f"{output}: its plan cannot be understood ({wrong}); start over with --overwrite.")
-    return Request(saved.command, saved.input, output, saved.settings, saved.tuning)
+    settings, tuning = saved.settings, saved.tuning
+    try:
+        options = _options(
+            COMMANDS[saved.command].options,
+            {"input": saved.input, "output": str(output), **settings, **tuning},
+        )
+        missing = {*options.settings} - {*settings}
+        if wrong := sorted({*settings} - {*options.settings}) or sorted({*tuning} - {*options.tuning}):
+            raise ValueError(f"{wrong[0]} goes with none of the other options")
+        if missing:
+            raise ValueError(f"{min(missing)} is missing")
+    except ValueError as error:
+        raise OutputError(f"{output}: its plan cannot be understood ({error}); start over with --overwrite.") from error
+    return Request(saved.command, options)
 
 
-def plan_request(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+def _options(cls: type[ConversionOptions], values: Mapping[str, Any]) -> ConversionOptions:
+    """Settings of values as JSON or a caller has them. Raises ValueError, naming the option."""
+    known = {leaf.name: leaf for leaf in leaves(cls)}
+    if unknown := sorted({*values} - {*known}):
+        raise ValueError(f"there is no option {unknown[0]}")
+    return build(cls, {name: checked(known[name], plain(value)) for name, value in values.items()})
+
+
+def plan_request(request: Request[Any], hashed: Callable[[int], None] | None = None) -> Plan:
     """The plan of any request."""
-    return PLANNERS[request.command](request, hashed)
+    return COMMANDS[request.command].plan(request, hashed)
 
 
 def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
@@ -140,7 +96,7 @@ def reopened(output: Path, tuning: Mapping[str, Any]) -> Plan:
     if saved is None:
         raise OutputError(f"{output}: no conversion into it was begun.")
     request = saved_request(output, saved)
-    plan = plan_request(replace(request, tuning={**request.tuning, **tuning}))
+    plan = plan_request(replace(request, options=with_values(request.options, **tuning)))
     other, touched = changed_files(saved.source, plan)
     if other or touched:
         wrong = other or [f"{name} was modified" for name in touched]
@@ -154,7 +110,7 @@ def run(
     """Make what a plan says, from wherever it stands: with threads of this process, or with the workers of any
     concurrent.futures.Executor, which see its input and output under the same paths and have this ktconvert.
 
-    overwrite  as --overwrite; `delete_others` of the request's tuning is --delete-others
+    overwrite  as --overwrite
     Returns False when there was nothing to do. Raises KtconvertError.
     """
     return execute(plan, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopened)

@@ -12,9 +12,10 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.other_tensors import other_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import card, decoded
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, tool_version
+from ktconvert.pipeline.options.rewriting import DequantizeOptions
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     CheckpointFiles,
@@ -22,7 +23,7 @@ from ktconvert.pipeline.plans.checkpoint import (
     collector_at_rest,
     companions,
     number_shards,
-    require_whole,
+    require_complete,
     shard_metadata,
     source_files,
 )
@@ -32,26 +33,24 @@ STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 
 @collector_at_rest()
-def plan_dequantize(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+def plan_dequantize(request: Request[DequantizeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Read headers only, and say everything that will happen. hashed is called with the number of bytes as
     --verify-inputs reads them.
 
     Raises UnsupportedError or InputError before any weight is read.
     """
-    source = open_checkpoint(request.input, request.tuning.get("revision"))
-    require_whole(source, "`ktconvert dequantize`")
-    if not (source.root / CONFIG).is_file():
-        raise InputError(f"{source.root}: has no {CONFIG}, which loaders of the output need; download it too.")
+    source = open_checkpoint(request.input, request.options.hub.revision)
+    require_complete(source, "`ktconvert dequantize`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
     tensors = copy_tensors.decoded_others(everything)
     facts = _facts(source, tensors)
     metadata = shard_metadata(facts, source, ("method", "layout_version"))
-    limit = request.settings["max_shard_size"]
+    limit = request.options.max_shard_size
     stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
     notes = tuple(_notes(facts, len(everything.dropped), dropped_files))
-    files = source_files(source, request, hashed)
+    files = source_files(source, request.options, hashed)
     return Plan(
         request=request,
         source=files,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, PROJECTION
 from ktconvert.layouts.outputs.parts import Part
 from ktconvert.pipeline.engine.plan import CONFIG, Assembly, Plan, Request, changed_since, tool_version
 from ktconvert.pipeline.engine.units import Unit
+from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.options.rewriting import MergeOptions
 from ktconvert.pipeline.plans.checkpoint import BASE_MEMORY, companions, number_shards, one_or_all, parse_layers
 from ktconvert.pipeline.plans.loose_layers import LooseLayer, measure_layer, require_whole
 from ktconvert.pipeline.stages import merge_parts
@@ -38,19 +40,21 @@ CARRIED = (
 )  # facts of the layers' manifest that hold for the merged output, too
 
 
-def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Plan the whole merge from names and sizes only.
 
     Raises InputError for a missing, extra or cut-off file, UnsupportedError where there is nothing to merge.
     """
-    root = Path(request.input)
+    original = request.options.original_path
+    request = replace(request, options=with_values(request.options, with_companions=original is not None))
+    root, options = Path(request.input), request.options
     folders = loose.layers_in(root) if root.is_dir() else {}
     if root.is_dir():
         loose.require_plain_numbers(root)
     if not folders:
         raise InputError(f"{root}: holds no _layer_N folders; give the output of --no-merge-safetensor.")
-    chosen = request.settings.get("layers")
-    numbers = parse_layers(chosen, tuple(folders)) if chosen else tuple(folders)
+    chosen = options.layers != "all"
+    numbers = parse_layers(options.layers, tuple(folders))
     by_layer = {layer: _files_of(layer, folders[layer]) for layer in numbers}
     files = [file for layer in by_layer.values() for file in layer]
     prefixes = {loose.FILE.fullmatch(f.path.name)["prefix"] for f in files}  # type: ignore[index]
@@ -62,10 +66,9 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
     method = MERGED[prefix]
     layers = {layer: measure_layer(own, FORMATS.get(method)) for layer, own in by_layer.items()}
     recorded = recorded_facts(root)
-    original = Path(request.tuning["original_path"]) if request.tuning.get("original_path") else None
     beside = _companions(original)
     source_config = _config(original)
-    require_whole(root, layers, recorded, source_config, chosen=bool(chosen))
+    require_whole(root, layers, recorded, source_config, chosen=chosen)
     facts = _facts(layers, method, recorded)
     entries = cpu_card.entries_of(facts, tool_version(), per_row=True)
     config = None if source_config is None else card.config_json(source_config, entries, whole=False)
@@ -76,7 +79,7 @@ def plan_merge(request: Request, hashed: Callable[[int], None] | None = None) ->
         request=request,
         source=identity + originals,
         reads=(root / manifest.NAME, *(file.path for file in files), *(path for _, path in beside)),
-        stages=number_shards([merge_parts.stage(files, request.settings["max_tensors"], metadata, root)]),
+        stages=number_shards([merge_parts.stage(files, options.max_tensors, metadata, root)]),
         facts=facts,
         notes=(),
         assembly=Assembly(

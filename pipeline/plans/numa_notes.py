@@ -7,7 +7,9 @@ from ktconvert.pipeline.engine.plan import Plan
 
 
 def numa_notes(plan: Plan) -> list[str]:
-    """Sentences, none where the output suits the NUMA nodes and the memory that this process may use."""
+    """Sentences, none where the output suits the NUMA nodes and the memory that this process may use, or is for any."""
+    if "threadpool_count" not in plan.request.options.settings:
+        return []
     return [note for note in (_of_pools(plan), _of_memory(plan)) if note is not None]
 
 

@@ -33,6 +33,8 @@ from ktconvert.pipeline.engine.plan import (
 )
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
+from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.options.rewriting import ResplitOptions
 from ktconvert.pipeline.plans.checkpoint import (
     BASE_MEMORY,
     CheckpointFiles,
@@ -61,31 +63,33 @@ TENSOR = 1600  # bytes of memory for the names and places of a tensor: there are
 
 
 @collector_at_rest()
-def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) -> Plan:
+def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None] | None = None) -> Plan:
     """Plan the whole rearrangement from names, sizes and headers; only the error of another rounding is measured, on
     SAMPLED experts.
 
     Raises UnsupportedError for what is no such output or a number of parts that it cannot have, InputError for one that
     is damaged.
     """
-    root, numa = Path(request.input), int(request.settings["threadpool_count"])
+    root, options = Path(request.input), request.options
+    numa = options.threadpool_count
     output, measured, fmt = _open(root)
     for _, hidden, intermediate in measured.shapes.values():
         require_legal(fmt, hidden, intermediate, numa)
-    if output.loose and request.settings["max_shard_size"]:
+    if output.loose and options.max_shard_size:
         raise UsageError(f"--max-shard-size cuts safetensors, and {root} is loose; leave it out.")
     source = TensorSource(root, output.config, (), {}) if output.loose else open_checkpoint(root)
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
     beside = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
     files = tuple(_files(output, source, beside))
+    request = replace(request, options=with_values(options, **_kept_settings(output, measured)))
     rearranging = resplit_experts.stage(
         output,
         fmt,
         [(ExpertGrid(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
         numa,
         {file.name: file for file in files},
-        max_shard_size=request.settings["max_shard_size"],
+        max_shard_size=options.max_shard_size,
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [rearranging]
@@ -93,11 +97,11 @@ def plan_resplit(request: Request, hashed: Callable[[int], None] | None = None) 
         copy_tensors.OtherTensor(name, info) for name, info in source.tensors.items() if name in output.others
     )
     if others:
-        stages.append(copy_tensors.stage(source, others, request.settings["max_shard_size"], metadata))
+        stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     notes = tuple(_notes(rearranging.units, measured.numa, numa))
     return Plan(
-        request=replace(request, settings={**request.settings, **_kept_settings(output, measured)}),
+        request=request,
         source=files,
         reads=(*source.paths(), *(root / file.name for file in files)),
         stages=tuple(stages) if output.loose else number_shards(stages),
@@ -247,8 +251,8 @@ def _kept_settings(output: Output, measured: Measure) -> dict[str, Any]:
     kept: dict[str, Any] = {"no_merge_safetensor": output.loose}
     if before.get("layers", "all") not in ("all", None):
         kept["layers"] = ranges(sorted(measured.shapes)).replace(" ", "")
-    if before.get("arch_file"):
-        kept["arch_file"] = before["arch_file"]
+    if before.get("arch_row"):
+        kept["arch_row"] = before["arch_row"]
     return kept
 
 

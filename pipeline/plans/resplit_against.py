@@ -5,7 +5,7 @@ were converted again.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,9 +16,10 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.parts import Part
-from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.options.rewriting import ResplitOptions
 from ktconvert.pipeline.plans.checkpoint import rows_for
-from ktconvert.pipeline.plans.resplit import ResplitConversion, experts, sample
+from ktconvert.pipeline.plans.resplit import ResplitConversion, experts, plan_resplit, sample
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.expert_files import Packed
 from ktconvert.pipeline.stages.expert_stream import error_figures
@@ -40,8 +41,15 @@ class Errors:
     again: npt.NDArray[np.float64]
 
 
-def advised(plan: Plan, against: str, revision: str | None = None) -> Plan:
-    """The plan with advice on what is better, from the errors of the down projections of a few experts, and with the
+def plan_resplit_with_advice(request: Request[ResplitOptions], hashed: Callable[[int], None] | None = None) -> Plan:
+    """As plan_resplit; with --against a note on what is better."""
+    plan = plan_resplit(request, hashed)
+    options = request.options
+    return plan if options.against is None else _advised(plan, options.against, options.revision)
+
+
+def _advised(plan: Plan, against: str, revision: str | None) -> Plan:
+    """The plan with a note on what is better, from the errors of the down projections of a few experts, and with the
     files that were read for it.
 
     Raises InputError for a checkpoint that the output was not made from, and what opening one raises.
@@ -59,7 +67,7 @@ def advised(plan: Plan, against: str, revision: str | None = None) -> Plan:
     errors = Errors(np.zeros(4), np.zeros(4), np.zeros(4))
     with open_checkpoint(against, revision) as source:
         reads = (*plan.reads, *source.paths())
-        model = recognise(source, rows_for(plan.request.settings.get("arch_file")))
+        model = recognise(source, rows_for(plan.request.options.settings.get("arch_row")))
         for work in works:
             _require_source_of(work, model, against)
             grid = work.grid
@@ -75,7 +83,7 @@ def advised(plan: Plan, against: str, revision: str | None = None) -> Plan:
     better = (
         "resplit is as good" if fresh >= BETTER * after else f"converting again is better: {_command(plan, against)}"
     )
-    return replace(plan, reads=reads, advice=(f"{comparison}: {better}",))
+    return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
 
 
 def _require_source_of(work: ResplitWork, model: MoeModel, against: str) -> None:
@@ -119,7 +127,7 @@ def _measure(errors: Errors, work: ResplitWork, again: ExpertsWork) -> None:
 def _command(plan: Plan, against: str) -> str:
     """The command that converts again what the output holds."""
     assert isinstance(plan.conversion, ResplitConversion)
-    settings, facts = plan.request.settings, plan.facts
+    settings, facts = plan.request.options.settings, plan.facts
     words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
     words += ["--quant-method", plan.conversion.fmt.option, "--threadpool-count", str(facts["numa"])]
     words += ["--scale", facts["scale"]] if "scale" in facts else []

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.pipeline.engine.plan import Request, SideOutput
+from ktconvert.pipeline.options.quantization import QuantizationOptions
+from ktconvert.pipeline.options.rewriting import CalibrateOptions
 from ktconvert.pipeline.plans.checkpoint import base_model, shape_facts, source_identity
 from ktconvert.pipeline.stages.gather_statistics import KEYS
 from ktconvert.pipeline.walk.calibration import Calibration
 
 SIZES = ("layers", "experts", "hidden", "intermediate")
-ELSEWHERE = ("dataset", "arch_file", "max_shard_size")  # paths, and what stands in `data` or changes nothing here
+ELSEWHERE = ("dataset", "arch_row", "max_shard_size")  # paths, and what stands in `data` or changes nothing here
 
 
-def describe(model: MoeModel, request: Request) -> dict[str, Any]:
+def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> dict[str, Any]:
     """Entries of layouts.statistics.folder.STATISTICS, but for files and what the data really held."""
     number = cfg.number(dict(model.source.config), model.arch.layers)
     facts = shape_facts(model, model.layers)
-    settings = {key: value for key, value in request.settings.items() if key not in ELSEWHERE}
+    settings = {key: value for key, value in request.options.settings.items() if key not in ELSEWHERE}
     return {
         "command": request.command,
         "model": {
@@ -31,15 +32,15 @@ def describe(model: MoeModel, request: Request) -> dict[str, Any]:
             "decoder_layers": number[1] if number else model.layers[-1] + 1,
             **{key: facts[key] for key in SIZES},
         },
-        "data": Calibration.of(request.settings).told(),
+        "data": Calibration.of(request.options.samples).told(),
         "settings": dict(sorted(settings.items())),
     }
 
 
-def side_output(request: Request) -> SideOutput | None:
+def side_output(options: QuantizationOptions) -> SideOutput | None:
     """Where --save-statistics puts them; None without it."""
-    folder = request.tuning.get("save_statistics") if request.settings.get("save_statistics") else None
-    return None if folder is None else SideOutput(Path(folder), KEYS)
+    folder = options.gptq.save_statistics if options.calibrated else None
+    return None if folder is None else SideOutput(folder, KEYS)
 
 
 def card(about: Mapping[str, Any], stats: list[Mapping[str, Any]], version: str) -> bytes:

@@ -45,7 +45,7 @@ def stage(model: MoeModel, walking: Walking, rest: Mapping[str, OtherTensor], ab
     skeleton = chain.skeleton_of(model, rest, walking.machine, trusted=walking.trust_remote_code, instead=INSTEAD)
     samples = SamplesWork(walking.calibration, walking.machine["threads"], skeleton)
     boundary = chain.boundary_bytes(model, walking.calibration)
-    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, walking.params(), boundary, samples)]
+    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, walking.fingerprint, boundary, samples)]
     for step in chain.steps(model, rest, boundary):
         units.append(
             Unit(

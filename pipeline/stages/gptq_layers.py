@@ -65,7 +65,7 @@ def stage(
 
     boundary = chain.boundary_bytes(model, settings.calibration) if settings.engine == "stream" else 0
     samples = SamplesWork(settings.calibration, settings.machine["threads"], skeleton)
-    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, settings.params(), boundary, samples)]
+    units: list[Unit[Work]] = [chain.samples_unit(NAME, VERSION, settings.fingerprint, boundary, samples)]
     for step in chain.steps(model, rest, boundary):
         experts, hidden, width = model.shape(step.layer)
         grid = ExpertGrid(step.layer, hidden, width, numa)
@@ -78,7 +78,7 @@ def stage(
                 params=(
                     ("after", units[-1].fingerprint),
                     ("format", fmt.name),
-                    *_parts_of(choice, numa, loose_files),
+                    ("quantizer", (choice.name, choice.version)),
                     ("reading", model.reading(step.layer)),
                     ("metadata", tuple(sorted(about.items()))),
                 ),
@@ -96,18 +96,6 @@ def stage(
         units += gather_statistics.closing_units(NAME, units[-1], model, document, lambda link: link.sides, kept=False)
     return Stage(
         NAME, f"calibrate, and quantize experts to {fmt.name}", ("source",), tuple(units), run_unit, chain=True
-    )
-
-
-def _parts_of(choice: Quantizer, numa: int, loose_files: bool) -> tuple[tuple[str, object], ...]:
-    """Of a unit's fingerprint: weights for a GPU, which came first, name none of it."""
-    if choice == ABSMAX:
-        return ()
-    return (
-        ("quantizer", choice.name),
-        ("quantizer_version", choice.version),
-        ("numa", numa),
-        ("merged", not loose_files),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -142,9 +143,10 @@ def stage(
     max_shard_size: int | None,
     metadata: Mapping[str, str],
     imatrix: Imatrix | None = None,
+    options: tuple[tuple[str, Any], ...] = (),
 ) -> Stage[ExpertsWork]:
     """The stage that converts these layers; the plan gives shards their final names. imatrix: for a choice that asks
-    how important columns are.
+    how important columns are. options: (name, value) of those that change bytes.
     """
     names = fmt.names_in(model)
     units = []
@@ -167,12 +169,10 @@ def stage(
                         ("format", fmt.name),
                         ("reading", model.reading(layer)),
                         ("metadata", tuple(sorted(about.items()))),
-                        ("parts", (numa, backward)),
+                        ("options", options),
                         ("experts", (start, stop)),
-                        ("loose", loose_files),
                         ("names", tuple(names.key(place, "") for place in ends)),
                         ("quantizer", (choice.name, choice.version)),
-                        ("imatrix", None if imatrix is None else imatrix.sha256),
                     ),
                     inputs=tuple(map(model.source.identity, tensors)),
                     final=loose.layer_folder(layer) if loose_files else "",

@@ -131,7 +131,7 @@ def describe(plan: Plan, finished: bool, overwrite: bool = False) -> dict[str, A
         "command": plan.request.command,
         "input": plan.request.input,
         "output": str(plan.request.output),
-        "settings": dict(plan.request.settings),
+        "settings": plan.request.options.settings,
         "model": plan.facts,
         "notes": list(plan.notes),
         "advice": list(plan.advice),

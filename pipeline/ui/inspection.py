@@ -147,6 +147,7 @@ def _unfinished(path: Path) -> Paths | None:
 def look_unfinished(paths: Paths) -> dict[str, Any]:
     """Where a conversion stands. With its source at hand, every unit; without, what the journal says."""
     from ktconvert.pipeline.engine.existing import saved_plan, unit_states
+    from ktconvert.pipeline.options.declare import with_values
     from ktconvert.pipeline.plans.commands import plan_request, saved_request
 
     old = saved_plan(paths)
@@ -166,7 +167,7 @@ def look_unfinished(paths: Paths) -> dict[str, Any]:
     }
     try:
         request = saved_request(paths.output, old)
-        plan = plan_request(replace(request, tuning={**request.tuning, "verify_inputs": False}))
+        plan = plan_request(replace(request, options=with_values(request.options, verify_inputs=False)))
         states = unit_states(plan, paths)
     except KtconvertError as error:
         return document | {"units": None, "source_problem": str(error)}

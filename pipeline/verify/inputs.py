@@ -21,7 +21,7 @@ DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wr
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
+class VerifyInputs:
     """What to verify.
 
     against       a checkpoint (path or hub id) or another output
@@ -61,7 +61,7 @@ class Inputs:
     source  the source itself
     """
 
-    options: VerifyOptions
+    options: VerifyInputs
     output: Output
     measure: Measure
     other: Output | None = None
@@ -88,7 +88,7 @@ class Inputs:
             self.source.close()
 
 
-def open_inputs(options: VerifyOptions) -> Inputs:
+def open_inputs(options: VerifyInputs) -> Inputs:
     """Open what is to be verified.
 
     Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
@@ -146,16 +146,16 @@ def _open_other(path: Path) -> Output:
     return other
 
 
-def _open_source(options: VerifyOptions, output: Output) -> MoeModel:
+def _open_source(options: VerifyInputs, output: Output) -> MoeModel:
     from ktconvert.layouts.checkpoints.arch_file import parse_arch
 
     assert options.against is not None
-    row = options.arch or output.settings.get("arch_file")
+    row = options.arch or output.settings.get("arch_row")
     source = open_checkpoint(options.against, options.revision)
     return recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
 
 
-def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None) -> Imatrix | None:
+def _open_imatrix(options: VerifyInputs, output: Output, model: MoeModel | None) -> Imatrix | None:
     """The importance matrix that the output was made with; None where it was made without, or there is no source."""
     made_with = output.facts.get("imatrix")
     if made_with is None and options.imatrix is not None:

@@ -32,7 +32,7 @@ from ktconvert.pipeline.verify.against_source import (
 )
 from ktconvert.pipeline.verify.checks import CheckItems
 from ktconvert.pipeline.verify.contents import hash_problem
-from ktconvert.pipeline.verify.inputs import Inputs, VerifyOptions, open_inputs
+from ktconvert.pipeline.verify.inputs import Inputs, VerifyInputs, open_inputs
 
 TASK_BYTES = 1 << 30  # that the items of a task are about
 AHEAD = 4  # items under way for each thread
@@ -157,7 +157,7 @@ class WorkerTask:
     threads  None: the CPUs that it may use
     """
 
-    options: VerifyOptions
+    options: VerifyInputs
     run: str
     version: str
     files: tuple[tuple[str, int, str], ...]

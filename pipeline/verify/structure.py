@@ -341,7 +341,9 @@ def _layers_are_certain(output: Output) -> bool:
     decide.
     """
     manifest = output.manifest
-    return manifest is not None and (manifest.command != "merge" or manifest.settings.get("layers") is not None)
+    if manifest is None:
+        return False
+    return manifest.command != "merge" or manifest.settings.get("layers", "all") != "all"
 
 
 def _by_layer(output: Output, fact: str) -> bool:

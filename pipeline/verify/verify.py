@@ -22,7 +22,7 @@ from ktconvert.pipeline.verify.against_output import compare_outputs
 from ktconvert.pipeline.verify.against_source import compare_decoded, compare_source, comparison, source_bytes
 from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, Row, run_checks
 from ktconvert.pipeline.verify.contents import check_hashes, check_numbers
-from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyOptions, open_inputs, require_finished
+from ktconvert.pipeline.verify.inputs import DECODED, Inputs, VerifyInputs, open_inputs, require_finished
 from ktconvert.pipeline.verify.item_checks import check_items
 from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
 from ktconvert.pipeline.verify.predictions import Predictions, check_predictions, not_compared
@@ -179,7 +179,7 @@ LOADING = (
 
 
 def verify(
-    options: VerifyOptions, reporter: Reporter, executor: Executor | None = None, threads: int | None = None
+    options: VerifyInputs, reporter: Reporter, executor: Executor | None = None, threads: int | None = None
 ) -> Report:
     """Make all checks that the options name; what is wrong with the output is in the report.
 
@@ -219,7 +219,7 @@ def _verify(v: Verification) -> Report:
     return Report(output, measured, tuple(v.checks), notes, tuple(v.errors), options.against, v.predictions, found)
 
 
-def _open_checkpoint(options: VerifyOptions) -> Report:
+def _open_checkpoint(options: VerifyInputs) -> Report:
     """A checkpoint whose experts are to be computed as they are stored: what its headers tell."""
     if options.numa is not None or options.method is not None or options.against is not None:
         raise UsageError(f"{options.output} is a checkpoint: leave out --numa, --quant-method and --against.")

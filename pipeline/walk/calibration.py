@@ -8,7 +8,7 @@ template applied, cut at max_length tokens, no special tokens added.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.errors import InputError
 from ktconvert.pipeline.models.writing import PLAIN_TEMPLATE
+from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.walk.dataset import (
     Row,
     first_line,
@@ -54,14 +55,14 @@ class Calibration:
     seed: int
 
     @classmethod
-    def of(cls, chosen: Mapping[str, Any]) -> Calibration:
-        """From the settings of a request."""
+    def of(cls, options: Samples) -> Calibration:
+        """From a command's options."""
         return cls(
-            dataset=chosen["dataset"],
-            split=chosen["dataset_split"],
-            samples=chosen["num_calibration_samples"],
-            max_length=chosen["max_sequence_length"],
-            seed=chosen["random_seed"],
+            dataset=options.dataset,
+            split=options.dataset_split,
+            samples=options.num_calibration_samples,
+            max_length=options.max_sequence_length,
+            seed=options.random_seed,
         )
 
     def told(self) -> dict[str, Any]:

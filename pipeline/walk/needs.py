@@ -13,6 +13,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.ui.text import size
 
 GIB = 1 << 30
@@ -167,11 +168,17 @@ def needs(shape: Shape) -> Needs:
 
 
 def shape_of(
-    model: MoeModel, settings: Mapping[str, Any], method: str, *, group: int, on_gpu: bool, bits: int = 8
+    model: MoeModel,
+    options: Samples,
+    method: str,
+    *,
+    group: int,
+    on_gpu: bool,
+    calibrate: str = "routed",
+    statistics: bool = False,
+    bits: int = 8,
 ) -> Shape:
-    """The shape of a checkpoint's widest layer, from headers and config, and of the calibration that `settings` ask
-    for.
-    """
+    """The shape of a checkpoint's widest layer, from headers and config, and of a calibration with such samples."""
     shapes = [model.shape(layer) for layer in model.layers]
     config = model.source.config
     hidden = max(s[1] for s in shapes)
@@ -183,18 +190,18 @@ def shape_of(
         width=max(s[2] for s in shapes),
         experts=max(s[0] for s in shapes),
         heads=heads,
-        samples=settings["num_calibration_samples"],
-        length=settings["max_sequence_length"],
+        samples=options.num_calibration_samples,
+        length=options.max_sequence_length,
         bits=bits,
         method=method,
-        calibrate=settings.get("calibrate", "routed"),
+        calibrate=calibrate,
         group=group,
         head=max(widths) or hidden // heads,
         rest=_rest(model),
         dense=model.layers != tuple(range(len(model.layers))),
         top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
         on_gpu=on_gpu,
-        statistics=bool(settings.get("save_statistics")),
+        statistics=statistics,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +13,14 @@ from ktconvert.pipeline.walk.calibration import Calibration
 class Walking:
     """The settings of a walk.
 
-    group    experts in memory at a time
-    machine  properties of the machine where it was begun that can change bytes, "threads" and "device_type" among them
+    group        experts in memory at a time
+    machine      properties of the machine where it was begun that can change bytes, "threads" and "device_type" among
+                 them
+    fingerprint  all that can change a byte: (name, value)
     """
 
     calibration: Calibration
     group: int
     trust_remote_code: bool
     machine: Mapping[str, Any]
-
-    def params(self) -> tuple[tuple[str, Any], ...]:
-        """All settings that can change a byte."""
-        return (
-            ("calibration", tuple(sorted(vars(self.calibration).items()))),
-            ("machine", json.dumps(dict(self.machine), sort_keys=True)),
-        )
+    fingerprint: tuple[tuple[str, Any], ...]

@@ -1,0 +1,108 @@
+"""From the settings of a conversion to its output: plan it, and show the plan or have it made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.pipeline.cli import command, preconditions
+from ktconvert.pipeline.engine.execute import execute
+from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
+from ktconvert.pipeline.engine.existing import adopts
+from ktconvert.pipeline.engine.lock import Part, unlock
+from ktconvert.pipeline.engine.part import make_part, parse
+from ktconvert.pipeline.engine.paths import Paths, locate
+from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
+from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.options.option_groups import ConversionOptions, Workers
+from ktconvert.pipeline.plans.commands import plan_request, reopened
+from ktconvert.pipeline.plans.numa_notes import numa_notes
+from ktconvert.pipeline.ui import dry_run
+from ktconvert.pipeline.ui.progress import Reporter
+
+
+def convert(name: str, options: ConversionOptions) -> None:
+    """What every command that makes an output does with its settings."""
+    reporter = options.reporting.reporter
+    if options.existing.delete_others and not options.existing.overwrite:
+        raise UsageError("--delete-others goes with --overwrite; add it, or leave it out.")
+    for note in (*command.notes_of_ignored(type(options)), *_notes_of_unused(options)):
+        reporter.note(note)
+    preconditions.check_kernels()
+    threads = preconditions.threads(options.execution.cpuinfer_threads, reporter)
+    workers = options.execution.cpuinfer_threads
+    part = None if options.part is None else parse(options.part, os.environ)
+    request = Request(name, with_values(options, cpuinfer_threads=threads))
+    plan = plan_request(request, None if options.dry_run else reporter.hashed)
+    for note in (*numa_notes(plan), *plan.notes):
+        reporter.note(note)
+    if options.dry_run:
+        check(plan, options.workers, part)
+        dry_run.show_plan(plan, as_json=options.reporting.json_events, overwrite=options.existing.overwrite)
+        return
+    if options.existing.force_unlock:
+        take_lock_away(locate(plan.request.output, adopt=adopts(plan)), reporter, part)
+    make(plan, reporter, options.workers, workers, part, trust_store=options.existing.trust_store)
+
+
+def _notes_of_unused(options: ConversionOptions) -> Iterable[str]:
+    unused = options.unused()
+    return (f"{leaf.flag} {unused[leaf.name]}" for leaf in command.given(type(options)) if leaf.name in unused)
+
+
+def take_lock_away(paths: Paths, reporter: Reporter, part: Part | None = None) -> None:
+    """--force-unlock: remove the lock of a process that left it, and say whose it was."""
+    for taken in unlock(paths.root, paths.output, part):
+        reporter.note(f"--force-unlock took away {taken}")
+
+
+def check(plan: Plan, workers: Workers, part: Part | None = None) -> None:
+    """Raise UsageError where --executor or --part cannot be understood, or do not go with the plan or each other."""
+    name = workers.executor
+    require_known(name)
+    if part is not None:
+        require_shareable(plan, "--part")
+    if not name.startswith(DEFAULT):
+        require_shareable(plan, "--executor")
+        if part is not None:
+            raise UsageError(f"--part and --executor {name} both share the work out; give one of them.")
+
+
+def make(
+    plan: Plan,
+    reporter: Reporter,
+    workers: Workers,
+    threads: int | None,
+    part: Part | None = None,
+    *,
+    trust_store: bool,
+) -> None:
+    """Execute a plan, or a part of it, with the engine that --executor names. threads: of each worker, where the user
+    gave a number.
+    """
+    check(plan, workers, part)
+    overwrite = plan.request.options.existing.overwrite
+    with opened(workers.executor, reporter.note, workers.executor_timeout) as engine:
+        if engine.executor is None and engine.threads is not None:
+            lowered = preconditions.lowered("--executor threads", engine.threads, reporter)
+            plan = _tuned(plan, cpuinfer_threads=lowered)
+        if part is not None:
+            make_part(_tuned(plan, part=str(part)), part, reporter, overwrite=overwrite)
+            return
+        execute(
+            plan,
+            reporter,
+            overwrite=overwrite,
+            trust_store=trust_store,
+            executor=engine.executor,
+            reopen=reopened,
+            threads=threads or engine.threads,
+        )
+
+
+def _tuned(plan: Plan, **tuning: Any) -> Plan:
+    """A plan with other values of some options."""
+    return replace(plan, request=replace(plan.request, options=with_values(plan.request.options, **tuning)))

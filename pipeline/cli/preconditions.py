@@ -1,0 +1,91 @@
+"""What a command makes sure of before any work: threads, files to be written, kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import click
+
+from ktconvert.layouts.errors import InputError, UsageError
+from ktconvert.layouts.files import publish
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.options.types import FilePath, PathOrHubId
+from ktconvert.pipeline.ui.progress import Reporter
+
+
+def threads(requested: int | None, reporter: Reporter) -> int:
+    """--cpuinfer-threads: the number of threads to use, never more than this process may use."""
+    return lowered("--cpuinfer-threads", requested or machine.allowed_cpus(), reporter)
+
+
+def computing_threads(requested: int | None, reporter: Reporter) -> int | None:
+    """--threads, of a command that computes: never more than this process may use; None where it is not given."""
+    return None if requested is None else lowered("--threads", requested, reporter)
+
+
+def lowered(option: str, requested: int, reporter: Reporter) -> int:
+    """At most as many threads as this process may use; a note where that is less."""
+    allowed = machine.allowed_cpus()
+    if requested > allowed:
+        reporter.note(
+            f"{option} {requested} is lowered to the {allowed} CPU{'s' if allowed != 1 else ''} that this process may "
+            "use"
+        )
+    return min(requested, allowed)
+
+
+def check_file(option: str, path: Path | None, endings: Collection[str] = ()) -> None:
+    """Raise, before any work, where the one file that an option names could not or must not be written.
+
+    Raises UsageError for no place for such a file, and for a file that the command reads or writes besides; OutputError
+    where something lies that we did not write.
+    """
+    if path is None:
+        return
+    place = Path(os.path.realpath(path.expanduser()))
+    if endings and path.suffix.lower() not in endings:
+        raise UsageError(f"{option} {path}: give a file that ends in {' or '.join(endings)}.")
+    if not place.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no directory {place.parent}; make it first.")
+    if place.is_dir() or not os.access(place.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: no file can be written there; give another one.")
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value is None or option in parameter.opts or not isinstance(parameter.type, FilePath | PathOrHubId):
+            continue
+        other = Path(value).expanduser()
+        if os.path.realpath(other) == str(place) or (place.exists() and other.exists() and other.samefile(place)):
+            name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+            raise UsageError(f"{option} {path}: {name} is the same file; give another one.")
+    publish.require_replaceable(place)
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise, before any work, where no picture could be drawn and written to this file."""
+    from ktconvert.pipeline.ui.plots import KINDS, require_matplotlib
+
+    check_file("--plot", path, KINDS)
+    if path is not None:
+        require_matplotlib()
+
+
+def check_kernels(again: str = "`ktconvert resume`") -> None:
+    """Fail in one sentence where KTCONVERT_ISA names what this CPU or the kernels lack, and later where an input file
+    breaks off.
+
+    again  what the user should then run
+    """
+    from ktconvert.native_quant import kernels, sigbus
+
+    try:
+        kernels.isa()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    sigbus.guard_sigbus(
+        "ktconvert: %s: became shorter or could not be read while it was being read; "
+        f"put the file back or check the disk, then run {again}.",
+        InputError.exit_code,
+    )

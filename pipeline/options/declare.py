@@ -1,0 +1,230 @@
+"""How an option is declared, and what follows: its click option, its typed value, its entry in plan.json.
+
+    class Gptq(Options, frozen=True, kw_only=True):
+        dampening_frac: Annotated[float, Option("Part of ...", Real(0, 1), effect=Effect.WEIGHTS)] = 0.1
+
+A settings object is a tree: fields are options, or groups of options that several commands share. Names are unique in a
+command, so documents and messages have them flat.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+
+from ktconvert.pipeline.options.types import FilePath, Number, OutputPath, PathOrHubId, Real, Text
+
+NONE = msgspec.NODEFAULT
+
+
+class Effect(enum.Enum):
+    """What another value of an option changes."""
+
+    CALL = "this call alone; it is not kept"
+    TUNING = "how the work is done; kept in the plan, and may be another one on resume"
+    FILES = "which files there are, or what they say; must be the same on resume"
+    WEIGHTS = "the bytes of experts: as FILES, and in the fingerprint of every unit that makes experts"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the command line. Its name is the field's, with dashes; a bool is a flag, a tuple may be repeated.
+
+    help      what it is, in a sentence or two
+    type      of a value; by default what the field's type says
+    flags     its spellings, where the name alone is not enough
+    argument  the name under which it may stand without a flag (and must, where there are no flags)
+    unset     what holds where it is not given, if None, False or an empty text does not say so
+    ignored   accepted for kt-kernel's sake, for this reason without effect
+    """
+
+    help: str = ""
+    type: click.ParamType | None = None  # type: ignore[type-arg]  # generic only since click 8.5
+    flags: tuple[str, ...] = ()
+    effect: Effect = Effect.CALL
+    argument: str | None = None
+    unset: str | None = None
+    ignored: str | None = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A value that no option gives: the plan finds it, and resume has to find it again. None stands for no value.
+
+    flag  of the option that it follows from
+    """
+
+    effect: Effect
+    flag: str | None = None
+    shape: Any = None  # of a mapping: the TypedDict that its values must fit
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of settings objects: fields are Annotated with an Option or a Recorded, or are groups (Options themselves).
+
+    TITLE  of a group in --help
+    """
+
+    TITLE: ClassVar[str] = "Options"
+
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One option of a settings class.
+
+    path     the fields that lead to its value
+    default  NONE where it must be given
+    """
+
+    path: tuple[str, ...]
+    title: str
+    declared: Option | Recorded
+    annotation: Any = field(hash=False)
+    default: Any = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        """In documents, and of the click parameter."""
+        return self.path[-1]
+
+    @property
+    def flag(self) -> str:
+        """As messages name it."""
+        declared = self.declared
+        flags = declared.flags if isinstance(declared, Option) else (declared.flag or "",)
+        return next((flag for flag in flags if flag.startswith("--")), f"--{self.name.replace('_', '-')}")
+
+    @property
+    def kind(self) -> type:
+        """The type of a value that is not None: bool, int, float, str, Path, tuple, dict."""
+        return _kind(self.annotation)
+
+    @property
+    def type(self) -> click.ParamType:  # type: ignore[type-arg]
+        """What reads a value, of the command line and of plan.json."""
+        if isinstance(self.declared, Option) and self.declared.type is not None:
+            return self.declared.type
+        by_kind: Mapping[type, Callable[[], Any]] = {bool: lambda: click.BOOL, int: Number, float: Real, Path: FilePath}
+        read: click.ParamType = by_kind.get(self.kind, Text)()  # type: ignore[type-arg]
+        return read
+
+    def of(self, options: Options) -> Any:
+        """Its value."""
+        return functools.reduce(getattr, self.path, options)
+
+
+def _kind(annotation: Any) -> type:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _kind(next(each for each in get_args(annotation) if each is not type(None)))
+    kind: type = get_origin(annotation) or annotation
+    return kind
+
+
+@functools.cache
+def leaves(cls: type[Options]) -> tuple[Leaf, ...]:
+    """The options of a settings class: its own first, then those it inherits, and those of its groups."""
+    fields = {each.name: each for each in msgspec.structs.fields(cls)}
+    own = [name for name in inspect.get_annotations(cls) if name in fields]
+    ordered = [fields[name] for name in (*own, *(name for name in fields if name not in own))]
+    return tuple(leaf for each in ordered for leaf in _leaves_of(cls, each))
+
+
+def _leaves_of(cls: type[Options], each: msgspec.structs.FieldInfo) -> Iterator[Leaf]:
+    hint = _hints(cls)[each.name]
+    if get_origin(hint) is not Annotated:  # a group
+        for leaf in leaves(hint):
+            default = NONE if each.default is NONE else leaf.of(each.default)
+            yield Leaf((each.name, *leaf.path), leaf.title, leaf.declared, leaf.annotation, default)
+        return
+    annotation, declared = get_args(hint)
+    yield Leaf((each.name,), cls.TITLE, declared, annotation, each.default)
+
+
+@functools.cache
+def _hints(cls: type[Options]) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def build(cls: type[O], values: Mapping[str, Any]) -> O:
+    """A settings object from values by name; defaults for those that are not there."""
+    inside: dict[str, Any] = {}
+    for each in msgspec.structs.fields(cls):
+        hint = _hints(cls)[each.name]
+        if get_origin(hint) is not Annotated:
+            default = {} if each.default is NONE else {leaf.name: leaf.of(each.default) for leaf in leaves(hint)}
+            inside[each.name] = build(hint, {**default, **values})
+        elif each.name in values:
+            inside[each.name] = values[each.name]
+    return cls(**inside)
+
+
+def with_values(options: O, **values: Any) -> O:
+    """The same settings with other values of some options; names that it does not have are passed over."""
+    return build(type(options), {**{leaf.name: leaf.of(options) for leaf in leaves(type(options))}, **values})
+
+
+def values_of(options: Options, *effects: Effect) -> dict[str, Any]:
+    """name -> value as JSON has it, of the options with these effects; without values recorded as None."""
+    return {
+        leaf.name: plain(value)
+        for leaf in leaves(type(options))
+        if leaf.declared.effect in effects
+        and not ((value := leaf.of(options)) is None and isinstance(leaf.declared, Recorded))
+    }
+
+
+def paths_read(options: Options) -> Iterator[Path]:
+    """The local files and directories that options name for reading."""
+    for leaf in leaves(type(options)):
+        value = leaf.of(options)
+        if not isinstance(leaf.declared, Option) or value is None or isinstance(leaf.type, OutputPath):
+            continue
+        if isinstance(leaf.type, PathOrHubId | FilePath):
+            yield Path(value)
+
+
+def checked(leaf: Leaf, value: Any) -> Any:
+    """A value of plan.json as the option has it. Raises ValueError, naming the option, for one that it cannot have."""
+    try:
+        if value is None and leaf.default is None:
+            return None
+        if isinstance(leaf.declared, Recorded):
+            if leaf.declared.shape is not None:
+                msgspec.convert(value, leaf.declared.shape)
+            return msgspec.convert(value, leaf.annotation)
+        several = leaf.kind is tuple
+        kind = get_args(leaf.annotation)[0] if several else leaf.kind
+        stored: Any = str if kind is Path else kind
+        read = [
+            leaf.type.convert(msgspec.convert(one, stored), None, None)
+            for one in (msgspec.convert(value, list[Any]) if several else [value])
+        ]
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{leaf.name}: {error}") from error
+    except click.BadParameter as error:
+        raise ValueError(f"{leaf.name}: {error.format_message()}") from error
+    return tuple(read) if several else read[0]
+
+
+def hashable(value: Any) -> Any:
+    """A JSON value as tuples."""
+    if isinstance(value, dict):
+        return tuple((key, hashable(value[key])) for key in sorted(value))
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value

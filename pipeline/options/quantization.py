@@ -1,0 +1,273 @@
+"""Options of `ktconvert cpu` and `ktconvert gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from ktconvert.layouts.encodings import input_types
+from ktconvert.layouts.outputs import LAYOUTS, formats_of
+from ktconvert.pipeline.options.declare import Effect, Option, Recorded, leaves
+from ktconvert.pipeline.options.option_groups import (
+    ArchFile,
+    ConversionOptions,
+    Gptq,
+    Hub,
+    ImportanceFile,
+    Machine,
+    Samples,
+)
+from ktconvert.pipeline.options.types import Number, OutputPath, PathOrHubId, Size, Spelled, Text
+from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
+
+LATER = {  # what kt-kernel's script takes and we do not
+    "awq": "nothing loads kt-kernel's AWQ layout; an AWQ checkpoint is an input of the others",
+    "moe_int4": "MOE_INT4 exists on aarch64 only",
+    "moe_int8": "MOE_INT8 bytes depend on the AOCL-BLIS version",
+}
+
+
+def choice(words: Iterable[str]) -> click.Choice[str]:
+    """One of these words, in any case."""
+    return click.Choice(tuple(words), case_sensitive=False)
+
+
+class QuantizationOptions(ConversionOptions, frozen=True, kw_only=True):
+    """What `cpu` and `gpu` have in common.
+
+    arch_row          the text of --arch-file, so that resume does not need it
+    engine, rounding  of GPTQ
+    """
+
+    part: Annotated[
+        str | None,
+        Option(
+            "Make every N-th file only, from number R on: R/N, or env (RANK and WORLD_SIZE, or a SLURM array's). When "
+            "all parts are made, `ktconvert resume` puts the output together.",
+            Spelled("env"),
+            effect=Effect.TUNING,
+            unset="all",
+        ),
+    ] = None
+    max_shard_size: Annotated[
+        int | None,
+        Option("Cut shards between experts, e.g. 5GB.", Size(), effect=Effect.FILES, unset="one shard per layer"),
+    ] = None
+    arch_row: Annotated[str | None, Recorded(Effect.FILES, "--arch-file")] = None
+    engine: Annotated[str, Recorded(Effect.WEIGHTS)] = "stream"
+    rounding: Annotated[str, Recorded(Effect.WEIGHTS)] = "float32"
+    samples: Samples = Samples()
+    gptq: Gptq = Gptq()
+    machine: Machine = Machine()
+    hub: Hub = Hub()
+    arch: ArchFile = ArchFile()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether codes are chosen on a walk through the model."""
+        raise NotImplementedError
+
+
+SEES_ALL = "changes nothing with --calibrate all: every expert sees every token"
+# What only GPTQ uses.
+CALIBRATION = tuple(leaf.name for group in (Samples, Gptq, Machine) for leaf in leaves(group))
+
+
+class CpuOptions(QuantizationOptions, frozen=True, kw_only=True):
+    """Settings of `ktconvert cpu`.
+
+    layers          those to convert; with --resume-layer as the plan found them
+    kept_layers     loose layer folders that were in the output before, and stay; None where none are looked for
+    imatrix_sha256  of the importance matrix
+    """
+
+    input: Annotated[
+        str,
+        Option(
+            "Checkpoint: a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf).",
+            PathOrHubId(absolute=True),
+            flags=("-i", "--input-path"),
+        ),
+    ]
+    output: Annotated[Path, Option("Output directory.", OutputPath(absolute=True), flags=("-o", "--output"))]
+    input_type: Annotated[
+        str | None,
+        Option(
+            "What the weights are; read from the headers when left out.", choice(input_types()), effect=Effect.TUNING
+        ),
+    ] = None
+    quant_method: Annotated[
+        str, Option("Output format.", choice([*formats_of("cpu"), *LATER]), effect=Effect.WEIGHTS)
+    ] = "int4"
+    config: Annotated[
+        str | None,
+        Option(
+            "Of a GGUF: the Hugging Face model (directory or hub id) whose config.json and tokenizer the output gets.",
+            PathOrHubId(absolute=True),
+            effect=Effect.FILES,
+        ),
+    ] = None
+    scale: Annotated[
+        str,
+        Option(
+            "How int4 and int8 choose scales: absmax gives kt-kernel's bytes, mse the least squared error, imatrix the "
+            "same weighted by the inputs; gptq compensates errors, and runs the model.",
+            choice(QUANTIZERS),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = ABSMAX.name
+    importance: ImportanceFile = ImportanceFile()
+    imatrix_sha256: Annotated[str | None, Recorded(Effect.WEIGHTS, "--imatrix")] = None
+    gptq: Gptq = Gptq(calibrate="mixed")
+    threadpool_count: Annotated[
+        int, Option("NUMA parts to split every expert into.", Number(min=1), effect=Effect.WEIGHTS)
+    ] = 2
+    layout: Annotated[
+        str,
+        Option(
+            "numa: for the runtimes, in NUMA parts. kt: mxfp4, fp8 and bf16 as kt-kernel's methods read them.",
+            choice(LAYOUTS),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = "numa"
+    gpu: Annotated[bool, Option(ignored="no GPU is needed")] = False
+    no_merge_safetensor: Annotated[
+        bool, Option("Keep loose per-layer folders of .kt files.", effect=Effect.WEIGHTS)
+    ] = False
+    resume_layer: Annotated[int, Option("kt-kernel's resume by hand; ours needs no number.", Number(min=0))] = 0
+    save_backward_weights: Annotated[
+        bool,
+        Option(
+            "Also write the transposed matrices that fine-tuning needs; of bf16 only these, in loose files.",
+            effect=Effect.WEIGHTS,
+        ),
+    ] = False
+    fp8_expert_batch: Annotated[int | None, Option(type=click.INT, ignored="memory is bounded by one expert")] = None
+    profile: Annotated[bool, Option(ignored="--json gives the time of every layer")] = False
+    layers: Annotated[str, Option("MoE layers to convert, e.g. 3-60,62.", Spelled("all"), effect=Effect.FILES)] = "all"
+    kept_layers: Annotated[tuple[int, ...] | None, Recorded(Effect.FILES, "--resume-layer")] = None
+    non_experts: Annotated[
+        str,
+        Option(
+            "Other tensors: leave out, copy under kt-kernel's names, or keep as they are: then it is a whole model.",
+            choice(["skip", "copy", "keep"]),
+            effect=Effect.FILES,
+        ),
+    ] = "skip"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether codes are chosen on a walk through the model."""
+        return QUANTIZERS[self.scale].calibrated
+
+    def unused(self) -> Mapping[str, str]:
+        """What other formats and choices of scales need."""
+        unused = {}
+        fmt = formats_of("cpu", self.layout).get(self.quant_method)
+        if fmt is not None and not fmt.arrangement.parted:
+            unused["threadpool_count"] = "changes nothing with --layout kt: kt-kernel splits these experts itself"
+        if self.gptq.calibrate == "all":
+            unused["min_expert_tokens"] = SEES_ALL
+        if not self.calibrated:
+            only = "is for --scale gptq only and changes nothing here"
+            unused |= dict.fromkeys((*CALIBRATION, "engine", "rounding"), only)
+        return unused
+
+
+IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory sets a limit"
+
+
+class GpuOptions(QuantizationOptions, frozen=True, kw_only=True):
+    """Settings of `ktconvert gpu`."""
+
+    input: Annotated[
+        str,
+        Option(
+            "Checkpoint: a directory, a .safetensors file, or a hub id (org/name).",
+            PathOrHubId(absolute=True),
+            flags=("-i", "--model-id", "--input-path"),
+        ),
+    ]
+    output: Annotated[
+        Path, Option("Output directory.", OutputPath(absolute=True), flags=("-o", "--output-dir", "--output"))
+    ]
+    quant_method: Annotated[
+        str,
+        Option(
+            "Calibrated on a data set, or rounded to nearest, which takes seconds per GB and no data.",
+            choice(["GPTQ", "RTN"]),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = "GPTQ"
+    quant_type: Annotated[
+        str,
+        Option("Output format: 4 or 8 bits in groups of 128.", choice(formats_of("gpu")), effect=Effect.WEIGHTS),
+    ] = "W8A16"
+    rounding: Annotated[
+        str,
+        Option(
+            "The bits of llmcompressor, or one rounding less.", choice(["library", "float32"]), effect=Effect.WEIGHTS
+        ),
+    ] = "library"
+    ignore_patterns: Annotated[
+        tuple[str, ...],
+        Option(
+            "More modules to name in the ignore list, e.g. re:.*mlp.*; several, or repeated.",
+            Text(),
+            effect=Effect.FILES,
+        ),
+    ] = ()
+    engine: Annotated[
+        str,
+        Option(
+            "Layer by layer, or llmcompressor's own oneshot with the whole model in memory, for comparison.",
+            choice(["stream", "oneshot"]),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = "stream"
+    torch_dtype: Annotated[
+        str,
+        Option(
+            "What experts are rounded from: bfloat16.",
+            choice(["bfloat16", "float16", "float32"]),
+            effect=Effect.WEIGHTS,
+        ),
+    ] = "bfloat16"
+    max_cpu_memory: Annotated[
+        int | None,
+        Option(
+            "Accepted and ignored: memory is bounded by some experts.", Size(), unset="1000GiB with --max-gpu-memory"
+        ),
+    ] = None
+    tp_size: Annotated[
+        tuple[int, ...],
+        Option(
+            "Tensor parallelism to be loaded with; refused where experts cannot be cut so. May be repeated.",
+            Number(min=1),
+            effect=Effect.TUNING,
+        ),
+    ] = (1,)
+    max_shard_size: Annotated[
+        int | None, Option("Cut shards between experts.", Size(), effect=Effect.FILES, unset="5GB")
+    ] = None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether codes are chosen on a walk through the model."""
+        return self.quant_method == "GPTQ"
+
+    def unused(self) -> Mapping[str, str]:
+        """What the other method needs."""
+        if self.calibrated:
+            sees_all = {"min_expert_tokens": SEES_ALL} if self.gptq.calibrate == "all" else {}
+            return {**sees_all, "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts")}
+        return {
+            **dict.fromkeys((*CALIBRATION, "engine"), "is for GPTQ only and changes nothing here"),
+            "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
+            "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",
+            "max_gpu_memory": "changes nothing here: rounding to nearest never touches a GPU",
+            "max_cpu_memory": IGNORED_MEMORY.format("a few experts"),
+        }

@@ -1,0 +1,147 @@
+"""The types of options' values: what may be written on the command line, and what it becomes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+MOST = 1 << 62
+FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """Bytes, written as 5GB, 500MiB or a plain number."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes."""
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+        amount = float(match[1]) * FACTORS[match[2] or ""] if match else 0.0
+        if not 1 <= amount < MOST:
+            self.fail(f"{str(value)[:40]!r} is not a size like 5GB or 500MiB", param, ctx)
+        return int(amount)
+
+
+class Number(click.IntRange):
+    """A whole number, and none that no machine could count to: C and torch take no longer ones."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        number: int = super().convert(value, param, ctx)
+        if number >= MOST:
+            self.fail(f"{str(value)[:40]!r} is too large", param, ctx)
+        return number
+
+
+class Real(click.FloatRange):
+    """A finite number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
+class FilePath(click.Path):
+    """A file or a directory, as a Path. An empty one is refused: Path("") would be the current directory.
+
+    absolute  whether it becomes one that holds from any directory
+    """
+
+    def __init__(self, *, absolute: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self._absolute = absolute
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path."""
+        if wrong := _no_path(value):
+            self.fail(wrong, param, ctx)
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        if path.name == "..":  # the work directory of an output stands next to it, and has its name
+            path = path.expanduser().resolve()
+        return path.expanduser().absolute() if self._absolute else path
+
+
+class Directory(FilePath):
+    """A directory that exists."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path."""
+        path = super().convert(value, param, ctx)
+        if not path.is_dir():
+            self.fail(f"Directory {str(path)!r} does not exist.", param, ctx)
+        return path
+
+
+class OutputPath(FilePath):
+    """A file or a directory that is written."""
+
+
+class PathOrHubId(click.types.StringParamType):
+    """A file, a directory or a hub id (org/name), as text; not an empty one.
+
+    absolute  whether a path that exists becomes one that holds from any directory
+    """
+
+    def __init__(self, *, absolute: bool = False) -> None:
+        self._absolute = absolute
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text."""
+        if wrong := _no_path(value):
+            self.fail(wrong, param, ctx)
+        text = super().convert(value, param, ctx)
+        path = Path(text).expanduser()
+        return str(path.absolute()) if self._absolute and path.exists() else text
+
+
+def _no_path(value: Any) -> str | None:
+    """Why this can be no path; None where it can."""
+    if not os.fspath(value):
+        return "is empty; give a path"
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        return f"{os.fspath(value)!r} begins with a user who has no home directory here"
+    try:
+        path.resolve()
+    except RuntimeError:
+        return f"{os.fspath(value)!r} is a symbolic link that leads to itself"
+    return None
+
+
+class Text(click.types.StringParamType):
+    """Text: Python passes bytes that are none on as characters that nothing can write or encode."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text."""
+        text = super().convert(value, param, ctx)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail("is not UTF-8 text", param, ctx)
+        return text
+
+
+class Spelled(Text):
+    """Text, of which a word at the beginning may be in capitals, as choices may.
+
+    words  a regular expression for that word
+    """
+
+    def __init__(self, words: str) -> None:
+        self._words = re.compile(f"({words})(?=:|$)", re.IGNORECASE)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text, with this word in small letters."""
+        text = super().convert(value, param, ctx)
+        found = self._words.match(text)
+        return text if found is None else found[0].lower() + text[found.end() :]
