@@ -394,10 +394,10 @@ def test_a_plan_whose_source_has_no_name(paths: Paths) -> None:
             == 7
         )
     with restored(work(paths).plan):
-        changed(work(paths).plan, lambda plan: plan["tuning"].pop("cpuinfer_threads"))
-        assert command("resume", paths.broken, "--dry-run", words="(tuning.cpuinfer_threads is missing)") == 7
+        changed(work(paths).plan, lambda plan: plan["settings"].pop("scale"))
+        assert command("resume", paths.broken, "--dry-run", words="cannot be understood (scale is missing)") == 7
         changed(work(paths).plan, lambda plan: plan["settings"].update(layers=5))
-        assert command("resume", paths.broken, "--dry-run", words="cannot be understood (settings.layers is 5)") == 7
+        assert command("resume", paths.broken, "--dry-run", words="cannot be understood (layers: Expected `str`") == 7
 
 
 def test_a_record_without_a_fingerprint(paths: Paths) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.statistics.counts import FILE as COUNTS
-from ktconvert.layouts.statistics.folder import DOCUMENT, imatrix_of
+from ktconvert.layouts.statistics.folder import COUNTS, DOCUMENT, imatrix_of
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.pipeline.options.quantization import CpuOptions
 from ktconvert.quantizers.choice import Quantizer

@@ -197,6 +197,9 @@ def plan_of(
     left_out    files of the checkpoint that are not copied
     reads       files that are read beside the checkpoint and those that options name
     """
+    side_output = statistics.side_output(request.options)
+    gathers = None if side_output is None else True
+    request = replace(request, options=with_values(request.options, with_statistics=gathers))
     source, options = model.source, request.options
     stages: list[Stage[Any]] = [quantizing.stage]
     if others:
@@ -217,7 +220,7 @@ def plan_of(
             config=config,
             loose=loose_files,
             kept_layers=kept_layers,
-            side_output=statistics.side_output(options),
+            side_output=side_output,
         ),
         conversion=ExpertsConversion(
             CheckpointFiles(source, files),
