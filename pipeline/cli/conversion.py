@@ -12,7 +12,7 @@ from ktconvert.pipeline.cli import command, preconditions
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
 from ktconvert.pipeline.engine.existing import adopts
-from ktconvert.pipeline.engine.lock import Part, unlock
+from ktconvert.pipeline.engine.lock import ProcessPart, unlock
 from ktconvert.pipeline.engine.part import make_part, parse
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, Request, require_shareable
@@ -53,13 +53,13 @@ def _notes_of_unused(options: ConversionOptions) -> Iterable[str]:
     return (f"{leaf.flag} {unused[leaf.name]}" for leaf in command.given(type(options)) if leaf.name in unused)
 
 
-def take_lock_away(paths: Paths, reporter: Reporter, part: Part | None = None) -> None:
+def take_lock_away(paths: Paths, reporter: Reporter, part: ProcessPart | None = None) -> None:
     """--force-unlock: remove the lock of a process that left it, and say whose it was."""
     for taken in unlock(paths.root, paths.output, part):
         reporter.note(f"--force-unlock took away {taken}")
 
 
-def check(plan: Plan, workers: Workers, part: Part | None = None) -> None:
+def check(plan: Plan, workers: Workers, part: ProcessPart | None = None) -> None:
     """Raise UsageError where --executor or --part cannot be understood, or do not go with the plan or each other."""
     name = workers.executor
     require_known(name)
@@ -76,7 +76,7 @@ def make(
     reporter: Reporter,
     workers: Workers,
     threads: int | None,
-    part: Part | None = None,
+    part: ProcessPart | None = None,
     *,
     trust_store: bool,
 ) -> None:

@@ -95,7 +95,9 @@ def _quantizing(
     if request.options.calibrated:
         return compensated(request, model, fmt, rest, metadata)
     limit, options = request.options.max_shard_size, request.options.weights
-    return rounded(quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=options))
+    return rounded(
+        quantize_experts.stage(model, fmt, model.layers, max_shard_size=limit, metadata=metadata, options=options)
+    )
 
 
 def _of_shards(options: GpuOptions) -> tuple[str, ...]:
