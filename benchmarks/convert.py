@@ -162,7 +162,7 @@ def write_random_imatrix(path: Path, layers: int, experts: int) -> None:
     """Write an importance matrix for the random models, of inputs whose squares are exponentially distributed."""
     import numpy as np
 
-    from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
+    from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 
     def drawn(layer: int) -> LayerSums:
         rng = np.random.default_rng(layer)

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.quantizers.grid import Grid
 
 __all__ = ["FLOAT_GRIDS", "GROUP_GRIDS", "ROW_GRIDS", "Grid", "Matrix"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Symmetric integers: the value of a code is step * code * scale.
+
+    low..high  the codes
+    group      columns of a row that share a scale; None: all of them
+    scales     safetensors dtype of the scales; "" where there are none
+    version    of the rounding to nearest by the largest value; to be raised with any change of its bytes, since it is
+               part of
+               every unit's fingerprint
+    """
+
+    name: str
+    bits: int
+    low: int
+    high: int
+    group: int | None
+    scales: str
+    version: int
+    step: int = 1
+
+    @property
+    def per_row(self) -> bool:
+        """Whether a row has one scale."""
+        return self.group is None and bool(self.scales)
+
 
 # Scales for rows (NUMERICS.md, section 2), for kt-kernel's CPU formats.
 ROW_GRIDS = {

@@ -9,8 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ktconvert.native_quant.kernels_search import search_scales
-from ktconvert.quantizers import ROW_GRIDS
-from ktconvert.quantizers.grid import Grid
+from ktconvert.quantizers import ROW_GRIDS, Grid
 from ktconvert.quantizers.reference import F32, I8, U16
 
 # BF16 bits [n, k], each row contiguous, at any address; the grid; and how important each column is (float32 [k],

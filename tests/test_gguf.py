@@ -250,7 +250,7 @@ def test_a_file_of_a_hub_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_checkpoint("org/name-GGUF:Q8_0/m-00002-of-00003.gguf")
     with pytest.raises(UsageError, match="not the name of a file"):
         open_checkpoint("org/name-GGUF:../m.gguf")
-    assert not any(".gguf" in pattern for pattern in hub.WANTED)  # a repository may hold a terabyte of them
+    assert not any(".gguf" in pattern for pattern in hub.FILES)  # a repository may hold a terabyte of them
 
 
 # ---- what the metadata say -------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import InputError, KtconvertError
-from ktconvert.layouts.statistics.imatrix import PARTS, open_imatrix
-from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
+from ktconvert.layouts.statistics.imatrix import PARTS, LayerSums, open_imatrix, write_imatrix
 from rig import gguf as rig
 from rig.golden import FOLDER
 

@@ -21,8 +21,7 @@ from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.statistics.folder import encode
-from ktconvert.layouts.statistics.imatrix import open_imatrix
-from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
+from ktconvert.layouts.statistics.imatrix import LayerSums, open_imatrix, write_imatrix
 from ktconvert.pipeline.cli import group
 from ktconvert.quantizers import scale_search
 from rig import conversion, killpoint

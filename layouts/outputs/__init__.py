@@ -35,19 +35,9 @@ FORMATS: dict[str, Format] = {
         Format(
             "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),
-        Format(
-            "W4A16",
-            pack_quantized.W4A16["library"],
-            WHOLE_MODEL,
-            gpu_card.DESCRIPTION,
-            by_rounding=pack_quantized.W4A16,
-        ),
-        Format(
-            "W8A16",
-            pack_quantized.W8A16["library"],
-            WHOLE_MODEL,
-            gpu_card.DESCRIPTION,
-            by_rounding=pack_quantized.W8A16,
+        *(
+            Format(name, by_rounding["library"], WHOLE_MODEL, gpu_card.DESCRIPTION, by_rounding=by_rounding)
+            for name, by_rounding in (("W4A16", pack_quantized.W4A16), ("W8A16", pack_quantized.W8A16))
         ),
     )
 }

@@ -19,7 +19,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder
-from ktconvert.layouts.statistics.imatrix_file import LayerSums, write_imatrix
+from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.units import Context, Link, Result, Unit, Written

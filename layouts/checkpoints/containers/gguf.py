@@ -116,22 +116,6 @@ NESTED = 4  # arrays in arrays; none is known
 LENGTH = struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a file's header says.
-
-    entries   its tensors, in file order
-    metadata  its key-value pairs; None for values that are not kept
-    sha256    of the header
-    """
-
-    entries: tuple[TensorInfo, ...]
-    metadata: dict[str, Any]
-    size: int
-    mtime_ns: int
-    sha256: str
-
-
 def read_header(path: Path, file: str = "") -> Header:
     """Reads and checks one file's header, without reading weights. file: what its tensors have as their file.
 
@@ -139,13 +123,6 @@ def read_header(path: Path, file: str = "") -> Header:
     Raises InputError when the file is missing, cut short, big-endian or a Git LFS pointer, or when its header breaks
     the format; UnsupportedError for version 1.
     """
-    of = read_contents(path, file)
-    split = {key: str(value) for key, value in of.metadata.items() if key.startswith("split.")}
-    return Header(of.entries, split, of.size, of.mtime_ns, of.sha256, config_of(of.metadata))
-
-
-def read_contents(path: Path, file: str = "") -> Contents:
-    """The same for any GGUF file, a model or not, with its key-value pairs. Raises as read_header does."""
     with opened(path, ".gguf") as (fd, status):
         cursor = _Cursor(fd, status.st_size, path)
         tensors, pairs = _counts(cursor)
@@ -159,7 +136,8 @@ def read_contents(path: Path, file: str = "") -> Contents:
         digest = hashlib.sha256()
         for start in range(0, end, CHUNK):
             digest.update(read_at(fd, start, min(CHUNK, end - start), path))
-    return Contents(entries, metadata, status.st_size, status.st_mtime_ns, digest.hexdigest())
+    split = {key: str(value) for key, value in metadata.items() if key.startswith("split.")}
+    return Header(entries, split, status.st_size, status.st_mtime_ns, digest.hexdigest(), config_of(metadata))
 
 
 class _Cursor:
