@@ -30,11 +30,11 @@ def register_mapping(address: int, length: int, name: str, may_lose: bool = Fals
     raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, encoded, may_lose))
 
 
-def lost(places: Iterable[tuple[int, int]]) -> str | None:
+def lost(ranges: Iterable[tuple[int, int]]) -> str | None:
     """The file of which some bytes at these addresses, each with a length, could not be read; None: they all could."""
     if not lib.ktq_any_lost():
         return None
-    names = (lib.ktq_lost(ffi.cast("void *", address), length) for address, length in places)
+    names = (lib.ktq_lost(ffi.cast("void *", address), length) for address, length in ranges)
     name = next((name for name in names if name != ffi.NULL), None)
     return None if name is None else ffi.string(name).decode(errors="surrogateescape")
 

@@ -36,11 +36,11 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise ResourceError(no_room(path, error)) from error
+            raise ResourceError(no_space_sentence(path, error)) from error
         raise
 
 
-def no_room(path: Path | str, error: OSError) -> str:
+def no_space_sentence(path: Path | str, error: OSError) -> str:
     """What is said of an error of FULL."""
     assert error.errno is not None
     return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."

@@ -170,11 +170,11 @@ def main() -> None:
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if isinstance(error, OSError) and code is None:
-            from ktconvert.layouts.files.direct_file import FULL, no_room
+            from ktconvert.layouts.files.direct_file import FULL, no_space_sentence
 
             where = error.filename or "the system"
             if error.errno in FULL:
-                _fail(no_room(where, error), 4)
+                _fail(no_space_sentence(where, error), 4)
             _fail(f"{where}: {error.strerror or error}", 4 if error.errno == errno.ENOMEM else 1)
         if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMITED):
             _fail(

@@ -63,11 +63,11 @@ def measure_layer(files: Sequence[LooseFile], fmt: Format | None) -> LooseLayer:
     hidden, width = rows["down"], rows["gate"]
     for file in files:
         n, k = (hidden, width) if (file.part.projection == "down") != file.part.backward else (width, hidden)
-        wanted = next(tensor.nbytes for tensor in fmt.encoding.tensors(n, k) if tensor.name == file.what)
-        if file.nbytes != wanted:
+        expected = next(tensor.nbytes for tensor in fmt.encoding.tensors(n, k) if tensor.name == file.what)
+        if file.nbytes != expected:
             raise InputError(
                 f"{file.path}: {file.nbytes} bytes do not fit hidden size {hidden} and width {width * numa} "
-                f"in {numa} parts ({wanted} would)."
+                f"in {numa} parts ({expected} would)."
             )
     return LooseLayer(numa, experts, backward, hidden, width * numa)
 

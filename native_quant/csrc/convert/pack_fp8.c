@@ -58,14 +58,14 @@ static int64_t keep(const kt_kernels *kernels, int order, int64_t n, int64_t k, 
     return -1;
 }
 
-enum { PIECE = 32 }; /* blocks of a row that are measured before the next row is */
+enum { CHUNK = 32 }; /* blocks of a row that are measured before the next row is */
 
 /* The scales of 128 rows. Returns the first row that holds a value that is not finite, or -1. */
 static int64_t measure(const kt_kernels *kernels, const uint8_t *rows, int64_t row_stride, int64_t k, float *scales) {
     int64_t blocks = k / KT_FP8_BLOCK;
-    for (int64_t b = 0; b < blocks; b += PIECE) {
-        int64_t count = blocks - b < PIECE ? blocks - b : PIECE;
-        uint16_t largest[PIECE] = {0};
+    for (int64_t b = 0; b < blocks; b += CHUNK) {
+        int64_t count = blocks - b < CHUNK ? blocks - b : CHUNK;
+        uint16_t largest[CHUNK] = {0};
         for (int64_t r = 0; r < KT_FP8_BLOCK; r++)
             for (int64_t i = 0; i < count; i++) {
                 const uint8_t *columns = rows + r * row_stride + (b + i) * KT_FP8_BLOCK * 2;

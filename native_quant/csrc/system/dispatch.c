@@ -37,7 +37,7 @@ static atomic_int current;
 
 __attribute__((constructor)) static void choose(void) {
     available = kt_cpu_isas();
-    unsigned wanted = available & ~kt_cpu_slow_isas();
+    unsigned usable = available & ~kt_cpu_slow_isas();
     for (int isa = 0; isa < KT_ISA_COUNT; isa++) {
         kt_kernels *table = &tables[isa];
 #define KERNEL(family, needs) \
@@ -46,7 +46,7 @@ __attribute__((constructor)) static void choose(void) {
 #define FAMILY(family, type) \
     if (!table->family && includes(isa, KT_ISA_scalar)) table->family = kt_##family##_scalar;
 #include "kernels.def"
-        if (wanted >> isa & 1) best = isa;
+        if (usable >> isa & 1) best = isa;
     }
     atomic_store(&current, best);
 }

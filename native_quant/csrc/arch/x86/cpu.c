@@ -30,8 +30,8 @@ static uint64_t xcr0(void) {
     return (uint64_t)high << 32 | low;
 }
 
-static int has(uint64_t set, uint64_t wanted) {
-    return (set & wanted) == wanted;
+static int has(uint64_t set, uint64_t needed) {
+    return (set & needed) == needed;
 }
 
 unsigned kt_cpu_isas(void) {
