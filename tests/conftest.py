@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
-DTYPES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
 
 # Their fixtures are for all tests: `bench` and `servers`, `converted` and `converted_long`, `dask_cluster`.
 pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.threads")
@@ -139,12 +139,16 @@ def random_experts() -> Callable[..., dict[str, npt.NDArray[Any]]]:
     return make
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its relative path."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+@pytest.fixture(scope="session")
+def read_tree() -> Callable[[Path], conversion.Tree]:
+    """All files below a folder with their bytes."""
+    return conversion.tree
 
 
 @pytest.fixture(scope="session")
-def read_tree() -> Callable[[Path], dict[str, bytes]]:
-    """All files below a folder with their bytes."""
-    return tree
+def peer_python() -> str:
+    """The Python of a venv that has the real kt-kernel: KTCONVERT_PEER_PYTHON names one, `make peer` makes one."""
+    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
+    if not Path(python).exists():
+        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
+    return python

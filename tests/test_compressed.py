@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from ktconvert.layouts.outputs.gpu_card import quantization_config
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.outputs.whole_model import loading_notes
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.matrix import FP8_E4M3, KINDS, Matrix
+from ktconvert.native_quant.matrix import FP8_E4M3, Matrix
 from ktconvert.pipeline.stages.expert_files import empty_tensors, plan_parts
 from ktconvert.quantizers import groups, reference
+from rig import stored
 
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
@@ -204,29 +204,6 @@ def test_rounding_and_encodings_reach_the_kernel() -> None:
     assert (results[0] != results[1]).any()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_the_library_decompresses_it(form: Encoding) -> None:
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    import torch
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    config = QuantizationConfig.model_validate(quantization_config(form.grid, []))
-    bf16 = reference.f32_to_bf16(np.random.default_rng(0).standard_normal((96, 256)).astype(np.float32))
-    packed, _, scale = rounded(form, Matrix(bf16, KINDS["bf16"]))
-    state = {
-        "weight_packed": torch.from_numpy(packed),
-        "weight_scale": torch.from_numpy(scale).view(torch.bfloat16),
-        "weight_shape": torch.tensor([96, 256]),
-    }
-    scheme = config.config_groups["group_0"]
-    weight = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
-    assert (
-        weight.view(torch.uint16).numpy()
-        == reference.f32_to_bf16(form.decode(stored_in(packed, scale, 96, 256), 96, 256))
-    ).all()
-
-
 # --- quantization_config --------------------------------------------------------------------------
 
 
@@ -387,7 +364,7 @@ def test_what_marlin_cannot_compute_is_reported(build: Build) -> None:
 # --- whole checkpoints ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["bf16", "fp8"])
+@pytest.mark.parametrize("source", ["BF16", "FP8"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_a_whole_checkpoint_equals_model_free_ptq(
     form: Encoding, source: str, example: Path, tmp_path: Path, write_safetensors: Any
@@ -399,24 +376,10 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     )
     import torch
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
-    converter, input_path = None, tmp_path / "given"
-    shutil.copytree(example, input_path)
-    if source == "fp8":
-        converter, generator = FP8BlockDequantizer(targets=[r"re:.*\.mlp\.experts\.\d+\..*"]), torch.Generator()
-        for path in input_path.glob("*.safetensors"):
-            tensors = load_file(path)
-            for name in [name for name in tensors if ".experts." in name]:
-                scale = torch.rand(2, 2, generator=generator) * 0.01 + 1e-4
-                spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-                tensors[name] = (tensors[name].float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-                tensors[f"{name}_scale_inv"] = scale
-            save_file(tensors, path)
-        (input_path / "model.safetensors.index.json").unlink(missing_ok=True)
-        config = json.loads((input_path / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        (input_path / "config.json").write_text(json.dumps(config))
+    input_path = stored.model(example, tmp_path / "given", source)
+    converter = FP8BlockDequantizer(targets=[r"re:.*_proj$"]) if source == "FP8" else None
     model = recognise(open_checkpoint(input_path))
     patterns = ignore.ignore_list(model)
     llmcompressor.model_free_ptq(

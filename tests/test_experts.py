@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from ktconvert.pipeline.cli.experts import experts
 from ktconvert.pipeline.models import hot_choice
 from rig.safetensors import write_file
 
-ROOT = Path(__file__).resolve().parents[1]
 COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)
 
 
@@ -105,14 +103,11 @@ def cases() -> dict[str, npt.NDArray[np.int64]]:
     }
 
 
-def test_kt_kernel_chooses_the_same(tmp_path: Path) -> None:
+def test_kt_kernel_chooses_the_same(tmp_path: Path, peer_python: str) -> None:
     """generate_gpu_experts_masks itself, ties included."""
     pytest.importorskip("torch")
-    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
-    if not Path(python).exists():
-        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
     np.savez(tmp_path / "in.npz", **cases())  # type: ignore[arg-type]
-    command = [python, "-P", "-c", PEER, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")]
+    command = [peer_python, "-P", "-c", PEER, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = np.load(tmp_path / "out.npz")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,8 +25,6 @@ from rig import encodings, floats, native
 from rig.files import rewrite
 from rig.native import Native, distance
 from rig.safetensors import Tensor, Tensors, read_file, write_file
-
-ROOT = Path(__file__).resolve().parents[1]
 
 NEAR_FLOAT64 = 2.8e-3  # as in test_forward_bf16.py
 
@@ -466,11 +463,8 @@ def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
 # --- beside the real kt-kernel ---------------------------------------------------------------------------------------
 
 
-def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path) -> None:
-    """NVFP4, of which it has no golden file, and the other activations. Where it is found: test_peer.py."""
-    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
-    if not Path(python).exists():
-        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
+def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: str) -> None:
+    """NVFP4, of which it has no golden file, and the other activations."""
     runs, cases = {}, {}
     for name, method, limit, alpha in (
         ("nvfp4", "NVFP4", 0.0, 0.0),
@@ -494,7 +488,7 @@ def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path) -> None:
     job, result = tmp_path / "job.json", tmp_path / "result"
     job.write_text(json.dumps({"runs": runs, "result": str(result)}))
     program = str(Path(native.__file__).with_name("native_peer.py"))
-    done = subprocess.run([python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([peer_python, "-P", program, str(job)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     theirs = read_file(result)
     for key, (truth, ours) in cases.items():

@@ -13,17 +13,11 @@ import pytest
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import ROW_GRIDS, reference
+from rig.golden import FOLDER
 from rig.safetensors import bits_of, metadata_of, read_file
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = [
-    ("int4", "edge_t1"),
-    ("int4", "small_t2"),
-    ("int8", "edge_t1"),
-    ("int8", "small_t2"),
-    ("int8", "nodd2_t1"),
-    ("int8", "kblock_t1"),
-]
+CASES = [(method, case) for method in ROW_GRIDS for case in ("edge_t1", "small_t2")]
+CASES += [("int8", "nodd2_t1"), ("int8", "kblock_t1")]
 OURS = [(method, kind) for method in ROW_GRIDS for kind in ("fp16", "f32", "fp8_e4m3")]
 
 
@@ -36,7 +30,7 @@ def unsigned(path: Path) -> dict[str, Any]:
 
 def parts(method: str, case: str) -> Iterator[tuple[str, Any, Any, Any]]:
     """Every (key, BF16 part, kt-kernel's weight, kt-kernel's scale) of a golden file."""
-    path = GOLDEN / f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
+    path = FOLDER / f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
     metadata, tensors = metadata_of(path), unsigned(path)
     count = int(metadata["numa"])
     for proj in ("gate", "up", "down"):
@@ -53,53 +47,34 @@ def same(key: str, ours: Any, theirs: Any) -> None:
         pytest.fail(f"{key}: {different.size} bytes differ, first element {at}: {ours[at]!r}, not {theirs[at]!r}")
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("method", "case"), CASES)
-def test_definition_gives_kt_kernels_bytes(method: str, case: str) -> None:
+def test_kt_kernels_bytes(method: str, case: str) -> None:
+    bits = ROW_GRIDS[method].bits
     for key, part, weight, scale in parts(method, case):
-        ours = reference.quantize_pack(ROW_GRIDS[method].bits, part)
-        same(f"{key}.weight", ours[0], weight)
-        same(f"{key}.scale", ours[1], scale)
+        ours = np.full_like(weight, 0xAA), np.full_like(scale, np.nan)
+        kernels.quantize_pack(bits, Matrix(part, KINDS["bf16"]), *ours)
+        for made in (ours, reference.quantize_pack(bits, part)):
+            same(f"{key}.weight", made[0], weight)
+            same(f"{key}.scale", made[1], scale)
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("method", "case"), CASES)
-def test_kernels_give_kt_kernels_bytes(method: str, case: str) -> None:
-    for key, part, weight, scale in parts(method, case):
-        ours = np.full_like(weight, 0xAA), np.full_like(scale, np.nan)
-        kernels.quantize_pack(ROW_GRIDS[method].bits, Matrix(part, KINDS["bf16"]), *ours)
-        same(f"{key}.weight", ours[0], weight)
-        same(f"{key}.scale", ours[1], scale)
-
-
-def ours_of(method: str, kind: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Bits, tensors and how to decode them, of a golden file that `make golden` writes."""
-    quantizer = ROW_GRIDS[method]
-    tensors = unsigned(GOLDEN / f"amx_{method}.v{quantizer.version}.{kind}.safetensors")
+@pytest.mark.parametrize(("method", "kind"), OURS)
+def test_our_bytes(method: str, kind: str) -> None:
+    """Red after a change to the numbers: raise the quantizer's version and run `make golden`."""
+    grid = ROW_GRIDS[method]
+    tensors = unsigned(FOLDER / f"amx_{method}.v{grid.version}.{kind}.safetensors")
     options: dict[str, Any] = {}
     if "in.scales" in tensors:
         options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
-    return quantizer.bits, tensors, options
-
-
-@pytest.mark.parametrize(("method", "kind"), OURS)
-def test_definition_gives_our_bytes(method: str, kind: str) -> None:
-    """Red after a change to the numbers: raise the quantizer's version and run `make golden`."""
-    bits, tensors, options = ours_of(method, kind)
-    bf16 = reference.decode(Matrix(tensors["in.values"], KINDS[kind], **options))
-    weight, scale = reference.quantize_pack(bits, bf16)
-    same("bf16", bf16.reshape(-1), tensors["out.bf16"].reshape(-1))
-    same("weight", weight, tensors["out.weight"])
-    same("scale", scale, tensors["out.scale"])
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("method", "kind"), OURS)
-def test_kernels_give_our_bytes(method: str, kind: str) -> None:
-    bits, tensors, options = ours_of(method, kind)
     for values in (tensors["in.values"], np.asfortranarray(tensors["in.values"])):
         matrix = Matrix(values, KINDS[kind], **options)
-        same("bf16", kernels.decode(matrix).reshape(-1), tensors["out.bf16"].reshape(-1))
-        weight, scale = np.empty_like(tensors["out.weight"]), np.empty_like(tensors["out.scale"])
-        kernels.quantize_pack(bits, matrix, weight, scale)
-        same("weight", weight, tensors["out.weight"])
-        same("scale", scale, tensors["out.scale"])
+        bf16, weight, scale = (
+            reference.decode(matrix),
+            *(np.empty_like(tensors[f"out.{x}"]) for x in ("weight", "scale")),
+        )
+        kernels.quantize_pack(grid.bits, matrix, weight, scale)
+        for made in ((kernels.decode(matrix), weight, scale), (bf16, *reference.quantize_pack(grid.bits, bf16))):
+            for name, ours in zip(("bf16", "weight", "scale"), made, strict=True):
+                same(name, ours.reshape(-1), tensors[f"out.{name}"].reshape(-1))

@@ -7,10 +7,8 @@ KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer`
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,12 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
+from rig import floats
 from rig.golden import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "qwen3-moe-small"
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
-
-
-@pytest.fixture(scope="module")
-def peer_python() -> str:
-    """The Python that has kt-kernel."""
-    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
-    if not Path(python).exists():
-        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
-    return python
 
 
 def run_peer(python: str, scratch: Path, **job: object) -> None:
@@ -50,6 +40,13 @@ def run_peer(python: str, scratch: Path, **job: object) -> None:
         [python, "-P", str(ROOT / "tests" / "rig" / "peer.py"), str(path)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def forward(python: str, scratch: Path, layer: int, numa: int, method: str, folder: Path) -> torch.Tensor:
+    """What the peer computes with these files, of the inputs that lie in scratch."""
+    files = {name: str(scratch / f"{name}.safetensors") for name in ("inputs", "result")}
+    run_peer(python, scratch, do="forward", layer=layer, numa=numa, method=method, folder=str(folder), **files)
+    return load_file(files["result"])["out"]
 
 
 def convert(out: Path, method: str, numa: int, *more: str, source: Path = MODEL) -> None:
@@ -95,29 +92,13 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path: Path, peer_python
     assert ours.keys() == want.keys()
     assert [name for name in want if ours[name] != want[name]] == []
 
-    generator = torch.Generator().manual_seed(7)
-    hidden = torch.randn(6, HIDDEN, generator=generator).to(torch.bfloat16)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(6)])
-    save_file(
-        {"hidden": hidden, "ids": ids, "weights": torch.rand(6, TOPK, generator=generator)},
-        tmp_path / "inputs.safetensors",
-    )
+    save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
     for layer in (0, 1):
         outs = []
         for folder in (merged, loose, theirs):
-            result = tmp_path / "out.safetensors"
-            run_peer(
-                peer_python,
-                tmp_path,
-                do="forward",
-                layer=layer,
-                numa=numa,
-                method=f"AMX{method.upper()}",
-                folder=str(folder),
-                inputs=str(tmp_path / "inputs.safetensors"),
-                result=str(result),
+            outs.append(
+                forward(peer_python, tmp_path, layer, numa, f"AMX{method.upper()}", folder).view(torch.int16).numpy()
             )
-            outs.append(load_file(result)["out"].view(torch.int16).numpy())
         assert np.any(outs[0])
         assert np.array_equal(outs[0], outs[2])
         assert np.array_equal(outs[1], outs[2])
@@ -151,16 +132,16 @@ def test_peer_writes_our_backward_matrices(
     assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
 
 
-def float64_output(
-    linear: Callable[[int, str], np.ndarray], hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> np.ndarray:
-    """What experts give each token, in float64."""
-    expected = np.zeros(hidden.shape)
-    for token, x in enumerate(hidden.double().numpy()):
-        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
-            gate, up = linear(expert, "gate") @ x, linear(expert, "up") @ x
-            expected[token] += weight * (linear(expert, "down") @ (gate / (1 + np.exp(-gate)) * up))
-    return expected
+def bits(hidden: torch.Tensor) -> np.ndarray:
+    """Of BF16."""
+    return hidden.view(torch.uint16).numpy()
+
+
+def inputs_of(tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(tokens)])
+    return {"hidden": hidden, "ids": ids, "weights": torch.rand(tokens, TOPK, generator=generator)}
 
 
 def errors_of(
@@ -176,14 +157,11 @@ def errors_of(
     def original(expert: int, projection: str) -> np.ndarray:
         return source[f"model.layers.1.mlp.experts.{expert}.{projection}_proj.weight"].double().numpy()
 
-    expected = float64_output(original, hidden, ids, weights)
+    expected = floats.forward(original, bits(hidden), ids.numpy(), weights.numpy())
     errors = {}
     for scale, more in ways.items():
         out = scratch / scale
         convert(out, "int4", numa, "--scale", scale, *more)
-        job = {"layer": 1, "numa": numa, "method": "AMXINT4", "folder": str(out)}
-        files = {"inputs": str(scratch / "inputs.safetensors"), "result": str(scratch / "out.safetensors")}
-        run_peer(python, scratch, do="forward", **job, **files)
         opened = open_output(out)
 
         def stored(expert: int, projection: str, opened: Output = opened) -> np.ndarray:
@@ -193,8 +171,8 @@ def errors_of(
             parts = [AMXINT4.decode(part, *shape).astype(np.float64) for part in held]
             return np.concatenate(parts, axis=1 if projection == "down" else 0)
 
-        ours = float64_output(stored, hidden, ids, weights)
-        theirs = load_file(scratch / "out.safetensors")["out"].double().numpy()
+        ours = floats.forward(stored, bits(hidden), ids.numpy(), weights.numpy())
+        theirs = forward(python, scratch, 1, numa, "AMXINT4", out).double().numpy()
         errors[scale] = tuple(
             float(np.linalg.norm(each - expected) / np.linalg.norm(expected)) for each in (ours, theirs)
         )
@@ -207,14 +185,8 @@ def test_peer_computes_with_scales_of_least_error(tmp_path: Path, peer_python: s
     """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the
     weights say: less than by the largest values.
     """
-    generator, tokens = torch.Generator().manual_seed(9), 48
-    inputs = {
-        "hidden": torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16),
-        "ids": torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(tokens)]),
-        "weights": torch.rand(tokens, TOPK, generator=generator),
-    }
     ways = {"absmax": (), "mse": (), "imatrix": ("--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf"))}
-    errors = errors_of(tmp_path, peer_python, numa, inputs, ways)
+    errors = errors_of(tmp_path, peer_python, numa, inputs_of(48, 9), ways)
     assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
     assert errors["imatrix"][1] < 0.95 * errors["absmax"][1], errors  # though these inputs are alike in all columns
 
@@ -259,22 +231,9 @@ def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, 
     out = tmp_path / "out"
     convert(out, method.lower(), numa, "--layout", "kt")
     opened, form = open_output(out), FORMATS[f"KT_{method}"].encoding
-    generator = torch.Generator().manual_seed(8)
-    hidden = torch.randn(6, HIDDEN, generator=generator).to(torch.bfloat16)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(6)])
-    weights = torch.rand(6, TOPK, generator=generator)
-    save_file({"hidden": hidden, "ids": ids, "weights": weights}, tmp_path / "inputs.safetensors")
-    run_peer(
-        peer_python,
-        tmp_path,
-        do="forward",
-        layer=1,
-        numa=numa,
-        method=method,
-        folder=str(out),
-        inputs=str(tmp_path / "inputs.safetensors"),
-        result=str(tmp_path / "out.safetensors"),
-    )
+    inputs = inputs_of(6, 8)
+    hidden, ids, weights = (inputs[name] for name in ("hidden", "ids", "weights"))
+    save_file(inputs, tmp_path / "inputs.safetensors")
 
     def linear(expert: int, projection: str) -> np.ndarray:
         shape = (HIDDEN, INTERMEDIATE) if projection == "down" else (INTERMEDIATE, HIDDEN)
@@ -282,6 +241,6 @@ def test_peer_computes_with_its_native_layout(tmp_path: Path, peer_python: str, 
         stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in form.tensors(*shape)]
         return form.decode(stored, *shape).astype(np.float64)
 
-    expected = float64_output(linear, hidden, ids, weights)
-    theirs = load_file(tmp_path / "out.safetensors")["out"].double().numpy()
+    expected = floats.forward(linear, bits(hidden), ids.numpy(), weights.numpy())
+    theirs = forward(peer_python, tmp_path, 1, numa, method, out).double().numpy()
     assert np.linalg.norm(theirs - expected) < 0.01 * np.linalg.norm(expected)

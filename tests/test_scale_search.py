@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import GOLDEN, parts, same
+from test_golden import FOLDER as GOLDEN
+from test_golden import parts, same
 from test_kernels import KINDS, source, transposed, ugly
 from test_kernels import Matrix as of_kind
 

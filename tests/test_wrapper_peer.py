@@ -8,7 +8,6 @@ found: test_peer.py.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,15 +30,6 @@ RUNS = [
     (3, 2, [1, 0], False),
     (4, 2, [2, 0], False),
 ]
-
-
-@pytest.fixture(scope="module")
-def peer_python() -> str:
-    """The Python that has kt-kernel."""
-    python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
-    if not Path(python).exists():
-        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
-    return python
 
 
 def program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dict[str, torch.Tensor]:
