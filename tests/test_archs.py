@@ -27,6 +27,7 @@ MLP = ROWS[QWEN].stored
 SEPARATE, FUSED = MLP
 STACKED = ROWS["Step-3.5, 3.7"].stored[0]
 E, H, I = 3, 10, 6  # noqa: E741
+U8 = np.uint8
 Tensors = dict[str, tuple[str, np.ndarray]]
 
 
@@ -259,14 +260,6 @@ def test_fused_orientation_follows_from_both_shapes(
     check(model, model.read(tmp_path))
 
 
-def test_interleaved_rows(tmp_path: Path) -> None:
-    style = replace(FUSED, interleaved=True)
-    arch = Arch("Mixed rows", ("mixed",), (style,))
-    for turned in (False, True):
-        model = Model(arch, style, turned=turned)
-        check(model, model.read(tmp_path / str(turned), (arch,)))
-
-
 @pytest.mark.parametrize("turned", [False, True])
 def test_stacked_where_only_the_row_can_tell(turned: bool, tmp_path: Path) -> None:
     style = replace(STACKED, output_major=not turned)
@@ -286,26 +279,25 @@ def test_a_known_family_stored_as_another_is(tmp_path: Path) -> None:
 # Layers, MTP, config
 
 
-def test_mtp_layers_are_left_out_and_named(tmp_path: Path) -> None:
-    model = Model(ROWS[DEEPSEEK], SEPARATE, mtp=(3,))
-    parsed = model.read(tmp_path)
-    check(model, parsed)
-    assert parsed.mtp_layers == (3,)
-    assert len(parsed.mtp_tensors) == 3 * E
-    assert "layer 3" in parsed.notes[0]
-
-
 @pytest.mark.parametrize(
-    "base", ["mtp.layers.0.mlp.", "model.mtp.layers.0.mlp.", "mtp.0.ffn.", "model.mtp_block.0.mlp."]
+    "base", ["", "mtp.layers.0.mlp.", "model.mtp.layers.0.mlp.", "mtp.0.ffn.", "model.mtp_block.0.mlp."]
 )
-def test_mtp_blocks_with_names_of_their_own(base: str, tmp_path: Path) -> None:
-    model = Model(ROWS["Qwen3-Next, Coder-Next"], SEPARATE)
+def test_mtp_blocks_are_left_out_and_named(base: str, tmp_path: Path) -> None:
+    """Layers after the last, in whatever encoding, or blocks with names of their own."""
+    model = Model(ROWS[QWEN if base else DEEPSEEK], SEPARATE, mtp=() if base else (3,))
     extra = {f"{base}experts.{e}.{p}_proj.weight": model._bits(2, 2) for e in range(E) for p in ("gate", "up", "down")}
-    model.experts.update(extra)
-    parsed = model.read(tmp_path)
+    if base:
+        model.experts.update(extra)
+    else:
+        extra = {name: tensor for name, tensor in model.experts.items() if ".layers.3." in name}
+    parsed = model.read(tmp_path / "same")
     check(model, parsed)
-    assert parsed.mtp_tensors == extra.keys()
-    assert "mtp" in parsed.notes[0]
+    assert parsed.mtp_layers == (() if base else (3,)) and parsed.mtp_tensors == extra.keys()
+    assert ("mtp" if base else "layer 3") in parsed.notes[0]
+    if not base:
+        model.experts[model.name("gate", 3)] = ("I8", np.zeros((2, 2), U8))
+        model.experts[model.name("up", 3) + "_packed"] = ("I32", np.zeros((2, 2), np.int32))
+        assert model.read(tmp_path / "other").layers == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -668,9 +660,6 @@ def test_activation_scales_are_set_aside(tmp_path: Path) -> None:
     assert name not in {t.name for t in parsed.layer_tensors(2)}
 
 
-U8, I32 = np.uint8, np.int32
-
-
 @pytest.mark.parametrize(
     "suffix, dtype, scale, words",
     [
@@ -693,14 +682,6 @@ def test_formats_that_are_no_input_yet(
     model.experts = tensors
     with pytest.raises(UnsupportedError, match=f"{words}.*BF16"):
         model.read(tmp_path)
-
-
-def test_mtp_experts_of_another_format_do_not_matter(tmp_path: Path) -> None:
-    model = Model(ROWS[DEEPSEEK], SEPARATE, mtp=(3,))
-    model.experts[model.name("gate", 3)] = ("I8", np.zeros((2, 2), U8))
-    model.experts[model.name("up", 3) + "_packed"] = ("I32", np.zeros((2, 2), I32))
-    parsed = model.read(tmp_path)
-    assert parsed.layers == (1, 2) and parsed.mtp_layers == (3,)
 
 
 def test_experts_of_another_part_of_the_model_are_mentioned(tmp_path: Path) -> None:

@@ -540,17 +540,9 @@ def nothing_but_scales_of_inputs(tensors: Stored, quantization: Quantization, ba
 
 
 REFUSED: list[tuple[str, Spoil, str]] = [
-    (
-        "DeepSeek-V4",
-        tensor(".scale"),
-        r"1\.w1\.weight' is I8, and its scales \(layers\.0\.ffn\.experts\.1\.w1\.scale\) are mi",
-    ),
+    ("DeepSeek-V4", tensor(".scale"), r"1\.w1\.weight' is I8, and its scales \(.*experts\.1\.w1\.scale\) are missing"),
     ("DeepSeek-V4", tensor(".weight"), r"is a scale whose weight .* is missing"),
-    (
-        "DeepSeek-V4",
-        tensor(".scale", "F8_E8M0", (I, 4)),
-        r"\[384, 4\] does not fit .* with a scale for each 32 columns",
-    ),
+    ("DeepSeek-V4", tensor(".scale", "F8_E8M0", (I, 4)), r"4\] does not fit .* with a scale for each 32 columns"),
     ("ct MXFP4", tensor(".weight_packed", "U8", (I, H // 4)), "shape|does not fit|must be"),
     ("ct MXFP4", tensor(".weight_packed", "U8", (I * H // 2,)), "must be a matrix of bytes"),
     ("ct MXFP4", tensor(".weight_scale", "BF16", (I, H // 32)), "is INT4 but .*weight_shape is missing"),
@@ -559,11 +551,7 @@ REFUSED: list[tuple[str, Spoil, str]] = [
     ("modelopt NVFP4", tensor(".weight_global_scale", "F32", (1,), 1), "needs none"),
     ("modelopt NVFP4", tensor(".weight_scale_2", "F32", (I,), 1), "must be one F32"),
     ("modelopt NVFP4", tensor(".weight_scale", "U8", (I, H // 32)), "needs none"),
-    (
-        "modelopt NVFP4",
-        nothing_but_scales_of_inputs,
-        r"0\.gate_proj\.weight' is missing, though layer 0 has other expert",
-    ),
+    ("modelopt NVFP4", nothing_but_scales_of_inputs, "0.gate_proj.weight' is missing, though layer 0 has other exp"),
     ("ct 4", tensor(".weight_packed"), "is a scale whose weight .*weight_packed' is missing"),
     ("ct 4", tensor(".weight_scale"), "weight_packed' is INT4 but .*weight_scale is missing"),
     ("ct 4", tensor(".weight_shape"), "weight_packed' is INT4 but .*weight_shape is missing"),
@@ -576,22 +564,10 @@ REFUSED: list[tuple[str, Spoil, str]] = [
     ("ct 4", tensor(".weight_zero_point", "I32", (47, 8)), r"must be I32 of shape \[48, 8\]"),
     ("ct 4", tensor(".weight_zero_point", "I8", (I, 8)), r"must be I32 of shape \[48, 8\]"),
     ("ct 4", tensor(".weight_g_idx", "I32", (H // 2,)), r"must be I32 of shape \[256\]"),
-    (
-        "ct 4 zeros",
-        lost("weight_zero_point"),
-        r"weight_packed' has zero points by its config, but .*zero_point is missing",
-    ),
-    (
-        "ct 4 order",
-        lost("weight_g_idx"),
-        r"has an order of its columns \(actorder\) by its config, but .*g_idx is missing",
-    ),
+    ("ct 4 zeros", lost("weight_zero_point"), "packed' has zero points by its config, but .*zero_point is missing"),
+    ("ct 4 order", lost("weight_g_idx"), r"order of its columns \(actorder\) by its config, but .*g_idx is missing"),
     ("ct 4 order", tensor(".weight_g_idx"), r"1\.gate_proj\.weight_g_idx is missing"),
-    (
-        "ct W8A8",
-        lost("weight_zero_point"),
-        r"weight' has zero points by its config, but .*weight_zero_point is missing",
-    ),
+    ("ct W8A8", lost("weight_zero_point"), "weight' has zero points by its config, but .*zero_point is missing"),
     ("ct W8A8", tensor(".weight_zero_point", "I32", (I, 1)), "zero points must be I8"),
     ("awq", tensor(".qzeros"), r"qweight' is AWQ but .*gate_proj.qzeros is missing"),
     ("awq", tensor(".scales"), "scales is missing"),
@@ -611,23 +587,11 @@ REFUSED: list[tuple[str, Spoil, str]] = [
     ("gptq 4 v1", tensor(".g_idx", "I64", (H,)), r"must be I32 of shape \[256\]"),
     ("gptq 4 v1", tensor(".qweight", "I32", (0, I)), "must be a matrix of words"),
     ("gptq 4 v1", of_two_encodings_without_codes, "is a scale whose weight .* is missing"),
-    (
-        "gptq 4 v1",
-        lost("qzeros"),
-        r"qweight' has zero points \(sym: false\) by its config, but .*_proj.qzeros is missing",
-    ),
+    ("gptq 4 v1", lost("qzeros"), r"qweight' has zero points \(sym: false\) by its config, but .*qzeros is missing"),
     ("gptq 4 v1", tensor(".qzeros"), r"1\.gate_proj\.qweight'.*1\.gate_proj\.qzeros is missing"),
-    (
-        "gptq 4 order",
-        lost("g_idx"),
-        r"has an order of its columns \(desc_act\) by its config, but .*_proj.g_idx is missing",
-    ),
+    ("gptq 4 order", lost("g_idx"), r"an order of its columns \(desc_act\) by its config, but .*g_idx is missing"),
     ("gptq 4 v2 order", tensor(".g_idx"), r"1\.gate_proj\.g_idx is missing, and .*0\.gate_proj\.g_idx' is there"),
-    (
-        "gptq 4 v1",
-        config(checkpoint_format=None),
-        r'qzeros\': no config says .*"gptq"} \(less one.*"gptq_v2"} \(as they are\) to quantize_config.json',
-    ),
+    ("gptq 4 v1", config(checkpoint_format=None), r'no config says .*"gptq"} \(less one.*"gptq_v2"} \(as they are\)'),
 ]
 UNSUPPORTED: list[tuple[str, Spoil, str]] = [
     ("awq", config(version="gemv"), "order of AWQ's version 'gemv' is not an input; use"),
