@@ -190,9 +190,7 @@ def actual_digest(manifest: Manifest) -> str:
 
 
 def read(folder: Path) -> Manifest | None:
-    """An output's manifest, or None where there is none. Raises VerificationError for one that is damaged or too
-    new.
-    """
+    """An output's manifest, None where there is none. Raises VerificationError for one that is damaged or too new."""
     path = folder / NAME
     if not path.is_file():
         return None

@@ -1,6 +1,4 @@
-"""What earlier runs and other processes have finished, before a run builds on it: hashed, and compared with what was
-recorded. What is not as it was written is made again.
-"""
+"""What earlier runs and other processes have finished is hashed before a run builds on it, or made again."""
 
 from __future__ import annotations
 

@@ -17,9 +17,7 @@ NOT_OURS = {"lost+found"}
 
 
 def appear(work: WorkDir, names: list[str]) -> None:
-    """Let the assembled folder, which is synced and has files of these names, become the output. May be cut off and run
-    again.
-    """
+    """Let the synced folder with files of these names become the output. May be cut off and run again."""
     if work.paths.inside:
         _move_in(work.paths, names, work.may_replace)
     else:

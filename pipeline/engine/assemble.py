@@ -1,6 +1,4 @@
-"""The last stage: finished units under their final names, companions, config, card, manifest, and the index last of
-all.
-"""
+"""The last stage: finished units under their final names, companions, config, card, manifest, index."""
 
 from __future__ import annotations
 

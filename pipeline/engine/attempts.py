@@ -179,9 +179,7 @@ def forget(paths: Paths, attempt: Attempt) -> None:
 
 
 def free(paths: Paths) -> None:
-    """Remove the files of unfinished attempts of this host whose process is gone. Their records stay, since they count
-    as deaths.
-    """
+    """Remove files of unfinished attempts of this host whose process is gone; the records count as deaths."""
     for attempt in read(paths):
         if attempt.ended is None and attempt.is_dead():
             with contextlib.suppress(FileNotFoundError):  # another process does the same
@@ -189,9 +187,7 @@ def free(paths: Paths) -> None:
 
 
 def sweep(paths: Paths) -> list[Attempt]:
-    """Remove what is of no use to anyone, in partial/ and attempts/; returns the attempts that were removed: failed,
-    or their process is gone.
-    """
+    """Remove what is of no use in partial/ and attempts/; returns the attempts that failed or died."""
     files, records = list(paths.partial.iterdir()), list(paths.attempts.iterdir())  # before their records are read
     kept, gone = [], []
     for attempt in read(paths):

@@ -45,9 +45,7 @@ class DaskExecutor(Executor):
         self.heard: float | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Have fn(*args, **kwargs) called by a worker that offers a unit. What it raises is not tried again; a worker
-        that dies is Dask's matter.
-        """
+        """Have fn(*args, **kwargs) called by a worker that offers a unit; what it raises is not tried again."""
         ours: Future[Any] = Future()
         packed = pickle.dumps((fn, args, kwargs))
         theirs = self._client.submit(_unpacking(), packed, pure=False, resources=UNIT, retries=0)
@@ -200,9 +198,7 @@ def _say_nothing() -> None:
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Threads and processes that are started within, and those that they start, never see Ctrl-C, which a terminal
-    sends to all: this one says what is to happen.
-    """
+    """Processes that are started within never see Ctrl-C, which a terminal sends to all: we say what happens."""
     resource_tracker.ensure_running()  # multiprocessing starts it with the first process, and then unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -212,9 +208,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def workers_here(where: str) -> int | None:
-    """The number of workers that `local[:N]` asks for; None where it is another place. Raises UsageError for a number
-    that is none.
-    """
+    """How many workers `local[:N]` asks for; None for another place. Raises UsageError for no number."""
     name, _, count = where.partition(":")
     if name != LOCAL:
         return None

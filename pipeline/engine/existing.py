@@ -1,6 +1,4 @@
-"""What lies at an output already: a finished one, an unfinished conversion, something else; and whether a plan agrees
-with it.
-"""
+"""What lies at an output already, and whether a plan agrees with it."""
 
 from __future__ import annotations
 
@@ -214,9 +212,7 @@ def _real(path: Path) -> Path:
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether a resolved path is that folder or lies in it, also where a mount or a case-insensitive file system gives
-    the folder another name.
-    """
+    """Whether a resolved path lies in that folder, also where a mount gives the folder another name."""
     there = _real(folder)
     return any(p == there or (p.exists() and there.exists() and p.samefile(there)) for p in (path, *path.parents))
 

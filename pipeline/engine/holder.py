@@ -34,9 +34,7 @@ class Holder(Struct, frozen=True, forbid_unknown_fields=True):
         return f"process {self.pid} on host {self.host}"
 
     def lives(self) -> bool | None:
-        """Whether it still runs; None where that cannot be told from here: it runs on another host, or in a container
-        of its own.
-        """
+        """Whether it still runs; None where that cannot be told: on another host, or in a container of its own."""
         if self.host != machine.host():
             return None
         if self.boot != machine.boot_id():

@@ -215,9 +215,7 @@ def _flocks_of_parts(root: Path) -> list[Path]:
 
 
 def _others(lock: Lock, part: ProcessPart | None) -> Holders:
-    """The locks that are files and bar the way to a part, or to one that works alone, with what they contain; without
-    those of processes that have ended.
-    """
+    """The locks that are files and bar the way, with what they contain; none of processes that have ended."""
     found = []
     for path in sorted(_locks(lock.root) - set(lock.files)):
         of_part = OF_PART.fullmatch(path.name)

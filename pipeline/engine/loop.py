@@ -1,6 +1,4 @@
-"""The loop: skip what is done; have made, publish and record what is not. Ctrl-C lives here; who makes a unit, and
-where, is the runner's matter.
-"""
+"""The loop: skip what is done; have made, publish and record what is not; stop on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class Interrupted(Exception):
 
 
 class StopFlag:
-    """The first SIGINT or SIGTERM finishes the units in flight, the second ends the process at once. Both can be
-    resumed.
-    """
+    """The first SIGINT or SIGTERM finishes the units in flight, the second ends the process at once."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -1,6 +1,4 @@
-"""A conversion in parts, without any engine: each process makes its share of the units and leaves them as finished
-attempts; whoever works alone later, publishes and assembles.
-"""
+"""A conversion in parts: each process leaves its share of the units as finished attempts."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ CARD = "README.md"
 
 
 def tool_version() -> str:
-    """The version of this ktconvert, read from the code: package metadata takes longer to
-    import than a plan to make.
-    """
+    """The version of this ktconvert, from the code: package metadata takes long to import."""
     return __version__
 
 
@@ -114,9 +112,7 @@ class Sources(Protocol):
 
 
 class Conversion(Protocol):
-    """What a command knows of its own work beyond the units: one class per command that makes an output
-    (pipeline/plans).
-    """
+    """What a command knows of its own work beyond the units; one class for each (pipeline/plans)."""
 
     @property
     def files(self) -> Sources:

@@ -1,6 +1,4 @@
-"""What --overwrite removes: the files in a folder, those that a manifest of ours lists, and those that none does. These
-are removed with --delete-others only.
-"""
+"""What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class Replaced:
 
 
 def look(folder: Path, kept: Collection[str] = ()) -> Replaced:
-    """What a folder holds, but for entries of these names. A link counts as a file, wherever it leads, and so does what
-    is no folder itself.
-    """
+    """What a folder holds, but for entries of these names. A link counts as a file, wherever it leads."""
     if folder.is_symlink() or not folder.is_dir():
         return Replaced(folder, (0, 0), {folder.name: folder.lstat().st_size})
     known = _listed(folder)

@@ -90,9 +90,7 @@ def window_of(threads: int, thread_runner: int) -> int:
 
 
 def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start them before there is work: a submit() that cannot start one fails, but leaves its work to those that there
-    are.
-    """
+    """Start them before there is work: a submit() that cannot start one leaves its work to those there are."""
     ready = threading.Event()
     try:
         for _ in range(count):

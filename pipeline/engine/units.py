@@ -1,6 +1,4 @@
-"""Stages and units: what there is to do, known whole before the first byte is read, and why each unit will or will not
-run.
-"""
+"""Stages and units: what there is to do, and why each unit will or will not run."""
 
 from __future__ import annotations
 
@@ -174,9 +172,7 @@ class Status:
 def statuses(
     stages: Iterable[Stage[Any]], is_done: Callable[[Unit[Any]], str | None], stored: Iterable[str] = ()
 ) -> list[Status]:
-    """The state of every unit. is_done gives a reason why a unit is finished, or None; `stored` are names that lie in
-    the store.
-    """
+    """The state of every unit. is_done: why one is finished, or None; stored: names that lie in the store."""
     others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
     states = []
     for stage in stages:

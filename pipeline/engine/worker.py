@@ -69,9 +69,7 @@ class Failure:
 
 
 def make_unit(task: Task) -> Attempt | Failure:
-    """Make a unit, or find that it was made. What is wrong with this host, the input or the disk comes back as a
-    Failure: to try it again would not help.
-    """
+    """Make a unit, or find it made. What trying again would not help comes back as a Failure."""
     reporter = Collecting()
     try:
         opened = _open(task)
@@ -119,9 +117,7 @@ def threads_here(threads: int | None) -> int:
 
 
 def require_able(version: str) -> None:
-    """Raise OutputError where this is another ktconvert than the coordinator's, UsageError where KTCONVERT_ISA names
-    what this CPU lacks.
-    """
+    """Raise OutputError for another ktconvert than the coordinator's, UsageError for a KTCONVERT_ISA it lacks."""
     if version != tool_version():
         raise OutputError(
             f"ktconvert {tool_version()} is installed here, {version} where the command runs; install the same one."

@@ -1,6 +1,4 @@
-"""The chain of `ktconvert calibrate`: samples, then one layer after the other, whose statistics are gathered; then the
-files of the output.
-"""
+"""The chain of `ktconvert calibrate`: samples, layer after layer, then the files of the output."""
 
 from __future__ import annotations
 

@@ -73,9 +73,7 @@ CALLED: Mapping[str, Callable[[str], str]] = {"copy": numa.rename_non_expert, "k
 
 
 def not_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
-    """Everything but routed experts, by the names that a row of CALLED gives them; nothing for "skip". Raises
-    InputError where two tensors would get one name.
-    """
+    """Everything but routed experts, named by a row of CALLED. Raises InputError where two get one name."""
     if choice not in CALLED:
         return ()
     source = model.source
@@ -145,9 +143,7 @@ def stage(
 
 
 def peak_memory(tensors: Iterable[OtherTensor]) -> int:
-    """Bytes for the windows of the units in flight, what decoding one takes, and the scales of the largest linears; the
-    source is only mapped.
-    """
+    """Bytes for the windows of the units in flight, for decoding one, and for the largest scales."""
     stored = (tensor.stored for tensor in tensors)
     weights = {(w.encoding.name, w.shape): w for w in stored if isinstance(w, Weight)}.values()
     reading = max((weight.reading_bytes(False) for weight in weights), default=0)

@@ -24,9 +24,7 @@ def items(start: int, stop: int) -> Iterator[tuple[int, str]]:
 
 
 def read_ahead(model: MoeModel, layer: int, start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """The items, while the kernel is asked to prefetch the next experts, so that on a cold cache the disk is never
-    idle.
-    """
+    """The items, while the next experts are prefetched: on a cold cache the disk is never idle."""
     each = sum(t.nbytes for t in model.expert_tensors(layer, start))
     ahead = max(1, READ_AHEAD // each)
     prefetched = start

@@ -1,6 +1,4 @@
-"""Statistics of what experts read: a small file for each layer of a chain, and three units that end the chain and make
-an importance matrix, counts and a description of both from these files.
-"""
+"""Statistics of what experts read: a file per layer of a chain, and the three units that end it."""
 
 from __future__ import annotations
 
@@ -125,9 +123,7 @@ def closing_units(
     *,
     kept: bool,
 ) -> list[Unit[Any]]:
-    """The units that follow the last layer: imatrix.gguf, counts.safetensors, statistics.json. kept: whether they are
-    the output itself.
-    """
+    """The units after the last layer, one for each file. kept: whether they are the output itself."""
     shapes = [model.shape(layer) for layer in model.layers]
     imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
     counts = 8 * int(about["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)

@@ -1,6 +1,4 @@
-"""The chain of GPTQ: samples, then one layer after the other, each of which hands the hidden states of all sequences to
-the next.
-"""
+"""The chain of GPTQ: samples, then layer after layer, each of which hands on the hidden states."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Work done by many threads, taken in order: the file's bytes are hashed front to back while its parts are computed in
-parallel.
-"""
+"""Work done by many threads, taken in order: a file is hashed front to back while parts are computed."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ class ExpertsWork:
         return packed
 
     def error(self, expert: int, projection: str) -> dict[str, float]:
-        """Quantize one projection again and compare with the source, as error_figures says; what stays as it is, is
-        equal.
-        """
+        """error_figures of one projection, quantized again; what stays as it is, is equal."""
         if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
         linear = self.model.linear(self.grid.layer, expert, projection)
@@ -205,9 +203,7 @@ def importance_of(imatrix: Imatrix | None, layer: int) -> Callable[[int, str], F
 
 
 def peak_memory(units: Sequence[Unit[ExpertsWork]], packing: int) -> int:
-    """Bytes for so many batches of projections under way, and for what waits for its place in the shards in flight;
-    the source is only mapped.
-    """
+    """Bytes for so many batches under way, and for what waits for its turn in the shards in flight."""
     each = scratch = measured = waiting = 0
     for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
         firsts, rest = [], []

@@ -55,9 +55,7 @@ class ResplitWork:
         return self._rearranged(self.stored(item), item, place)
 
     def change(self, item: Item) -> npt.NDArray[np.float64]:
-        """How far the new numbers of a projection are from the old ones, where parts are columns: sums of x*x, y*y, x*y
-        and (x-y)^2.
-        """
+        """How far new numbers are from old ones where parts are columns: sums of x*x, y*y, x*y, (x-y)^2."""
         old = self.stored(item)
         new = self._rearranged(old, item)
         sums = np.zeros(4)
@@ -209,9 +207,7 @@ def _inputs(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tupl
 
 
 def peak_memory(units: Sequence[Unit[ResplitWork]], packing: int) -> int:
-    """Bytes for so many projections under way, old and new, and for the scales that wait for their place in the shards
-    in flight.
-    """
+    """Bytes for so many projections under way, old and new, and for scales that wait to be written."""
     largest = scratch = waiting = batch = 0
     for unit in units:
         work = unit.work
