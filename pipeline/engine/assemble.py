@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header
+from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import manifest, publish
+from ktconvert.layouts.files.direct_file import explained
 from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.appear import appear
 from ktconvert.pipeline.engine.existing import require_replaceable
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, require_unchanged, tool_version
+from ktconvert.pipeline.engine.paths import Paths
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Assembly, Plan, require_unchanged, tool_version
 from ktconvert.pipeline.engine.side_output import deliver
+from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
+
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+NOT_OURS = {"lost+found"}
 
 
 def assemble(plan: Plan, work: WorkDir) -> None:
     """Put the output together and let it appear. May be cut off and run again at any point."""
-    target, assembly = work.paths.assembly, plan.assembly
-    kept = [unit for unit in plan.units if unit.kept]
-    weights: dict[str, OutputFile] = {}
-    for unit in kept:
-        result = work.finished[unit.fingerprint].result
-        for w in result.files:
-            name = f"{unit.final}/{w.path}" if w.path else unit.final
-            weights[name] = OutputFile(name, w.nbytes, w.sha256, None if w.path else result.tensors)
+    target, units = work.paths.assembly, [unit for unit in plan.units if unit.kept]
+    files = fill(target, plan, plan.assembly, units, work)
+    if all((target / file.name).exists() for unit in units for file in _files_of(unit, work)):
+        plan.conversion.check(target)
+    if work.may_replace and journal.assembled(work.journal.records) is None:
+        require_replaceable(plan)  # what was put there while the conversion ran
+    deliver(plan, work)
+    work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
+    appear(work, [f.name for f in files])
+    work.remove()
+
+
+def fill(target: Path, plan: Plan, assembly: Assembly, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
+    """Put finished units and all that goes with them into a folder, synced; what else is in it is removed.
+
+    Returns the files that its manifest lists. Knows of the output only where its kept layers lie, and that without hard
+    links weights may lie in their last place already.
+    """
+    weights = {file.name: file for unit in units for file in _files_of(unit, work)}
     target.mkdir(exist_ok=True)
-    publish.keep_only(
-        target, weights.keys()
-    )  # left by an assembly that was cut off; without hard links, weights lie only here
-    for unit in kept:
+    publish.keep_only(target, weights.keys())  # left by an assembly that was cut off
+    for unit in units:
         stored = work.paths.store / unit.stored_name
         if stored.exists():
             publish.place(stored, target / unit.final)
     files = [*weights.values(), *_kept(work.paths.output, assembly.kept_layers or ())]
     for name, source in assembly.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        size, sha256 = publish.copy_file(source, target / name)
-        files.append(OutputFile(name, size, sha256))
+        files.append(OutputFile(name, *publish.copy_file(source, target / name)))
     require_unchanged(plan)
     if assembly.config is not None:
         files.append(_written(target, CONFIG, assembly.config))
@@ -48,8 +65,9 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     files.append(_written(target, CARD, plan.conversion.card(stats)))
     if not assembly.loose:
         shards = []
-        for unit in kept:
-            header = read_header(_find(work, unit.final))
+        for unit in units:
+            path = next(path for folder in (target, work.paths.output) if (path := folder / unit.final).exists())
+            header = read_header(path)
             shards.append((unit.final, [e.name for e in header.entries], sum(e.nbytes for e in header.entries)))
         files.append(_written(target, INDEX, index_json(shards)))
     document = manifest.encode(
@@ -63,19 +81,14 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     _written(target, manifest.NAME, document)
     for folder in (target, *(p for p in target.rglob("*") if p.is_dir())):
         publish.sync_folder(folder)
-    if all((target / name).exists() for name in weights):
-        plan.conversion.check(target)
-    if work.may_replace and journal.assembled(work.journal.records) is None:
-        require_replaceable(plan)  # what was put there while the conversion ran
-    deliver(plan, work)
-    work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
-    appear(work, [f.name for f in files])
-    work.remove()
+    return files
 
 
-def _find(work: WorkDir, name: str) -> Path:
-    """A file of the output; without hard links it may lie at its last place already."""
-    return next(folder / name for folder in work.paths.finals if (folder / name).exists())
+def _files_of(unit: Unit[Any], work: WorkDir) -> Iterator[OutputFile]:
+    result = work.finished[unit.fingerprint].result
+    for w in result.files:
+        name = f"{unit.final}/{w.path}" if w.path else unit.final
+        yield OutputFile(name, w.nbytes, w.sha256, None if w.path else result.tensors)
 
 
 def _written(target: Path, name: str, data: bytes) -> OutputFile:
@@ -89,3 +102,60 @@ def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
             name = path.relative_to(output).as_posix()
             files.append(OutputFile(name, path.stat().st_size, publish.sha256_file(path)))
     return files
+
+
+# --- the moment it appears: renamed as a whole, or moved into place file by file with the index last ---
+
+
+def appear(work: WorkDir, names: list[str]) -> None:
+    """Let the synced folder with files of these names become the output. May be cut off and run again."""
+    if work.paths.inside:
+        _move_in(work.paths, names, work.may_replace)
+    else:
+        _rename(work.paths, work.may_replace)
+
+
+def _rename(paths: Paths, may_replace: bool) -> None:
+    """One rename; where something lies there already, swap the two and remove the old one last.
+
+    Raises OutputError where something was put there while the conversion ran.
+    """
+    output = paths.output
+    with explained(output):
+        try:
+            paths.assembly.rename(output)
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+            if not may_replace:
+                raise OutputError(
+                    f"{output}: something was put there while the conversion ran; "
+                    "move it away and resume, or run the same command with --overwrite."
+                ) from error
+            publish.exchange(paths.assembly, output, aside=paths.old)
+    publish.sync_folder(output.parent)
+
+
+def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
+    """File by file. Before the first the old index goes, after the last the new one comes: no index ever names a
+    mixture.
+
+    A loader that opens every *.safetensors without looking at the index, as kt-kernel's does, must wait until this has
+    ended."""
+    output, target = paths.output, paths.assembly
+    (output / manifest.NAME).unlink(missing_ok=True)
+    (output / INDEX).unlink(missing_ok=True)
+    publish.sync_folder(output)
+    if may_replace:
+        publish.keep_only(output, {*names, manifest.NAME}, spare={*NOT_OURS, paths.root.name})
+    last = [name for name in (manifest.NAME, INDEX) if name == manifest.NAME or name in names]
+    folders = {output}
+    for name in names:
+        if name not in last and (target / name).exists():
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).rename(output / name)
+            folders.update(output / parent for parent in Path(name).parents)
+    for folder in folders:
+        publish.sync_folder(folder)
+    for name in last:
+        publish.publish(target / name, output / name)
