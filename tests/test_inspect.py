@@ -102,17 +102,6 @@ def test_what_kt_kernel_would_compute_otherwise(tmp_path: Path, write_qwen: Any,
     assert any("would compute something else" in note for note in report["notes"])
 
 
-def test_fp8(tmp_path: Path, write_qwen: Any) -> None:
-    layer: dict[str, Any] = {}
-    for projection in ("gate", "up", "down"):
-        layer[projection] = np.full((2, 128, 128), 0x38, np.uint8)
-        layer[f"{projection}.weight_scale_inv"] = np.ones((2, 1, 1), np.float32)
-    report = look(
-        write_qwen(tmp_path / "fp8", {0: layer}, "F8_E4M3", quantization_config={"weight_block_size": [128, 128]})
-    )
-    assert report["expert_dtypes"] == ["F8_E4M3"] and report["routed_bytes"] == 6 * (128 * 128 + 4)
-
-
 def test_a_dense_model(tmp_path: Path, write_safetensors: Any, cli: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 1}')
     write_safetensors(

@@ -42,6 +42,7 @@ from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
 from ktconvert.quantizers import reference
 from rig.safetensors import Tensor, data_start, header_of, read_folder, write_file
+from rig.verifying import made
 
 PROJECTIONS = ("gate", "up", "down")
 COUNTS = np.array([[5, 900, 20, 300, 0, 70, 80, 412], [101, 202, 303, 404, 505, 606, 707, 800]], np.int64)
@@ -102,11 +103,6 @@ class Page(HTMLParser):
             self._map = data
         if {"th", "td"} & set(self._open) and self._map == "-":
             self.tables[self._heading][-1][-1] += data
-
-
-def made(command: Any, *arguments: object) -> None:
-    done = CliRunner().invoke(command, [*map(str, arguments), "-q"])
-    assert done.exception is None, done.output
 
 
 def report(output: Path, at: Path, *options: object, code: int = 0) -> tuple[Page, dict[str, Any]]:

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_of
-from ktconvert.layouts.outputs.measuring import measure
-from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.pipeline.cli.cpu import cpu
-from ktconvert.pipeline.cli.verify import verify
 from ktconvert.quantizers import ROW_GRIDS
-from rig.safetensors import data_start, edit_header, header_of, read_file
+from rig.files import edit_json
+from rig.safetensors import data_start, edit_file, edit_header, header_of, read_file
+from rig.verifying import accepted, failed, made, problems, refused, verified
 
 GOLDEN = Path(__file__).parent / "golden"
 INDEX = "model.safetensors.index.json"
@@ -29,55 +27,15 @@ SHAPES = ("int4-merged", "int8-merged", "int4-loose", "int8-loose")
 
 
 def convert(source: Path, output: Path, *options: object) -> Path:
-    """Run the command in this process."""
-    done = CliRunner().invoke(cpu, ["-i", str(source), "-o", str(output), "-q", *map(str, options)])
-    assert done.exception is None, done.output
+    made(cpu, "-i", source, "-o", output, *options)
     return output
 
 
-def run(output: Path, *options: object) -> tuple[Result, dict[str, Any], str]:
-    """Verify in this process: the result, the JSON report ({} where it ended before one), and the
-    sentence of a failure."""
-    done = CliRunner().invoke(verify, [str(output), "--json", *map(str, options)])
-    report = json.loads(done.stdout) if done.stdout else {}
-    if isinstance(done.exception, Exception) and not hasattr(done.exception, "exit_code"):
-        raise done.exception  # what a user would see as a traceback
-    return done, report, str(report.get("message") or done.exception or "")
-
-
-def accepted(output: Path, *options: object) -> dict[str, Any]:
-    """Verify and expect success."""
-    done, report, sentence = run(output, *options)
-    assert done.exit_code == 0 and report["ok"] and not sentence, sentence
-    return report
-
-
-def refused(output: Path, *options: object) -> tuple[dict[str, Any], str]:
-    """Verify and expect exit code 6; the report, and the first problem with the remedy."""
-    done, report, sentence = run(output, *options)
-    assert getattr(done.exception, "exit_code", done.exit_code) == 6, done.output
-    assert sentence.startswith(str(output)) and sentence.endswith("."), sentence
-    if report:
-        assert done.exit_code == 6 and sentence in done.stderr
-    return report, sentence
-
-
-def problems(report: dict[str, Any], check: str) -> list[str]:
-    """The problems of one check."""
-    return [problem for row in report["checks"] if row["name"] == check for problem in row["problems"]]
-
-
 @pytest.fixture(scope="module")
-def conversions(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+def conversions(packed_example: Callable[..., Path]) -> dict[str, Path]:
     """The bundled model in both methods, merged and loose, for two NUMA nodes."""
-    root = tmp_path_factory.mktemp("converted")
-    paths = {}
-    for name in SHAPES:
-        method, form = name.split("-")
-        paths[name] = convert(
-            example, root / name, "--quant-method", method, *(["--no-merge-safetensor"] if form == "loose" else [])
-        )
-    return paths
+    more = {"merged": [], "loose": ["--no-merge-safetensor"]}
+    return {name: packed_example(name[:4], 2, *more[name[5:]]) for name in SHAPES}
 
 
 @pytest.fixture
@@ -157,22 +115,6 @@ def test_every_way_to_convert(options: list[object], tmp_path: Path, example: Pa
     assert bool(report["other_tensors"]) == ("copy" in options)
 
 
-def test_a_merged_folder(conversions: dict[str, Path], example: Path, tmp_path: Path, cli: Any) -> None:
-    cli("merge", "-i", conversions["int4-loose"], "-o", tmp_path / "out", "--max-tensors", 50, "-r", example)
-    accepted(tmp_path / "out", "--against", example)
-    accepted(tmp_path / "out", "--against", conversions["int4-merged"])
-
-
-def test_fp8(tmp_path: Path, write_qwen: Any) -> None:
-    rng = np.random.default_rng(3)
-    layer: dict[str, Any] = {}
-    for projection in ("gate", "up", "down"):
-        layer[projection] = rng.integers(0, 0x7F, (2, 256, 256), dtype=np.uint8)
-        layer[f"{projection}.weight_scale_inv"] = rng.uniform(1e-3, 1e-2, (2, 2, 2)).astype(np.float32)
-    source = write_qwen(tmp_path / "fp8", {0: layer}, "F8_E4M3", quantization_config={"weight_block_size": [128, 128]})
-    accepted(convert(source, tmp_path / "out", "--save-backward-weights"), "--against", source)
-
-
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,14 +126,12 @@ def test_a_flipped_byte_in_a_shard(
     output = copy(name)
     at += data_start(output / FIRST) if at > 0 else 0
     flip(output / FIRST, at)
-    report, sentence = refused(output)
-    assert FIRST in sentence and problems(report, "hashes") and not problems(report, "tensors")
-    report, _ = refused(output, "--against", example)
-    (problem,) = problems(report, "source")
-    assert (
-        f"NUMA part {0 if at > 0 else 1}, {what}: byte " in problem and "1 byte differs" in problem and FIRST in problem
-    )
-    (problem,) = problems(refused(output, "--against", conversions[name])[0], "other")
+    report = verified(output)
+    assert FIRST in report["message"] and failed(report) == ["hashes"]
+    (problem,) = problems(verified(output, "--against", example), "source")
+    where = f"NUMA part {0 if at > 0 else 1}, {what}: byte "
+    assert where in problem and "1 byte differs" in problem and FIRST in problem
+    (problem,) = problems(verified(output, "--against", conversions[name]), "other")
     assert problem.startswith("blk.0.ffn_") and "differs: byte " in problem
     refused(conversions[name], "--against", output)
     accepted(without_manifest(output))  # by structure alone it cannot be seen
@@ -203,8 +143,8 @@ def test_a_flipped_byte_in_a_loose_file(pattern: str, copy: Callable[[str], Path
     output = copy("int4-loose")
     path = weight_file(output, pattern)
     flip(path, 200)
-    report, sentence = refused(output, "--against", example)
-    assert path.name in sentence
+    report = verified(output, "--against", example)
+    assert report["code"] == 6 and path.name in report["message"]
     (problem,) = problems(report, "source")
     assert problem.startswith(f"layer 1, expert {path.name.split('_')[2]}, ") and "byte 200 is 0x" in problem
 
@@ -214,95 +154,150 @@ def test_a_truncated_shard(keep: int, copy: Callable[[str], Path], example: Path
     output = copy("int8-merged")
     path = output / FIRST
     path.write_bytes(path.read_bytes()[:keep])
-    report, sentence = refused(output, "--against", example)
-    assert FIRST in sentence and f"has {keep} bytes" in sentence and len(problems(report, "files")) == 1
-    _, sentence = refused(without_manifest(output))
-    assert FIRST in sentence
+    report = verified(output, "--against", example)
+    assert f"{FIRST} has {keep} bytes" in report["message"] and len(problems(report, "files")) == 1
+    assert FIRST in refused(without_manifest(output))
 
 
-def test_a_truncated_loose_file(copy: Callable[[str], Path]) -> None:
-    output = copy("int8-loose")
-    path = weight_file(output)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert path.name in refused(output)[1]
-    _, sentence = refused(without_manifest(output))
-    assert path.name in sentence and "where its name says" in sentence
+MISNAMED = "blk.0.ffn_gate_exps.3.numa.1.weight"
+LOST = "blk.0.ffn_down_exps.7.numa.1.scale"
 
 
-def test_a_missing_shard(copy: Callable[[str], Path]) -> None:
-    output = copy("int4-merged")
-    (output / FIRST).unlink()
-    assert f"{FIRST} is missing" in refused(output)[1]
-    _, sentence = refused(without_manifest(output))
-    assert f"{INDEX} names {FIRST}, which is missing" in sentence
+def _without_tensor(output: Path) -> None:
+    """A shard that is whole and listed, but lacks a matrix: as kt-kernel's loader would crash on."""
+    edit_file(output / FIRST, lambda tensors: tensors.pop(LOST))
+    edit_json(output / INDEX, lambda index: (index["weight_map"].pop(LOST), index["metadata"].update(total_size=0)))
 
 
-def test_a_missing_loose_file_and_folder(copy: Callable[[str], Path]) -> None:
-    output = copy("int4-loose")
-    path = weight_file(output, "INT4_gate_7_*_scale_.kt")
-    path.unlink()
-    assert f"{path.name} is missing" in refused(output)[1]
-    _, sentence = refused(without_manifest(output))
-    assert "layer 1, expert 7, gate_proj, NUMA part 1, scale" in sentence
+def _as_floats(header: dict[str, Any]) -> None:
+    header[MISNAMED] |= {"dtype": "F32", "shape": [header[MISNAMED]["shape"][0] // 4]}
+
+
+def _rename_all(output: Path, pattern: str, old: str, new: str) -> None:
+    for path in output.rglob(pattern):
+        path.rename(path.with_name(path.name.replace(old, new)))
+
+
+def _unfinished(output: Path) -> None:
+    """What convert_cpu_weights.py leaves when it is interrupted: shards of an unknown total and no index."""
+    (output / INDEX).unlink()
+    _rename_all(output, "*.safetensors", "of-00002", "of-PLACEHOLDER")
+
+
+def _empty_layer(output: Path) -> None:
     shutil.rmtree(output / "_layer_1")
     (output / "_layer_1").mkdir()
-    assert "_layer_1 holds no .kt files" in refused(output)[1]
 
 
-def test_a_missing_expert_tensor(copy: Callable[[str], Path], write_safetensors: Any) -> None:
-    """A shard that is whole, listed and hashed, but lacks a matrix: as kt-kernel's loader would crash on."""
-    output = copy("int4-merged")
-    lost = "blk.0.ffn_down_exps.7.numa.1.scale"
-    tensors = read_file(output / FIRST)
-    del tensors[lost]
-    write_safetensors(output / FIRST, tensors)
-    index = json.loads((output / INDEX).read_bytes())
-    del index["weight_map"][lost]
-    index["metadata"]["total_size"] = 0
-    (output / INDEX).write_text(json.dumps(index))
-    _, sentence = refused(without_manifest(output))
-    assert f"{lost} is missing (layer 0, expert 7, down_proj, NUMA part 1, scale)" in sentence
+def _scale(value: float) -> Callable[[Path], None]:
+    def change(output: Path) -> None:
+        path = weight_file(output, "INT8_down_2_*_scale_.kt")
+        scales = np.fromfile(path, np.float32)
+        scales[5] = value
+        scales.tofile(path)
+
+    return change
+
+
+def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda output: edit_header(output / FIRST, change)
+
+
+def _index(**change: Any) -> Callable[[Path], None]:
+    return lambda output: edit_json(output / INDEX, lambda index: index.update(change))
+
+
+def _map(**change: Any) -> Callable[[Path], None]:
+    return lambda output: edit_json(output / INDEX, lambda index: index["weight_map"].update(change))
+
+
+# What is damaged -> the output, how, and what its sentence says where there is no manifest, as in kt-kernel's outputs.
+IN_LAYER_1 = "blk.1.ffn_up_exps.2.numa.0.weight"
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a loose file cut off": (
+        "int8-loose",
+        lambda output: weight_file(output).write_bytes(weight_file(output).read_bytes()[:-1]),
+        "where its name says",
+    ),
+    "no shard": ("int4-merged", lambda o: (o / FIRST).unlink(), f"{INDEX} names {FIRST}, which is missing"),
+    "no loose file": (
+        "int4-loose",
+        lambda output: weight_file(output, "INT4_gate_7_*_scale_.kt").unlink(),
+        "layer 1, expert 7, gate_proj, NUMA part 1, scale",
+    ),
+    "an empty layer": ("int4-loose", _empty_layer, "_layer_1 holds no .kt files"),
+    "no tensor": ("int4-merged", _without_tensor, f"{LOST} is missing (layer 0, expert 7, down_proj, NUMA part 1, scale)"),
+    # kt-kernel's merge script writes F32 if "scale" is in its path
+    "another dtype": ("int4-merged", _header(_as_floats), f"{MISNAMED} in {FIRST} is F32"),
+    "another type of bytes": (
+        "int4-merged",
+        _header(lambda header: header[MISNAMED].update(dtype="U8", shape=[128 * 256 // 2])),
+        f"{MISNAMED} in {FIRST} is U8",
+    ),
+    "int8 under int4's name": (
+        "int8-loose",
+        lambda output: _rename_all(output, "*.kt", "INT8_", "INT4_"),
+        "the files are called INT4, their sizes are those of AMXINT8",
+    ),
+    "metadata that lies": (
+        "int4-merged",
+        _header(lambda header: header["__metadata__"].update(numa="1")),
+        f"{FIRST}: its metadata says numa 1, its tensors have 2",
+    ),
+    "NaN": ("int8-loose", _scale(np.nan), "scale of row 5 is nan (layer 1, expert 2, down_proj"),
+    "infinity": ("int8-loose", _scale(np.inf), "scale of row 5 is inf (layer 1, expert 2, down_proj"),
+    "a negative scale": ("int8-loose", _scale(-1.0), "scale of row 5 is -1.0 (layer 1, expert 2, down_proj"),
+    "another total": ("int4-merged", _index(metadata={"total_size": 1}), "total_size 1, the shards hold"),
+    "another shard": ("int4-merged", _map(**{IN_LAYER_1: FIRST}), f"names {IN_LAYER_1} in {FIRST}, but"),
+    "too much in the index": ("int4-merged", _map(x=FIRST), f"names x in {FIRST}, which does not hold it"),
+    "too little in the index": (
+        "int4-merged",
+        lambda output: edit_json(output / INDEX, lambda index: index["weight_map"].pop(IN_LAYER_1)),
+        f"{IN_LAYER_1}, which {INDEX} does not name",
+    ),
+    "a shard outside": ("int4-merged", _index(weight_map={IN_LAYER_1: "../x.safetensors"}), "outside this directory"),
+    "an interrupted run": ("int4-merged", _unfinished, "PLACEHOLDER"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", DAMAGE)
+def test_damage_is_named(which: str, copy: Callable[[str], Path]) -> None:
+    name, damage, words = DAMAGE[which]
+    output = copy(name)
+    damage(output)
+    refused(output)  # by its manifest, whatever else is wrong
+    assert words in refused(without_manifest(output))
+
+
+def test_what_a_manifest_lists_is_missed_by_name(copy: Callable[[str], Path]) -> None:
+    output = copy("int4-loose")
+    path = weight_file(output)
+    path.unlink()
+    assert f"{path.name} is missing" in refused(output)
 
 
 def test_a_tensor_too_many_and_one_misnamed(copy: Callable[[str], Path]) -> None:
     output = without_manifest(copy("int4-merged"))
-    key = "blk.0.ffn_gate_exps.3.numa.1.weight"
-    edit_header(output / FIRST, lambda header: header.update({"blk.0.ffn_gate_exps.03.numa.1.weight": header.pop(key)}))
-    report, _ = refused(output)
-    assert any(key in problem for problem in problems(report, "index"))
+    other = MISNAMED.replace(".3.", ".03.")
+    edit_header(output / FIRST, lambda header: header.update({other: header.pop(MISNAMED)}))
+    report = verified(output)
+    assert any(MISNAMED in problem for problem in problems(report, "index"))
     assert any("not a name that kt-kernel reads" in problem for problem in problems(report, "tensors"))
 
 
-def test_a_wrong_dtype_and_a_wrong_size(copy: Callable[[str], Path]) -> None:
+def test_an_output_without_an_index(copy: Callable[[str], Path]) -> None:
     output = without_manifest(copy("int4-merged"))
-    key = "blk.0.ffn_gate_exps.3.numa.1.weight"  # kt-kernel's merge script writes F32 if "scale" is in its path
-
-    def as_floats(header: dict[str, Any]) -> None:
-        header[key] |= {"dtype": "F32", "shape": [header[key]["shape"][0] // 4]}
-
-    edit_header(output / FIRST, as_floats)
-    assert f"{key} in {FIRST} is F32" in refused(output)[1]
-    edit_header(output / FIRST, lambda header: header[key].update(dtype="U8", shape=[128 * 256 // 2]))
-    assert f"{key} in {FIRST} is U8" in refused(output)[1]
+    (output / INDEX).unlink()
+    assert any("no index" in note for note in accepted(output)["notes"])
 
 
-def test_wrong_numa_and_wrong_method(conversions: dict[str, Path]) -> None:
-    for name, output in conversions.items():
-        other = {"int4": "int8", "int8": "AMXINT4"}[name[:4]]
-        _, sentence = refused(output, "--numa", 1)
-        assert (
-            "--numa 1 was given, the weights are for 2 NUMA parts" in sentence and "--kt-threadpool-count 2" in sentence
-        )
-        _, sentence = refused(output, "--quant-method", other)
-        assert f"the weights have the sizes of {formats_of('cpu')[name[:4]].name}" in sentence
-        assert f"--kt-method {formats_of('cpu')[name[:4]].name}" in sentence
-
-
-def test_int8_bytes_under_int4_names(copy: Callable[[str], Path]) -> None:
-    output = without_manifest(copy("int8-loose"))
-    for path in output.rglob("*.kt"):
-        path.rename(path.with_name(path.name.replace("INT8_", "INT4_")))
-    assert "the files are called INT4, their sizes are those of AMXINT8" in refused(output)[1]
+@pytest.mark.parametrize("name", SHAPES)
+def test_wrong_numa_and_wrong_method(name: str, conversions: dict[str, Path]) -> None:
+    output, ours = conversions[name], formats_of("cpu")[name[:4]].name
+    sentence = refused(output, "--numa", 1)
+    assert "--numa 1 was given, the weights are for 2 NUMA parts" in sentence and "--kt-threadpool-count 2" in sentence
+    sentence = refused(output, "--quant-method", {"int4": "int8", "int8": "AMXINT4"}[name[:4]])
+    assert f"the weights have the sizes of {ours}" in sentence and f"--kt-method {ours}" in sentence
 
 
 def test_a_changed_config(copy: Callable[[str], Path]) -> None:
@@ -311,15 +306,15 @@ def test_a_changed_config(copy: Callable[[str], Path]) -> None:
     before = path.read_text()
     path.write_text(before.replace('"qwen3_moe"', '"olmoe"').replace('"Qwen3MoeForCausalLM"', '"OlmoeForCausalLM"'))
     other = "config.json is of OLMoE, and the manifest says that the experts are of Qwen3-MoE, Qwen3-Coder"
-    assert other in problems(refused(output)[0], "config")
+    assert other in problems(verified(output), "config")
     path.write_text(before.replace('"hidden_size": 256', '"hidden_size": 512'))
-    report, sentence = refused(output)
-    assert "config.json says hidden_size = 512, layer 0 has hidden size 256" in sentence
+    report = verified(output)
+    assert "config.json says hidden_size = 512, layer 0 has hidden size 256" in report["message"]
     assert any("config.json" in problem for problem in problems(report, "hashes"))
     path.write_text("{")
-    assert "config.json" in refused(output)[1]
+    assert "config.json" in refused(output)
     path.unlink()
-    assert "config.json is missing" in refused(output)[1]
+    assert "config.json is missing" in refused(output)
 
 
 @pytest.mark.parametrize(
@@ -327,73 +322,46 @@ def test_a_changed_config(copy: Callable[[str], Path]) -> None:
 )
 def test_a_manifest_that_says_otherwise(change: dict[str, Any], copy: Callable[[str], Path]) -> None:
     output = copy("int4-merged")
-    path = output / manifest.NAME
-    document = json.loads(path.read_bytes())
-    document["model"] |= change
-    path.write_text(json.dumps(document))
-    assert problems(refused(output)[0], "tensors")
+    edit_json(output / manifest.NAME, lambda document: document["model"].update(change))
+    assert problems(verified(output), "tensors")
 
 
-@pytest.mark.parametrize("change", [{"command": "merge"}, {"settings": {}}, {"source": []}, {"sha256": "0" * 64}])
+@pytest.mark.parametrize("change", [{"command": "merge"}, {"settings": {}}, {"sha256": "0" * 64}])
 def test_a_manifest_that_was_changed(change: dict[str, Any], copy: Callable[[str], Path]) -> None:
     """What it says has a hash, too; white space does not matter."""
     output = copy("int4-merged")
-    path = output / manifest.NAME
-    document = json.loads(path.read_bytes())
-    path.write_text(json.dumps(document))
+    edit_json(output / manifest.NAME, lambda document: None)
     accepted(output)
-    path.write_text(json.dumps(document | change))
-    [problem] = problems(refused(output)[0], "hashes")
+    edit_json(output / manifest.NAME, lambda document: document.update(change))
+    [problem] = problems(verified(output), "hashes")
     assert problem.startswith("manifest.json is not what was written")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": {"name": "ktconvert-manifest", "version": 1}}'])
 def test_a_damaged_manifest(text: str, copy: Callable[[str], Path]) -> None:
     output = copy("int4-merged")
-    path = output / manifest.NAME
-    unknown = json.dumps(json.loads(path.read_bytes()) | {"more": 1})
-    for damaged in (text, unknown):
-        path.write_text(damaged)
-        assert "manifest" in refused(output)[1]
+    (output / manifest.NAME).write_text(text)
+    assert "manifest" in refused(output)
 
 
-def test_types_of_a_manifest_are_not_trusted(copy: Callable[[str], Path], example: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("model", {"numa": "2"}),
+        ("model", {"layers": ["0"]}),
+        ("model", {"experts": None}),
+        ("model", {"scale": ["mse"]}),
+        ("model", {"scale": 5}),
+        ("model", {"quant_method": ["RTN"]}),
+        ("tool", {"version": 1}),
+    ],
+)
+def test_types_of_a_manifest_are_not_trusted(
+    part: str, change: dict[str, Any], copy: Callable[[str], Path], example: Path
+) -> None:
     output = copy("int4-merged")
-    path = output / manifest.NAME
-    good = json.loads(path.read_bytes())
-    for part, name, value in [
-        ("model", "numa", "2"),
-        ("model", "layers", ["0"]),
-        ("model", "experts", None),
-        ("model", "scale", ["mse"]),
-        ("model", "scale", 5),
-        ("model", "quant_method", ["RTN"]),
-        ("tool", "version", 1),
-    ]:
-        document = json.loads(path.read_bytes()) | {part: good[part] | {name: value}}
-        path.write_text(json.dumps(document))
-        run(output, "--against", example)  # whatever the damage, no traceback
-        path.write_text(json.dumps(good))
-
-
-def test_a_changed_index(copy: Callable[[str], Path]) -> None:
-    output = without_manifest(copy("int4-merged"))
-    good = json.loads((output / INDEX).read_bytes())
-    name = "blk.1.ffn_up_exps.2.numa.0.weight"
-    for change, words in (
-        ({"metadata": {"total_size": 1}}, "total_size 1, the shards hold"),
-        ({"weight_map": good["weight_map"] | {name: FIRST}}, f"names {name} in {FIRST}, but"),
-        ({"weight_map": good["weight_map"] | {"x": FIRST}}, f"names x in {FIRST}, which does not hold it"),
-        (
-            {"weight_map": {k: v for k, v in good["weight_map"].items() if k != name}},
-            f"{name}, which {INDEX} does not name",
-        ),
-        ({"weight_map": {name: "../x.safetensors"}}, "outside this directory"),
-    ):
-        (output / INDEX).write_text(json.dumps(good | change))
-        assert words in refused(output)[1]
-    (output / INDEX).unlink()
-    assert any("no index" in note for note in accepted(output)["notes"])
+    edit_json(output / manifest.NAME, lambda document: document[part].update(change))
+    assert verified(output, "--against", example)["message"]  # whatever the damage, no traceback
 
 
 def test_a_foreign_file(copy: Callable[[str], Path], write_safetensors: Any) -> None:
@@ -402,27 +370,11 @@ def test_a_foreign_file(copy: Callable[[str], Path], write_safetensors: Any) -> 
     assert accepted(output)["notes"] == ["not of the manifest: notes.txt"]
     (output / "original").mkdir()
     write_safetensors(output / "original" / FIRST, {"x": ("F32", np.zeros(1, np.float32))})
-    assert f"original/{FIRST} does not belong here" in refused(output)[1]
+    assert f"original/{FIRST} does not belong here" in refused(output)
     output = copy("int8-loose")
     stray = weight_file(output).with_name("INT8_gate_8_64Byte_scale_.kt")
     stray.write_bytes(bytes(64))
-    assert f"{stray.name} does not belong here" in refused(output)[1]
-
-
-def test_metadata_that_lies(copy: Callable[[str], Path]) -> None:
-    output = without_manifest(copy("int4-merged"))
-    edit_header(output / FIRST, lambda header: header["__metadata__"].update(numa="1"))
-    assert f"{FIRST}: its metadata says numa 1, its tensors have 2" in refused(output)[1]
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
-def test_a_scale_that_no_weight_can_have(value: float, copy: Callable[[str], Path]) -> None:
-    output = without_manifest(copy("int8-loose"))
-    path = weight_file(output, "INT8_down_2_*_scale_.kt")
-    scales = np.fromfile(path, np.float32)
-    scales[5] = value
-    scales.tofile(path)
-    assert f"scale of row 5 is {value} (layer 1, expert 2, down_proj" in refused(output)[1]
+    assert f"{stray.name} does not belong here" in refused(output)
 
 
 def test_a_flipped_byte_in_a_copied_tensor(tmp_path: Path, example: Path) -> None:
@@ -430,45 +382,26 @@ def test_a_flipped_byte_in_a_copied_tensor(tmp_path: Path, example: Path) -> Non
     accepted(output, "--against", example)
     shard = output / "model-00003-of-00003.safetensors"
     flip(shard, data_start(shard) + 1)
-    (problem,) = problems(refused(output, "--against", example)[0], "source")
+    (problem,) = problems(verified(output, "--against", example), "source")
     assert shard.name in problem and "differs from" in problem and "at byte 1" in problem
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_damage_never_ends_in_a_traceback(seed: int, copy: Callable[[str], Path]) -> None:
-    """Headers, indexes and manifests with a few bytes replaced: reported or harmless, but never a crash."""
-    rng = np.random.default_rng(seed)
-    output = copy("int4-merged")
-    name = (FIRST, INDEX, manifest.NAME, "config.json")[seed % 4]
-    path = output / name
-    data = bytearray(path.read_bytes())
-    for at in rng.integers(0, min(len(data), 8000), 3):
-        data[at] = rng.integers(32, 127)
-    path.write_bytes(data)
-    done, _, sentence = run(output)
-    assert getattr(done.exception, "exit_code", done.exit_code) in (0, 6) if name == manifest.NAME else sentence
-    run(without_manifest(output) if name != manifest.NAME else output)
 
 
 # ---- against what it is not ------------------------------------------------------------------------------------------
 
 
-def test_another_source(
-    conversions: dict[str, Path], tmp_path: Path, example: Path, write_qwen: Any, random_experts: Any
-) -> None:
-    same_shape = write_qwen(tmp_path / "same", {n: random_experts(8, 256, 256, n) for n in (0, 1)})
-    report, sentence = refused(conversions["int8-merged"], "--against", same_shape)
+def test_another_source(conversions: dict[str, Path], tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+    def against(name: str, experts: int, width: int, layers: int) -> dict[str, Any]:
+        stored = {n: random_experts(experts, 256, width, n) for n in range(layers)}
+        return verified(conversions["int8-merged"], "--against", write_qwen(tmp_path / name, stored))
+
+    report = against("same shape", 8, 256, 2)
+    sentence = report["message"]
     assert "layer 0, expert 0, gate_proj, NUMA part 0, weight: byte 0 is" in sentence and "(and 191 more)" in sentence
     assert any("not those that the manifest says" in note for note in report["notes"])
     assert report["errors"][0]["relative_error"] > 0.5
-    other_shape = write_qwen(tmp_path / "other", {n: random_experts(4, 256, 512, n) for n in (0, 1)})
-    report, sentence = refused(conversions["int8-merged"], "--against", other_shape)
+    sentence = against("other shape", 4, 512, 2)["message"]
     assert "layer 0 has 8 experts of 256 x 256" in sentence and "has 4 of 256 x 512" in sentence
-    more_layers = write_qwen(tmp_path / "more", {n: random_experts(8, 256, 256, n) for n in range(3)})
-    assert any(
-        "layers 2 of" in problem
-        for problem in problems(refused(conversions["int8-merged"], "--against", more_layers)[0], "source")
-    )
+    assert any("layers 2 of" in problem for problem in problems(against("more layers", 8, 256, 3), "source"))
 
 
 def test_a_damaged_source_is_bad_input(conversions: dict[str, Path], tmp_path: Path, example: Path) -> None:
@@ -476,48 +409,44 @@ def test_a_damaged_source_is_bad_input(conversions: dict[str, Path], tmp_path: P
     path = source / "model.safetensors"
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-100])
-    done, _, sentence = run(conversions["int4-merged"], "--against", source)
-    assert getattr(done.exception, "exit_code", None) == 5 and path.name in sentence
-    header = header_of(example / path.name)
+    report = verified(conversions["int4-merged"], "--against", source)
+    assert report["code"] == 5 and path.name in report["message"]
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    at = data_start(example / path.name) + header[name]["data_offsets"][0] + 2 * (256 * 7 + 200)
+    offset = header_of(example / path.name)[name]["data_offsets"][0]
+    at = data_start(example / path.name) + offset + 2 * (256 * 7 + 200)
     data[at : at + 2] = (0x7FC0).to_bytes(2, "little")
     path.write_bytes(data)
-    done, _, sentence = run(conversions["int4-merged"], "--against", source)
-    assert getattr(done.exception, "exit_code", None) == 5
-    assert name in sentence and "row 7, column 200" in sentence
+    report = verified(conversions["int4-merged"], "--against", source)
+    assert report["code"] == 5 and name in report["message"] and "row 7, column 200" in report["message"]
 
 
 def test_other_outputs(
     conversions: dict[str, Path], copy: Callable[[str], Path], tmp_path: Path, example: Path
 ) -> None:
-    _, sentence = refused(conversions["int8-merged"], "--against", conversions["int4-loose"])
-    assert "method is AMXINT8 here, AMXINT4 in" in sentence
+    assert "method is AMXINT8 here, AMXINT4 in" in refused(
+        conversions["int8-merged"], "--against", conversions["int4-loose"]
+    )
     one = convert(example, tmp_path / "one", "--layers", 0)
-    report, _ = refused(conversions["int4-merged"], "--against", one)
+    report = verified(conversions["int4-merged"], "--against", one)
     assert problems(report, "other") == [f"layer 1 (96 tensors) is missing in {one}"]
     damaged = copy("int4-merged")
     (damaged / FIRST).write_bytes(b"")
-    done, _, sentence = run(conversions["int4-merged"], "--against", damaged)
-    assert getattr(done.exception, "exit_code", None) == 5 and FIRST in sentence
+    report = verified(conversions["int4-merged"], "--against", damaged)
+    assert report["code"] == 5 and FIRST in report["message"]
 
 
 def test_what_is_no_output(tmp_path: Path, example: Path) -> None:
     for path, code in ((example, 3), (tmp_path, 3), (example / "config.json", 3), (tmp_path / "nothing", 5)):
-        done, _, sentence = run(path)
-        assert getattr(done.exception, "exit_code", None) == code and str(path) in sentence
+        report = verified(path)
+        assert report["code"] == code and str(path) in report["message"]
 
 
 def test_an_unfinished_output(tmp_path: Path) -> None:
-    work = tmp_path / "out.work"
-    work.mkdir()
-    (work / "plan.json").write_text("{}")
-    inside = tmp_path / "mounted" / ".ktconvert"
-    inside.mkdir(parents=True)
-    (inside / "plan.json").write_text("{}")
-    assert f"ktconvert resume {tmp_path / 'out'}" in refused(tmp_path / "out")[1]
-    assert f"ktconvert resume {tmp_path / 'out'}" in refused(work)[1]
-    assert f"ktconvert resume {tmp_path / 'mounted'}" in refused(tmp_path / "mounted")[1]
+    for work in (tmp_path / "out.work", tmp_path / "mounted" / ".ktconvert"):
+        work.mkdir(parents=True)
+        (work / "plan.json").write_text("{}")
+    for path, finished in (("out", "out"), ("out.work", "out"), ("mounted", "mounted")):
+        assert f"ktconvert resume {tmp_path / finished}" in refused(tmp_path / path)
 
 
 # ---- kt-kernel's own outputs -----------------------------------------------------------------------------------------
@@ -556,23 +485,3 @@ def test_kt_kernels_own_bytes(method: str, case: str, tmp_path: Path, write_safe
     accepted(
         convert(source, tmp_path / "ours", "--quant-method", method, "--threadpool-count", case[-1]), "--against", loose
     )
-
-
-def test_opening(conversions: dict[str, Path], example: Path, tmp_path: Path) -> None:
-    assert not is_output(example) and not is_output(tmp_path) and not is_output(tmp_path / "nothing")
-    for name, path in conversions.items():
-        output = open_output(path)
-        opened = measure(output)
-        assert is_output(path) and output.loose == name.endswith("loose")
-        assert opened.fmt == formats_of("cpu")[name[:4]] and opened.shapes == {0: (8, 256, 256), 1: (8, 256, 256)}
-        (place, what), stored = next(iter(output.tensors.items()))
-        assert output.read(stored).nbytes == stored.nbytes and output.names.key(place, what).startswith("blk.0.ffn_")
-
-
-def test_unfinished_run_of_kt_kernel(copy: Callable[[str], Path]) -> None:
-    """What convert_cpu_weights.py leaves when it is interrupted: shards of an unknown total and no index."""
-    output = without_manifest(copy("int4-merged"))
-    (output / INDEX).unlink()
-    for shard in sorted(output.glob("*.safetensors")):
-        shard.rename(shard.with_name(shard.name.replace("of-00002", "of-PLACEHOLDER")))
-    assert "PLACEHOLDER" in refused(output)[1]

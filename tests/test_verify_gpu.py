@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from ktconvert.layouts.encodings.pack_quantized import PIECE
+from ktconvert.layouts.encodings.pack_quantized import CHUNK
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.manifest import digest
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.gpu import gpu
-from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.verify.verify import require_sound
 from rig import families
+from rig.files import edit_json
 from rig.safetensors import Tensor, Tensors, edit_file, read_file
+from rig.verifying import failed, made, problems, row, verified
 
 NEEDED = ("torch", "transformers", "accelerate", "compressed_tensors")
 loads = pytest.mark.skipif(
@@ -36,25 +36,12 @@ EXPERTS = "model.layers.{}.mlp.experts.{}.{}_proj.{}"
 
 
 def convert(source: Path, output: Path, kind: str, *more: str) -> Path:
-    words = ["-i", str(source), "-o", str(output), "--quant-method", "RTN", "--quant-type", kind, "-q", *more]
-    done = CliRunner().invoke(gpu, words)
-    assert done.exception is None, done.output
+    made(gpu, "-i", source, "-o", output, "--quant-method", "RTN", "--quant-type", kind, *more)
     return output
 
 
-def look(output: Path, *words: object) -> dict[str, Any]:
-    """The report, with the message of an error that came before one, and the exit code."""
-    done = CliRunner().invoke(verify, [str(output), "--json", *map(str, words)])
-    code = getattr(done.exception, "exit_code", done.exit_code)
-    return (json.loads(done.stdout) if done.stdout else {"message": str(done.exception)}) | {"code": code}
-
-
-def problems(report: dict[str, Any], check: str) -> list[str]:
-    return [problem for row in report["checks"] if row["name"] == check for problem in row["problems"]]
-
-
 def result_of(report: dict[str, Any], check: str) -> str:
-    return str(next(row["result"] for row in report["checks"] if row["name"] == check))
+    return str(row(report, check)["result"])
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +64,8 @@ def test_an_output_without_its_manifest(copy: Callable[[str], Path]) -> None:
     """The sentence says what it is, and what is missing."""
     output = copy("W4A16")
     (output / "manifest.json").unlink()
-    message = look(output)["message"]
-    assert look(output)["code"] == 3
+    message = verified(output)["message"]
+    assert verified(output)["code"] == 3
     assert message.startswith(f"{output}: is packed by compressed-tensors and has no manifest.json; ")
 
 
@@ -146,7 +133,7 @@ def nudged(packed: bytes) -> bytes:
 @loads
 @pytest.mark.parametrize("kind", BITS)
 def test_what_was_rounded(kind: str, converted: dict[str, Path], example: Path) -> None:
-    report = look(converted[kind], "--against", example, "--quant-method", kind.lower())
+    report = verified(converted[kind], "--against", example, "--quant-method", kind.lower())
     assert report["ok"] and report["notes"] == [], report["message"]
     assert result_of(report, "options") == f"{kind}, as given"
     assert result_of(report, "reload").startswith("Qwen3MoeForCausalLM has a place for every routed expert")
@@ -163,10 +150,10 @@ def test_what_was_rounded(kind: str, converted: dict[str, Path], example: Path) 
 
 @loads
 def test_without_its_source_only_names_are_loaded(converted: dict[str, Path]) -> None:
-    report = look(converted["W4A16"])
+    report = verified(converted["W4A16"])
     assert report["ok"] and report["predictions"] is None
     assert [check["name"] for check in report["checks"]][-2:] == ["hashes", "reload"]
-    report = look(converted["W4A16"], "--no-load")
+    report = verified(converted["W4A16"], "--no-load")
     assert report["ok"] and report["checks"][-1]["name"] == "hashes"
 
 
@@ -174,22 +161,22 @@ def test_without_its_source_only_names_are_loaded(converted: dict[str, Path]) ->
 def test_a_text_of_ones_own(converted: dict[str, Path], example: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("x = 1\n" * 60)
-    predictions = look(converted["W8A16"], "--against", example, "--text", text)["predictions"]
+    predictions = verified(converted["W8A16"], "--against", example, "--text", text)["predictions"]
     assert predictions["tokens"] == 127 * (predictions["tokens"] // 127) and predictions["kl"] < predictions["bound"]
     text.write_text("too short")
-    report = look(converted["W8A16"], "--against", example, "--text", text)
+    report = verified(converted["W8A16"], "--against", example, "--text", text)
     assert report["code"] == 5 and "128 are needed" in report["message"]
-    assert look(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
+    assert verified(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
 
 
 def test_another_method_and_numa_parts(converted: dict[str, Path]) -> None:
-    report = look(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
+    report = verified(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
     assert (
         report["code"] == 6
         and "--quant-method w8a16 was given, the weights have the sizes of W4A16" in report["message"]
     )
-    assert look(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
-    report = look(converted["W4A16"], "--numa", 1)
+    assert verified(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
+    report = verified(converted["W4A16"], "--numa", 1)
     assert report["code"] == 2 and "has no NUMA parts" in report["message"]
 
 
@@ -204,8 +191,8 @@ def all_nudged(tensors: Tensors) -> None:
 
 def test_codes_of_gptq_need_not_be_those_of_rounding(copy: Callable[[str], Path], example: Path) -> None:
     output = rewrite(copy("W8A16"), all_nudged)
-    assert len(problems(look(output, "--against", example, "--no-load"), "source")) == 48, "it says that it is RTN"
-    report = look(rewrite(output, lambda _: None, quant_method="GPTQ"), "--against", example, "--no-load")
+    assert len(problems(verified(output, "--against", example, "--no-load"), "source")) == 48, "it says that it is RTN"
+    report = verified(rewrite(output, lambda _: None, quant_method="GPTQ"), "--against", example, "--no-load")
     assert report["ok"], report["message"]
     assert result_of(report, "source").startswith(
         "48 linears have the scales of rounding to nearest, and errors of at most 1."
@@ -216,7 +203,9 @@ def test_codes_of_gptq_need_not_be_those_of_rounding(copy: Callable[[str], Path]
 def test_linears_that_fell_back_are_counted(copy: Callable[[str], Path], example: Path) -> None:
     name = EXPERTS.format(1, 6, "down", "weight_packed")
     output = rewrite(copy("W8A16"), edit(name, nudged), quant_method="GPTQ")
-    assert "47 of them are rounded to nearest" in result_of(look(output, "--against", example, "--no-load"), "source")
+    assert "47 of them are rounded to nearest" in result_of(
+        verified(output, "--against", example, "--no-load"), "source"
+    )
 
 
 def columns(unused: slice) -> Callable[[bytes], bytes]:
@@ -246,8 +235,8 @@ def test_a_wrong_expert_of_gptq(
     """By itself it looks right: hashes, shapes and numbers."""
     name = EXPERTS.format(1, expert, "up", suffix)
     output = rewrite(copy("W8A16"), edit(name, change), quant_method="GPTQ")
-    assert look(output, "--no-load")["ok"]
-    report = look(output, "--against", example, "--no-load")
+    assert verified(output, "--no-load")["ok"]
+    report = verified(output, "--against", example, "--no-load")
     (problem,) = problems(report, "source")
     assert report["code"] == 6 and name in problem and words in problem
 
@@ -255,7 +244,7 @@ def test_a_wrong_expert_of_gptq(
 def test_columns_that_calibration_never_saw_are_reported(copy: Callable[[str], Path], example: Path) -> None:
     name = EXPERTS.format(0, 2, "gate", "weight_packed")
     output = rewrite(copy("W8A16"), edit(name, columns(slice(3, 9))), quant_method="GPTQ")
-    report = look(output, "--against", example, "--no-load")
+    report = verified(output, "--against", example, "--no-load")
     assert report["ok"] and "1 linears have columns that are all zeros" in report["notes"][0]
 
 
@@ -265,14 +254,14 @@ def test_rows_are_enough_where_an_error_is_not_measured(tmp_path: Path, write_qw
     output = convert(source, tmp_path / "out", "W4A16")
     name = EXPERTS.format(0, 3, "down", "weight_packed")
     rewrite(output, edit(name, lambda raw: raw[64:] + raw[:64]), quant_method="GPTQ")
-    (problem,) = problems(look(output, "--against", source, "--no-load"), "source")
+    (problem,) = problems(verified(output, "--against", source, "--no-load"), "source")
     assert problem.startswith(name)
-    assert all(error["experts"] == 8 for error in look(output, "--against", source, "--no-load")["errors"])
+    assert all(error["experts"] == 8 for error in verified(output, "--against", source, "--no-load")["errors"])
 
 
 def test_an_unknown_method_is_refused(copy: Callable[[str], Path], example: Path) -> None:
     output = rewrite(copy("W4A16"), lambda _: None, quant_method="AWQ")
-    report = look(output, "--against", example, "--no-load")
+    report = verified(output, "--against", example, "--no-load")
     assert report["code"] == 3 and "AWQ weights cannot be held against a source" in report["message"]
 
 
@@ -287,9 +276,9 @@ def test_experts_in_a_wrong_place(
 ) -> None:
     """Structure, hashes, names and numbers are right; the predictions are not, nor is the source."""
     output = exchange(copy(kind), other, quant_method="GPTQ")
-    assert look(output, "--no-load")["ok"]
-    report = look(output, "--against", example)
-    assert [check["name"] for check in report["checks"] if not check["ok"]] == ["source", "predictions"]
+    assert verified(output, "--no-load")["ok"]
+    report = verified(output, "--against", example)
+    assert failed(report) == ["source", "predictions"]
     assert len(problems(report, "source")) == (48 if other is other_layer else 24)
     (problem,) = problems(report, "predictions")
     assert problem.startswith("the output predicts something else than its source: KL divergence ")
@@ -302,7 +291,7 @@ def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
     """As llmcompressor's oneshot writes it: transformers loads it, and leaves every expert random."""
     source = families.make("mixtral", False, tmp_path / "source")
     output = convert(source, tmp_path / "out", "W4A16")
-    report = look(output, "--against", source)
+    report = verified(output, "--against", source)
     assert report["ok"] and report["predictions"]["kl"] < report["predictions"]["bound"], report["message"]
     usual = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
@@ -314,8 +303,8 @@ def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
             tensors[other] = tensors.pop(name)
 
     names = {p: f"model.layers.{{layer}}.block_sparse_moe.experts.{{expert}}.{p}_proj" for p in ("gate", "up", "down")}
-    report = look(rewrite(output, rename, linear_names=names))
-    assert [check["name"] for check in report["checks"] if not check["ok"]] == ["reload"]
+    report = verified(rewrite(output, rename, linear_names=names))
+    assert failed(report) == ["reload"]
     messages = problems(report, "reload")
     assert "transformers finds no tensor for model.layers.0.mlp.experts.gate_up_proj" in messages
     assert any(
@@ -330,7 +319,7 @@ def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
 def test_families(family: str, fused: bool, tmp_path: Path) -> None:
     """Random weights, no tokenizer: random tokens."""
     source = families.make(family, fused, tmp_path / "source")
-    report = look(convert(source, tmp_path / "out", "W4A16"), "--against", source)
+    report = verified(convert(source, tmp_path / "out", "W4A16"), "--against", source)
     assert report["ok"], report["message"]
     assert 0 < report["predictions"]["kl"] < report["predictions"]["bound"] < 0.5
 
@@ -339,9 +328,8 @@ def test_families(family: str, fused: bool, tmp_path: Path) -> None:
 def test_an_expert_that_its_config_does_not_want(copy: Callable[[str], Path]) -> None:
     """A layer that config.json says is dense: transformers would leave its experts out."""
     output = copy("W4A16")
-    config = json.loads((output / "config.json").read_text())
-    (output / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [1]}))
-    messages = problems(look(rewrite(output, lambda _: None)), "reload")
+    edit_json(output / "config.json", lambda config: config.update({"mlp_only_layers": [1]}))
+    messages = problems(verified(rewrite(output, lambda _: None)), "reload")
     assert messages and all("has no place for model.layers.1.mlp.experts" in problem for problem in messages)
 
 
@@ -352,7 +340,7 @@ def test_fp8_that_was_left(copy: Callable[[str], Path]) -> None:
         if name in tensors:
             tensors[name] = Tensor("F8_E4M3", (256, 256), tensors[name].data[::2])
 
-    (problem,) = problems(look(rewrite(copy("W4A16"), half)), "quantization")
+    (problem,) = problems(verified(rewrite(copy("W4A16"), half)), "quantization")
     assert problem.startswith(name) and "without its scales" in problem
 
 
@@ -366,22 +354,19 @@ def test_fp8_that_was_left(copy: Callable[[str], Path]) -> None:
 )
 def test_an_ignore_list_that_hits_experts(pattern: str, words: str, copy: Callable[[str], Path]) -> None:
     output = copy("W4A16")
-    config = json.loads((output / "config.json").read_text())
-    config["quantization_config"]["ignore"].append(pattern)
-    (output / "config.json").write_text(json.dumps(config))
-    (problem,) = problems(look(rewrite(output, lambda _: None)), "quantization")
+    edit_json(output / "config.json", lambda config: config["quantization_config"]["ignore"].append(pattern))
+    (problem,) = problems(verified(rewrite(output, lambda _: None)), "quantization")
     assert words in problem
 
 
-# ---- what cannot be loaded is reported
-# ------------------------------------------------------------------------------------
+# ---- what cannot be loaded is reported -------------------------------------------------------------------------------
 
 
 @loads
 def test_a_source_that_is_no_whole_model(tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
     """No attention: nothing of the conversion's."""
     source = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)}, vocab_size=16)
-    report = look(convert(source, tmp_path / "out", "W4A16"), "--against", source)
+    report = verified(convert(source, tmp_path / "out", "W4A16"), "--against", source)
     assert report["ok"] and report["predictions"] is None
     assert any(
         "transformers finds no tensor for " in note and "the same as of the source" in note for note in report["notes"]
@@ -392,7 +377,7 @@ def test_a_source_that_is_no_whole_model(tmp_path: Path, write_qwen: Any, random
 @loads
 def test_models_that_do_not_fit(converted: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
-    report = look(converted["W4A16"], "--against", example)
+    report = verified(converted["W4A16"], "--against", example)
     assert report["ok"] and report["predictions"] is None
     (note,) = report["notes"]
     assert note.startswith(
@@ -403,9 +388,10 @@ def test_models_that_do_not_fit(converted: dict[str, Path], example: Path, monke
 @loads
 def test_a_model_that_transformers_does_not_know(copy: Callable[[str], Path], example: Path) -> None:
     output = copy("W4A16")
-    config = json.loads((output / "config.json").read_text())
-    (output / "config.json").write_text(json.dumps(config | {"model_type": "of_tomorrow", "architectures": ["X"]}))
-    report = look(rewrite(output, lambda _: None))
+    edit_json(
+        output / "config.json", lambda config: config.update({"model_type": "of_tomorrow", "architectures": ["X"]})
+    )
+    report = verified(rewrite(output, lambda _: None))
     assert report["ok"] and any(
         note.startswith("not loaded: transformers cannot build it: ") for note in report["notes"]
     )
@@ -413,7 +399,7 @@ def test_a_model_that_transformers_does_not_know(copy: Callable[[str], Path], ex
 
 def test_without_transformers(converted: dict[str, Path], example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
-    report = look(converted["W4A16"], "--against", example)
+    report = verified(converted["W4A16"], "--against", example)
     assert report["ok"] and result_of(report, "reload") == "not checked"
     assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
 
@@ -445,4 +431,4 @@ def test_codes_need_not_be_read_whole(converted: dict[str, Path], monkeypatch: p
     monkeypatch.setattr(Output, "read", lambda *arguments: read.append(len(data := plain(*arguments))) or data)  # type: ignore[func-returns-value]
     output = open_output(converted["W8A16"])
     assert not check_numbers(output, measure(output)).problems
-    assert max(read) == PIECE < 256 * 256 and len(read) == 48 * 3
+    assert max(read) == CHUNK < 256 * 256 and len(read) == 48 * 3

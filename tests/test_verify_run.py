@@ -3,7 +3,6 @@ reference is right itself."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import open_output
@@ -21,24 +19,16 @@ from ktconvert.native_quant.runtime import smoke, weights
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import shared_pool
-from ktconvert.pipeline.cli.cpu import cpu
-from ktconvert.pipeline.cli.verify import verify
+from rig.verifying import failed, row, verified
 
 FORMS = ("int4-merged", "int8-merged", "int8-loose")
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
+def converted(packed_example: Callable[..., Path]) -> dict[str, Path]:
     """The bundled model in both methods, for two NUMA nodes."""
-    root = tmp_path_factory.mktemp("converted")
-    for name in FORMS:
-        method, form = name.split("-")
-        loose = ["--no-merge-safetensor"] if form == "loose" else []
-        done = CliRunner().invoke(
-            cpu, ["-i", str(example), "-o", str(root / name), "--quant-method", method, "-q", *loose]
-        )
-        assert done.exception is None, done.output
-    return {name: root / name for name in FORMS}
+    more = {"merged": [], "loose": ["--no-merge-safetensor"]}
+    return {name: packed_example(name[:4], 2, *more[name[5:]]) for name in FORMS}
 
 
 @pytest.fixture
@@ -51,19 +41,6 @@ def theirs(converted: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
         return copy
 
     return one
-
-
-def run(output: Path, *options: object) -> tuple[Result, dict[str, Any]]:
-    done = CliRunner().invoke(verify, [str(output), "--run", "--json", *map(str, options)])
-    if isinstance(done.exception, Exception):
-        raise done.exception
-    return done, json.loads(done.stdout)
-
-
-def row(report: dict[str, Any]) -> dict[str, Any]:
-    """The report's row `run`."""
-    check_row: dict[str, Any] = next(check for check in report["checks"] if check["name"] == "run")
-    return check_row
 
 
 def stored(output: Path, expert: int, projection: str, what: str) -> TensorInfo:
@@ -83,9 +60,9 @@ def rewrite(output: Path, tensor: TensorInfo, data: bytes, at: int = 0) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_conversion_computes(name: str, converted: dict[str, Path]) -> None:
-    done, report = run(converted[name])
-    assert done.exit_code == 0 and report["ok"]
-    check = row(report)
+    report = verified(converted[name], "--run")
+    assert report["code"] == 0 and report["ok"]
+    check = row(report, "run")
     assert check["ok"] and "layer 0, 8 experts, 24 tokens: finite" in check["result"]
     assert (
         "(exact)" in check["result"] and "(default)" in check["result"] and f"at most {smoke.BOUND}" in check["result"]
@@ -93,8 +70,7 @@ def test_a_conversion_computes(name: str, converted: dict[str, Path]) -> None:
 
 
 def test_without_the_option_nothing_is_computed(converted: dict[str, Path]) -> None:
-    done = CliRunner().invoke(verify, [str(converted["int4-merged"]), "--json"])
-    assert "run" not in {check["name"] for check in json.loads(done.stdout)["checks"]}
+    assert "run" not in {check["name"] for check in verified(converted["int4-merged"])["checks"]}
 
 
 @pytest.mark.parametrize("isa", kernels.available_isas())
@@ -124,10 +100,10 @@ def test_a_huge_scale_is_found(
     output = theirs(name)
     tensor = stored(output, 5, projection, "scale")
     rewrite(output, tensor, np.array([scale], "<f4").tobytes(), 4 * 7)
-    done, report = run(output)
-    assert done.exit_code == 6 and not report["ok"]
+    report = verified(output, "--run")
+    assert report["code"] == 6 and not report["ok"]
     assert all(check["ok"] for check in report["checks"] if check["name"] != "run"), "nothing else finds it"
-    assert words in row(report)["problems"][0] and "expert 5" in row(report)["problems"][0]
+    assert words in row(report, "run")["problems"][0] and "expert 5" in row(report, "run")["problems"][0]
     assert "convert it again" in report["message"]
 
 
@@ -139,24 +115,24 @@ def test_exchanged_weights_are_found_by_their_hash(converted: dict[str, Path], t
     a, b = opened.read(first).tobytes(), opened.read(second).tobytes()
     rewrite(output, first, b)
     rewrite(output, second, a)
-    done, report = run(output)
-    assert done.exit_code == 6 and [c["name"] for c in report["checks"] if not c["ok"]] == ["hashes"]
+    report = verified(output, "--run")
+    assert report["code"] == 6 and failed(report) == ["hashes"]
 
 
 def test_missing_and_short_files(theirs: Callable[[str], Path]) -> None:
     output = theirs("int8-merged")
     shard = output / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4096])
-    done, report = run(output)
-    assert done.exit_code == 6 and "nothing was computed" in row(report)["problems"][0]
+    report = verified(output, "--run")
+    assert report["code"] == 6 and "nothing was computed" in row(report, "run")["problems"][0]
 
 
 def test_a_missing_expert(theirs: Callable[[str], Path]) -> None:
     output = theirs("int8-loose")
     (output / stored(output, 3, "up", "weight").file).unlink()
-    done, report = run(output)
-    assert done.exit_code == 6
-    assert "expert 3, up_proj" in row(report)["problems"][0]
+    report = verified(output, "--run")
+    assert report["code"] == 6
+    assert "expert 3, up_proj" in row(report, "run")["problems"][0]
 
 
 def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: Any) -> None:
@@ -166,8 +142,7 @@ def test_what_kt_kernel_alone_can_compute(theirs: Callable[[str], Path], cli: An
     assert "without --run" in cli("verify", output, "--run", code=3).stderr
 
 
-# ---- the smoke test itself
-# --------------------------------------------------------------------------------------------
+# ---- the smoke test itself -------------------------------------------------------------------------------------------
 
 
 def packed(random_experts: Callable[..., dict[str, Any]], parts: int = 2) -> tuple[weights.LayerWeights, Any]:

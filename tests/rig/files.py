@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def move_time(path: Path, before: os.stat_result) -> None:
@@ -22,3 +25,10 @@ def rewrite(path: Path, data: bytes | str) -> None:
     path.chmod(0o644)
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     move_time(path, before)
+
+
+def edit_json(path: Path, change: Callable[[Any], object]) -> None:
+    """Change a JSON document in place."""
+    document = json.loads(path.read_bytes())
+    change(document)
+    path.write_text(json.dumps(document))
