@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from state import build
 
-from ktconvert.native_quant.memory_read import STREAMS, read_memory
+from ktconvert.native_quant.runtime.benchmark import STREAMS, read_memory
 
 MIB = 1 << 20
 TURN = 64 * MIB  # bytes that one thread reads at a time

@@ -40,7 +40,7 @@ from state import build
 from turns import LONG, Worker
 
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.runtime.install import VARIANTS
+from ktconvert.native_quant.instruction_sets import VARIANTS
 
 HERE = Path(__file__).resolve().parent
 PEER = "kt"

@@ -53,15 +53,17 @@ def _set_isa(name: str | None, where: str) -> None:
         raise ValueError(f"{where}this machine does not offer '{name}': choose one of {', '.join(available_isas())}")
 
 
-# Values of kt-kernel's KT_KERNEL_CPU_VARIANT and our names for them; other values are ignored, as in kt-kernel.
-_KT_VARIANTS = {
+# kt-kernel's names of our instruction sets: in KT_KERNEL_CPU_VARIANT, whose other values are ignored as in kt-kernel,
+# and as __cpu_variant__. It has none for "scalar".
+VARIANTS = {
     "amx": "amx",
-    "avx512_bf16": "avx512bf16",
-    "avx512_vbmi": "avx512vnni",
-    "avx512_vnni": "avx512vnni",
-    "avx512_base": "avx512",
+    "avx512bf16": "avx512_bf16",
+    "avx512vnni": "avx512_vnni",
+    "avx512": "avx512_base",
+    "avxvnni": "avx2",
     "avx2": "avx2",
 }
+_BY_VARIANT = {variant: name for name, variant in VARIANTS.items()} | {"avx512_vbmi": "avx512vnni"}
 
 
 def read_environment() -> None:
@@ -75,7 +77,7 @@ def read_environment() -> None:
     with _environment_lock:
         if not _environment_read:
             name = os.environ.get("KTCONVERT_ISA", "").strip().lower()
-            variant = _KT_VARIANTS.get(os.environ.get("KT_KERNEL_CPU_VARIANT", "").strip().lower())
+            variant = _BY_VARIANT.get(os.environ.get("KT_KERNEL_CPU_VARIANT", "").strip().lower())
             if name:
                 _set_isa(name, "KTCONVERT_ISA: ")
             elif variant:

@@ -56,7 +56,7 @@ def place(block: Bytes, nodes: Sequence[int]) -> None:
 
 
 def gather(block: Bytes, node: int) -> None:
-    """Move the pages of a block from other nodes to this one, as far as there is room.
+    """Move the pages of a block from other nodes to this one, as far as there is space.
 
     For this the kernel takes memory back from the node's page cache; for new pages it goes to another node instead.
     Raises OSError where the kernel refuses or cannot move a page.

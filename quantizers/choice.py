@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from ktconvert.native_quant.kernels_search import search_scales
+from ktconvert.native_quant.kernels import search_scales
 from ktconvert.quantizers import ROW_GRIDS, Grid
 from ktconvert.quantizers.reference import F32, I8, U16
 

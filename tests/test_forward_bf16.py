@@ -20,6 +20,7 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from rig import floats
+from rig.native import distance
 from rig.pools import grouped
 from rig.safetensors import data_start, edit_header, header_of
 
@@ -52,14 +53,11 @@ class Case:
         self.numbers: Numbers = numbers
 
     def truth(self) -> npt.NDArray[np.float64]:
-        out = np.zeros(self.hidden.shape)
-        for t, x in enumerate(floats.from_bits(self.hidden)):
-            for expert, weight in zip(self.ids[t], self.weights[t], strict=True):
-                for part in range(self.packed.grid.numa):
-                    gate, up, down = (self.numbers[p, int(expert), part] for p in ("gate", "up", "down"))
-                    g = gate @ x
-                    out[t] += float(weight) * (down @ (g / (1 + np.exp(-g)) * (up @ x)))
-        return out
+        def linear(expert: int, projection: str) -> Any:
+            parts = [self.numbers[projection, expert, part] for part in range(self.packed.grid.numa)]
+            return np.concatenate(parts, axis=1 if projection == "down" else 0)
+
+        return floats.forward(linear, self.hidden, self.ids, self.weights)
 
     def run(self, rows: Any = slice(None), **options: Any) -> npt.NDArray[np.uint16]:
         call = (np.ascontiguousarray(x[rows]) for x in (self.hidden, self.ids, self.weights))
@@ -74,10 +72,6 @@ def test_the_weights_are_what_the_format_says() -> None:
             np.testing.assert_array_equal(
                 outputs.FORMATS[name].encoding.decode(stored, part.n, part.k), numbers.astype(np.float32)
             )
-
-
-def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:
-    return float(np.linalg.norm(floats.from_bits(out) - truth) / np.linalg.norm(truth))
 
 
 @pytest.fixture(scope="module")

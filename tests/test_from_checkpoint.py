@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ktconvert.layouts.checkpoints.moe_model import PROJECTIONS, recognise
+from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant import kernels
@@ -75,18 +75,13 @@ def test_memory_is_that_of_the_weights(golden: tuple[Native, Path]) -> None:
 
 
 def in_float64(layer: Native, path: Path, limit: float, alpha: float) -> Any:
-    """The layer's output by kt-kernel's formulas, from weights that BF16 holds exactly."""
+    """The layer's output from weights that BF16 holds exactly."""
     model = recognise(open_checkpoint(path))
-    out = np.zeros(layer.hidden.shape)
-    for token, x in enumerate(floats.from_bits(layer.hidden)):
-        for expert, weight in zip(layer.ids[token], layer.weights[token], strict=True):
-            gate, up, down = (floats.from_bits(decode(model.linear(0, int(expert), p))) for p in PROJECTIONS)
-            g, u = gate @ x, up @ x
-            if limit:
-                g, u = np.clip(g, -limit if alpha else -np.inf, limit), np.clip(u, -limit, limit)
-            h = g / (1 + np.exp(-alpha * g)) * (u + 1) if alpha else g / (1 + np.exp(-g)) * u
-            out[token] += float(weight) * (down @ h)
-    return out
+
+    def linear(expert: int, projection: str) -> Any:
+        return floats.from_bits(decode(model.linear(0, expert, projection)))
+
+    return floats.forward(linear, layer.hidden, layer.ids, layer.weights, limit, alpha)
 
 
 @pytest.mark.usefixtures("isa")
@@ -145,12 +140,7 @@ def from_numbers(linears: dict[tuple[int, str], Any], experts: int) -> Native:
     rng = np.random.default_rng(3)
     ids = np.stack([rng.permutation(experts)[:2] for _ in range(7)]).astype(np.int64)
     weights, hidden = rng.random((7, 2)).astype(np.float32), floats.activations(7, columns)
-    truth = np.zeros((7, columns))
-    for token, x in enumerate(floats.from_bits(hidden)):
-        for expert, weight in zip(ids[token], weights[token], strict=True):
-            gate, up, down = (linears[int(expert), p] for p in PROJECTIONS)
-            g = gate @ x
-            truth[token] += float(weight) * (down @ (g / (1 + np.exp(-g)) * (up @ x)))
+    truth = floats.forward(lambda expert, projection: linears[expert, projection], hidden, ids, weights)
     return Native("", {}, hidden, ids, weights, truth, np.empty(0, np.uint16))
 
 

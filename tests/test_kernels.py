@@ -223,12 +223,9 @@ def every_f32_case() -> Any:
     return (high[:, None] | low).view(np.float32)
 
 
-@pytest.mark.parametrize("name", kernels.ISAS)
-def test_every_code_decodes(name: str) -> None:
+@pytest.mark.usefixtures("isa")
+def test_every_code_decodes() -> None:
     """All 256 FP8 codes times scales of every size, all 65536 FP16 codes, and float32 around every BF16."""
-    if name not in kernels.available_isas():
-        pytest.skip(f"this machine has no {name}")
-    kernels.set_isa(name)
     fp8 = np.tile(np.arange(256, dtype=np.uint8), (12, 1))
     scales = np.array([1, 0.3, 1e-4, -2.5, 1e-38, 1e-36, 1e-41, 3e38, 1e36, 0, np.inf, np.nan], np.float32)
     options = {"scales": scales[:, None], "block": (1, 256)}
@@ -256,13 +253,10 @@ NON_FINITE = {
 }
 
 
-@pytest.mark.parametrize("name", kernels.ISAS)
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("order", ["rows", "columns"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_non_finite_is_refused_with_its_place(name: str, kind: str, order: str) -> None:
-    if name not in kernels.available_isas():
-        pytest.skip(f"this machine has no {name}")
-    kernels.set_isa(name)
+def test_non_finite_is_refused_with_its_place(kind: str, order: str) -> None:
     n, k = 128, 256
     clean = np.random.default_rng(0).standard_normal((n, k)).astype(np.float32)
     for i, bad in enumerate(NON_FINITE[kind]):
@@ -340,13 +334,10 @@ def test_threads_do_not_meet() -> None:
         assert_same(result, expected)
 
 
-@pytest.mark.parametrize("name", kernels.ISAS)
-def test_flushing_subnormals_changes_nothing(name: str) -> None:
+@pytest.mark.usefixtures("isa")
+def test_flushing_subnormals_changes_nothing() -> None:
     """Some libraries switch FTZ and DAZ on for the thread that loads them; our numbers do not depend on it."""
-    if name not in kernels.available_isas():
-        pytest.skip(f"this machine has no {name}")
     torch = pytest.importorskip("torch")
-    kernels.set_isa(name)
     values, options = source("fp8_e4m3", 128, 256)
     options["scales"] *= np.float32(2.0**-126)
     expected = kernels.decode(Matrix(values, "fp8_e4m3", **options)), *quantize_pack(8, values, "fp8_e4m3", **options)

@@ -38,7 +38,7 @@ from safetensors.numpy import save_file  # noqa: E402
 from ktconvert.native_quant import Experts, KTConvertConfig  # noqa: E402
 from ktconvert.native_quant.runtime import hot_experts, hot_mask  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
-from ktconvert.native_quant.runtime.hot_weights import HotWeights  # noqa: E402
+from ktconvert.native_quant.runtime.hot_experts import HotWeights  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,7 +19,10 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
+from rig import floats
+from rig.native import distance
 from rig.pools import grouped
+from rig.safetensors import read_file
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.v1.*_t[12].safetensors"))
 RUN = [path for path in GOLDEN if "backward" not in path.name]
@@ -43,30 +46,19 @@ class Golden:
         return self.experts(**options).forward(self.hidden, self.ids, self.weights)
 
 
-def bits(tensor: Any) -> npt.NDArray[np.uint16]:
-    """A BF16 torch tensor as NumPy bits."""
-    import torch
-
-    return tensor.contiguous().view(torch.uint16).numpy().copy()
-
-
 def read(path: Path) -> Golden:
-    with safe_open(path, "pt") as file:
+    with safe_open(path, "np") as file:
         about = file.metadata()
-        grid = ExpertGrid(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
-        experts = int(about["experts"])
-        arrays = {}
-        for part in grid.all_parts(range(experts)):
-            key = f"blk.0.ffn_{part.projection}_exps.{part.expert}.numa.{part.numa}"
-            weight = file.get_tensor(f"{key}.weight").numpy().view(np.uint8).copy()
-            arrays[part] = (weight, file.get_tensor(f"{key}.scale").numpy().copy().view(np.uint8))
-        return Golden(
-            LayerWeights(about["method"], grid, experts, arrays),
-            bits(file.get_tensor("in.hidden")),
-            file.get_tensor("in.topk_ids").numpy().copy(),
-            file.get_tensor("in.topk_weights").numpy().copy(),
-            bits(file.get_tensor("out.hidden")),
-        )
+    stored = read_file(path)
+    grid = ExpertGrid(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
+    experts = int(about["experts"])
+    arrays = {}
+    for part in grid.all_parts(range(experts)):
+        key = f"blk.0.ffn_{part.projection}_exps.{part.expert}.numa.{part.numa}"
+        weight, scale = (np.frombuffer(stored[f"{key}.{name}"].data, np.uint8).copy() for name in ("weight", "scale"))
+        arrays[part] = (weight, scale)
+    inputs = (stored[name].bits for name in ("in.hidden", "in.topk_ids", "in.topk_weights", "out.hidden"))
+    return Golden(LayerWeights(about["method"], grid, experts, arrays), *inputs)
 
 
 @pytest.fixture(scope="module", params=RUN, ids=lambda path: path.name.removesuffix(".safetensors"))
@@ -99,16 +91,12 @@ def make(random_experts: Any) -> Make:
         rng = np.random.default_rng(hidden + width + tokens)
         layer = random_experts(experts, hidden, width)
         layer["up"][:, 3] += 0x200  # 16 times as large: an outlier, so that some rows of h have a remainder
-        x = (rng.standard_normal((tokens, hidden)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        x = floats.to_bits(rng.standard_normal((tokens, hidden)))
         ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
         weights = rng.random((tokens, topk)).astype(np.float32)
         return Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method, **options), x, ids, weights
 
     return construct
-
-
-def to_float(x: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
-    return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArray[np.float64]:
@@ -119,16 +107,7 @@ def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArr
         key = (part.projection, part.expert)
         axis = 1 if part.projection == "down" else 0
         linears[key] = np.concatenate([linears[key], dense], axis) if key in linears else dense
-    out = np.zeros(x.shape)
-    for t, token in enumerate(to_float(x)):
-        for expert, weight in zip(ids[t], weights[t], strict=True):
-            gate, up = linears["gate", expert] @ token, linears["up", expert] @ token
-            out[t] += float(weight) * (linears["down", expert] @ (gate / (1 + np.exp(-gate)) * up))
-    return out
-
-
-def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:
-    return float(np.linalg.norm(to_float(out) - truth) / np.linalg.norm(truth))
+    return floats.forward(lambda expert, projection: linears[projection, expert], x, ids, weights)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -167,11 +146,11 @@ def test_the_weight_decides_which_rows_have_a_remainder(
     experts = Experts.from_bf16(**layer, method="AMXINT8")
     x = np.random.default_rng(3).integers(-8, 9, (tokens, hidden))
     x[:, 0] = 127  # codes are the values themselves
-    states = (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    states = floats.to_bits(x)
 
     def output(*of: float) -> npt.NDArray[np.float64]:
         ids = np.tile(np.arange(len(of)), (tokens, 1))
-        return to_float(experts.forward(states, ids, np.tile(np.float32(of), (tokens, 1)))) / of[0]
+        return floats.from_bits(experts.forward(states, ids, np.tile(np.float32(of), (tokens, 1)))) / of[0]
 
     gate, up = (
         x @ FORMATS[experts.packed.method].encoding.decode(array, width, hidden).T.astype(np.float64)
@@ -225,7 +204,7 @@ def test_blocks_of_tokens_with_remainders(method: str, isa: str, random_experts:
         layer[name][0, 77] += 4 << 7  # times 16: h gets one column that is 256 times as large
     rng = np.random.default_rng(3)
     tokens = 700
-    x = (rng.standard_normal((tokens, 128)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    x = floats.to_bits(rng.standard_normal((tokens, 128)))
     ids = np.where(np.arange(tokens) % 9, 0, 1)[:, None]  # 622 for the first
     weights = np.ones((tokens, 1), np.float32)
     with Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method) as experts:
@@ -246,7 +225,7 @@ def test_experts_side_by_side_with_remainders(method: str, m: int, isa: str, ran
     for name in ("gate", "up"):
         layer[name][:, 7::128] += 4 << 7  # as above, in each part
     rng = np.random.default_rng(m)
-    x = (rng.standard_normal((m, 128)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    x = floats.to_bits(rng.standard_normal((m, 128)))
     ids = np.tile(np.array([2, 0]), (m, 1))
     weights = np.ones((m, 2), np.float32)
     with Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method, parts=2) as experts:
@@ -283,7 +262,7 @@ def test_infinity_and_nan_stay_in_their_token(bad: int, exact: bool, make: Make,
     x[2, 17] = bad
     out = experts.forward(x, ids, weights)
     np.testing.assert_array_equal(np.delete(out, 2, 0), np.delete(clean, 2, 0))
-    assert np.isnan(to_float(out[2])).all()
+    assert np.isnan(floats.from_bits(out[2])).all()
 
 
 def test_a_token_without_experts_gives_zero(make: Make) -> None:

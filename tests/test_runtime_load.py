@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant.runtime.converted import open_converted
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.weights import in_parallel
 from rig.files import rewrite
 from rig.safetensors import edit_header
 
@@ -215,3 +217,41 @@ def test_weights_that_cannot_be_packed(random_experts: Any) -> None:
     arrays[1][1, 5, 9] = 0x7F80
     with pytest.raises(ValueError, match="row 5, column 9"):
         Experts.from_bf16(*arrays)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("count", [0, 1, 5, 500])
+def test_each_item_is_done_once(threads: int, count: int) -> None:
+    """Whatever the number of threads, also more than items."""
+    done: list[int] = []
+    in_parallel(done.append, range(count), threads)
+    assert sorted(done) == list(range(count))
+
+
+def test_no_item_begins_after_an_exception() -> None:
+    """A layer with a number that is not finite is refused at once."""
+    begun: list[int] = []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if item == 3:
+            raise ValueError("the fourth")
+
+    with pytest.raises(ValueError, match="the fourth"):
+        in_parallel(work, range(100), 1)
+    assert begun == [0, 1, 2, 3]
+
+
+def test_the_first_items_exception_is_raised() -> None:
+    """Not that of the thread that failed first: here item 1 fails while item 0 is still at work."""
+    second_failed = threading.Event()
+
+    def work(item: int) -> None:
+        if item == 1:
+            second_failed.set()
+            raise ValueError("the second")
+        assert second_failed.wait(300)
+        raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        in_parallel(work, range(2), 2)

@@ -20,7 +20,7 @@ from test_kernels import Matrix as of_kind
 
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels_search import search_scales
+from ktconvert.native_quant.kernels import search_scales
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import ROW_GRIDS, reference, scale_search

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.pool import shared_pool
-from ktconvert.native_quant.runtime.sources import open_experts
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.eval import eval as evaluate
 from ktconvert.pipeline.cli.run import run

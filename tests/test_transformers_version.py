@@ -16,10 +16,9 @@ import pytest
 
 from ktconvert import native_quant
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.native_quant.runtime.transformers_version import BOUNDS, NEWEST, OLDEST, newer, refusal
+from ktconvert.native_quant.runtime.transformers_version import BOUNDS, NEWEST, OLDEST, TESTED, newer, refusal
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTED = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 TOO_OLD = f"transformers 5.16.1 is too old: ktconvert was tested with {TESTED}; pip install 'transformers{BOUNDS}'"
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
-from ktconvert.native_quant.runtime import deferred
+from ktconvert.native_quant.runtime.models import select
 from rig import isas
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
@@ -279,18 +279,18 @@ def test_physical_experts_compute_with_their_logical_ones(
 def test_an_expert_is_immediate_for_all_tokens_of_a_batch() -> None:
     ids = torch.tensor([[0, 1, 2], [2, 3, 4]])
     weights = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]])
-    now, later = deferred.select(ids, weights, 1, 6)
+    now, later = select(ids, weights, 1, 6)
     assert now.tolist() == [[0, -1, -1], [-1, 3, -1]]
     assert later is not None and later.tolist() == [[-1, 1, 2], [2, -1, 4]]
-    now, later = deferred.select(ids, weights, 2, 6)  # 0 and 1 of the first, 3 and 4 of the second
+    now, later = select(ids, weights, 2, 6)  # 0 and 1 of the first, 3 and 4 of the second
     assert later is not None and later.tolist() == [[-1, -1, 2], [2, -1, -1]]
-    now, later = deferred.select(ids, weights.flip(1), 1, 6)  # 2 for the first, so for the second as well
+    now, later = select(ids, weights.flip(1), 1, 6)  # 2 for the first, so for the second as well
     assert now.tolist() == [[-1, -1, 2], [2, 3, -1]]
-    now, later = deferred.select(ids, weights, 0, 6)
+    now, later = select(ids, weights, 0, 6)
     assert (now == -1).all() and later is not None and later.tolist() == ids.tolist()
-    assert deferred.select(ids, weights, 3, 6) == (ids, None)
+    assert select(ids, weights, 3, 6) == (ids, None)
     strange = torch.tensor([[-1, 1, 9], [2, 3, 4]])
-    now, later = deferred.select(strange, weights, 1, 6)
+    now, later = select(strange, weights, 1, 6)
     assert later is not None and later.tolist() == [[-1, 1, -1], [2, -1, 4]]
 
 

@@ -20,7 +20,7 @@ import torch
 from ktconvert.native_quant import KTMoEWrapper
 from ktconvert.native_quant._ktq import ffi
 from ktconvert.native_quant.runtime import streams
-from ktconvert.native_quant.runtime.jobs import Job
+from ktconvert.native_quant.runtime.pool import Job
 from ktconvert.native_quant.runtime.streams import SUBMIT, WAIT, BufferCache
 
 EXPERTS, HIDDEN, TOPK, LAYERS = 8, 256, 2, 2

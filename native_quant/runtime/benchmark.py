@@ -12,14 +12,35 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.memory_read import STREAMS, read_memory
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime.experts import Experts
+
+# Parts of an array that one thread can read side by side. More are no faster; which is fastest depends on the machine.
+STREAMS = (1, 2, 4)
+
+
+def read_memory(block: npt.NDArray[Any], streams: int) -> int:
+    """Read each cache line of a contiguous array once, in one of STREAMS parts of equal length side by side.
+
+    Returns the exclusive or of the first 8 bytes of each 64 (fewer where the array ends), as a number: it depends on
+    every line. ValueError: another number of streams, or an array that is not contiguous.
+    """
+    if streams not in STREAMS:
+        raise ValueError(f"streams must be {', '.join(map(str, STREAMS[:-1]))} or {STREAMS[-1]}, not {streams}")
+    if not block.flags.c_contiguous:
+        raise ValueError("the array must be contiguous")
+    total = ffi.new("uint64_t *")
+    raise_error(lib.ktq_read(streams, block.nbytes, ffi.from_buffer(block), total))
+    return int(total[0])
+
 
 LEAST_RUNS, MOST_RUNS = 3, 1000
 SECONDS = 1.0  # spent on each figure
@@ -77,8 +98,8 @@ def read_bandwidth(threads: int) -> dict[int, float]:
     is pinned to a core of its own if there are enough.
     """
     available = machine.memory_available() // 4 // threads
-    piece = min(SLICE, max(1 << 20, available))
-    slices = max(1, min(CACHES * last_level_cache() // threads, available) // piece)
+    part = min(SLICE, max(1 << 20, available))
+    slices = max(1, min(CACHES * last_level_cache() // threads, available) // part)
     cpus = [cpu for node in machine.core_cpus().values() for cpu in node]
     spans = np.zeros((threads, 2))  # when each thread began and ended its part of the round
     best = dict.fromkeys(STREAMS, float("inf"))  # seconds
@@ -101,7 +122,7 @@ def read_bandwidth(threads: int) -> dict[int, float]:
         if threads <= len(cpus):
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, {cpus[number]})  # only of this thread
-        block = np.ones((slices, piece), np.uint8)
+        block = np.ones((slices, part), np.uint8)
         barrier.wait()
         while going:
             begin = time.perf_counter()
@@ -117,7 +138,7 @@ def read_bandwidth(threads: int) -> dict[int, float]:
             raise
         for done in readers:
             done.result()
-    return {streams: threads * piece / seconds for streams, seconds in best.items()}
+    return {streams: threads * part / seconds for streams, seconds in best.items()}
 
 
 def random_bf16(rng: np.random.Generator, *shape: int) -> npt.NDArray[np.uint16]:

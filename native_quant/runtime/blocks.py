@@ -59,7 +59,7 @@ def blocks(
     """Memory for tensors of these sizes (bytes), to be filled inside the context.
 
     nodes   those of the pool that will compute. If memory is placed, each part's block lies on the nodes of its threads
-            in the end, as far as they have room.
+            in the end, as far as these have space.
     """
     is_placed = binds_memory()
     views: dict[tuple[Part, str], Bytes] = {}

@@ -24,10 +24,9 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted import MEMORY
-from ktconvert.native_quant.runtime.jobs import Job, check
+from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
-from ktconvert.native_quant.runtime.pool import Pool, default_pool
-from ktconvert.native_quant.runtime.sources import open_experts
+from ktconvert.native_quant.runtime.pool import Job, Pool, check, default_pool
 from ktconvert.native_quant.runtime.swiglu import Swiglu
 
 U16 = npt.NDArray[np.uint16]
@@ -345,7 +344,7 @@ def _checked_order(order: I64 | None, experts: int) -> list[int]:
         return list(range(experts))
     numbers = [int(number) for number in order]
     if len(numbers) != experts or min(numbers) < 0 or max(numbers) >= experts:
-        raise ValueError(f"order must name one of {experts} experts for each of {experts} places")
+        raise ValueError(f"order must name one of {experts} experts for each of {experts} numbers")
     return numbers
 
 

@@ -32,7 +32,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.matrix import FP8_E4M3, decode
 from ktconvert.native_quant.runtime.blocks import blocks, warn_of_shortages
-from ktconvert.native_quant.runtime.converted import open_converted
+from ktconvert.native_quant.runtime.converted import Converted, open_converted
 from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method, StoredPart
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
@@ -151,7 +151,7 @@ class Checkpoint:
         if what:
             raise UnsupportedError(
                 f"{self.path}: the experts of layer {layer} {what}; method {method.name} computes silu(gate) * up with "
-                f"routing weights on the output, unless told otherwise; {remedy}."
+                f"routing weights on the output, unless set otherwise; {remedy}."
             )
         if facts:
             open_converted(self.path).require_metadata(layer, swiglu)
@@ -264,3 +264,12 @@ def _remedies(path: Path) -> Iterator[None]:
         if not error.remedy or _kt_layout(path) is None:
             raise
         raise error.advising(AGAIN) from error
+
+
+# With the same members, for whoever computes with either.
+ExpertSource = Converted | Checkpoint
+
+
+def open_experts(path: Path) -> ExpertSource:
+    """A directory of experts. Raises InputError for damaged files, UnsupportedError for one without experts."""
+    return open_stored(path) if is_checkpoint(path) else open_converted(path)

@@ -24,12 +24,11 @@ from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
 from ktconvert.native_quant.runtime import hf_output, hf_trunk, hot_experts, hot_mask
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_trunk import NAME
-from ktconvert.native_quant.runtime.hot_experts import HotExperts
-from ktconvert.native_quant.runtime.hot_weights import HotWeights
+from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
 from ktconvert.native_quant.runtime.pool import shared_pool
-from ktconvert.native_quant.runtime.sources import open_experts
 
 
 @register_quantization_config(NAME)

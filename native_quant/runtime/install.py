@@ -8,20 +8,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.native_quant import kernels
+from ktconvert.native_quant import instruction_sets, kernels
 
 if TYPE_CHECKING:
     import torch
-
-# kt-kernel's name for the instruction set in use. It has none for "scalar".
-VARIANTS = {
-    "amx": "amx",
-    "avx512bf16": "avx512_bf16",
-    "avx512vnni": "avx512_vnni",
-    "avx512": "avx512_base",
-    "avxvnni": "avx2",
-    "avx2": "avx2",
-}
 
 
 def version() -> str:
@@ -31,7 +21,7 @@ def version() -> str:
 
 def cpu_variant() -> str:
     """The instruction set in use by kt-kernel's name: amx, avx512_bf16, avx512_vnni, avx512_base, avx2; or scalar."""
-    return VARIANTS.get(kernels.isa(), kernels.isa())
+    return instruction_sets.VARIANTS.get(kernels.isa(), kernels.isa())
 
 
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:

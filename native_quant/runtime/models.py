@@ -1,5 +1,13 @@
 """Which wrappers are the layers of one model, and what these share: kt-kernel's interface names a directory and a
 number only, and several models of a process may have the same ones.
+
+They share pinned buffers and deferred experts, as in kt-kernel 0.7.2: with max_deferred_experts_per_token = d, layer L
+computes the topk - d experts of largest weight at once (`select`); the others begin right after, on the same inputs,
+and their sum, rounded to BF16, is added to the output of layer L + 1 before that is rounded. An expert that is
+immediate for one token of a batch is immediate for all of them. The last layer's deferred experts would never be added:
+give it d = 0, as SGLang does. Unlike kt-kernel we add deferred experts only once (kt-kernel adds them with every call
+of layer L), and raise ValueError where the next layer is called with another number of tokens (kt-kernel reads another
+buffer).
 """
 
 from __future__ import annotations
@@ -8,13 +16,52 @@ import itertools
 import threading
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ktconvert.native_quant.runtime.deferred import Deferred
+from ktconvert.native_quant.runtime.pool import Job, Pool
 from ktconvert.native_quant.runtime.streams import BufferCache
 
 if TYPE_CHECKING:
     import torch
+
+
+def select(
+    ids: torch.Tensor, weights: torch.Tensor, immediate: int, experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """ids [T, k] as (now, later), each with -1 in place of the other's experts.
+
+    now holds the `immediate` experts of largest weight of each token. later is None where nothing is deferred:
+    immediate >= k. Ids that are not of experts stay in `now`.
+    """
+    import torch
+
+    topk = ids.shape[-1]
+    immediate = max(0, min(immediate, topk))
+    if immediate == topk:
+        return ids, None
+    if immediate == 0:
+        return torch.full_like(ids, -1), ids.clone()
+    known = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    first = known.gather(-1, weights.topk(immediate, dim=-1, sorted=False).indices)
+    is_now = torch.zeros(experts + 1, dtype=torch.bool, device=ids.device)
+    is_now[experts] = True
+    is_now.scatter_(0, first.reshape(-1), True)
+    now = is_now[known]
+    return ids.masked_fill(~now, -1), ids.masked_fill(now, -1)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """The deferred experts of a layer: the job that computes their sum into `out` (BF16 [tokens, H]).
+
+    device: that of the layer's input.
+    """
+
+    job: Job
+    pool: Pool
+    out: torch.Tensor
+    device: torch.device
 
 
 class Model:

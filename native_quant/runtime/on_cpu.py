@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.native_quant.runtime import deferred
-from ktconvert.native_quant.runtime.deferred import Deferred
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.jobs import Job
-from ktconvert.native_quant.runtime.models import Member
+from ktconvert.native_quant.runtime.models import Deferred, Member, select
+from ktconvert.native_quant.runtime.pool import Job
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +31,7 @@ class WrappedLayer:
         """The ids to compute now, and those to defer to the next layer, if this one defers."""
         if self.may_defer < 1:
             return ids, None
-        return deferred.select(ids, weights, self.topk - self.may_defer, self.experts.num_experts)
+        return select(ids, weights, self.topk - self.may_defer, self.experts.num_experts)
 
     def call(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, add: bool = False

@@ -7,9 +7,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant.runtime import streams
-from ktconvert.native_quant.runtime.deferred import Deferred
-from ktconvert.native_quant.runtime.jobs import Job
+from ktconvert.native_quant.runtime.models import Deferred
 from ktconvert.native_quant.runtime.on_cpu import WrappedLayer, check_shapes
+from ktconvert.native_quant.runtime.pool import Job
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, Buffers
 
 if TYPE_CHECKING:

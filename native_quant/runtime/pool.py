@@ -1,4 +1,5 @@
-"""The threads that compute: groups of them, one per NUMA node, that work on one forward at a time.
+"""The threads that compute, groups of them, one per NUMA node, which work on one forward at a time; and forwards in the
+background.
 
 A pool's threads spin for a few microseconds while they wait for work, then sleep; the caller of forward() works as one
 of them. After fork() the child starts its own threads at its first forward. When Python exits, the threads of all pools
@@ -11,7 +12,7 @@ import atexit
 import functools
 import operator
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ktconvert.layouts.errors import ResourceError
@@ -38,12 +39,12 @@ class Pool:
         if threads is None:
             threads = machine.physical_cores()
         groups = layout(threads, nodes, machine.node_cpus(), machine.core_cpus())
-        places = [place for group in groups for place in group]
+        sets = [cpus for group in groups for cpus in group]
         self.nodes = nodes[: len(groups)]
-        self.threads = len(places)
+        self.threads = len(sets)
         counts = ffi.new("int[]", [len(group) for group in groups])
         pool = ffi.new("ktq_pool **")
-        error = lib.ktq_pool_new(len(groups), counts, b"".join(map(_bits, places)), pool)
+        error = lib.ktq_pool_new(len(groups), counts, b"".join(map(_bits, sets)), pool)
         if error != lib.KTQ_OK:
             raise no_threads()
         self.pointer: Any = pool[0]
@@ -151,3 +152,42 @@ def default_pool() -> Pool:
 def _stop() -> None:
     for pool in list(_alive):
         pool.close()
+
+
+# --- forwards in the background --------------------------------------------------------------------
+
+
+class Job:
+    """A forward that runs in the background; its arrays must live until wait() has returned.
+
+    require_whole  raises InputError where weights could not be read
+    """
+
+    # Kept here because at exit the module's globals may be cleared before the last jobs are freed.
+    _free = staticmethod(lib.ktq_job_free)
+
+    def __init__(self, pointer: Any, require_whole: Callable[[], None], keep: tuple[object, ...]) -> None:
+        self.pointer, self._require_whole, self._keep = pointer, require_whole, keep
+
+    def submit(self) -> None:
+        """Queue it (again), after waiting for its last run. It keeps its experts alive, even if they are closed."""
+        lib.ktq_job_submit(self.pointer)
+
+    def wait(self) -> None:
+        """Wait for it. Raises forward()'s errors, and RuntimeError in a child that was forked while it was pending."""
+        lib.ktq_job_wait(self.pointer)
+        check(lib.ktq_job_result(self.pointer))
+        self._require_whole()
+
+    def __del__(self) -> None:
+        self._free(self.pointer)
+
+
+def check(error: int) -> None:
+    """Raise the exception of a KTQ_E... code; nothing for KTQ_OK."""
+    if error == lib.KTQ_OK:
+        return
+    if error == lib.KTQ_ESYSTEM:
+        raise no_threads()
+    text = ffi.string(lib.ktq_strerror(error)).decode()
+    raise {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}.get(error, ValueError)(text)

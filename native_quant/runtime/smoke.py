@@ -22,9 +22,9 @@ from ktconvert.native_quant.own_cpus import use_own_cpus
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.sources import open_experts
 from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 F32 = npt.NDArray[np.float32]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.jobs import Job
+from ktconvert.native_quant.runtime.pool import Job
 
 if TYPE_CHECKING:
     import torch

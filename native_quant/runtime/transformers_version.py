@@ -12,6 +12,8 @@ from ktconvert.layouts.errors import KtconvertError
 # pyproject.toml have the same bounds.
 OLDEST, NEWEST = (5, 17), (5, 23)
 BOUNDS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+TESTED = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+REMEDY = f"pip install 'transformers{BOUNDS}'"
 
 
 def require(warn: Callable[[str], None]) -> None:
@@ -29,7 +31,7 @@ def refusal() -> str | None:
     installed = _installed()
     if installed is None or _minor(installed) >= OLDEST:
         return None
-    return f"transformers {installed} is too old: ktconvert was tested with {_tested()}; {_remedy()}"
+    return f"transformers {installed} is too old: ktconvert was tested with {TESTED}; {REMEDY}"
 
 
 def newer() -> str | None:
@@ -38,8 +40,8 @@ def newer() -> str | None:
     if installed is None or _minor(installed) <= NEWEST:
         return None
     return (
-        f"transformers {installed} is newer than what ktconvert was tested with, {_tested()}; if the model does not "
-        f"load, or writes nonsense, {_remedy()}"
+        f"transformers {installed} is newer than what ktconvert was tested with, {TESTED}; if the model does not "
+        f"load, or writes nonsense, {REMEDY}"
     )
 
 
@@ -55,11 +57,3 @@ def _installed() -> str | None:
 def _minor(installed: str) -> tuple[int, int]:
     major, minor = re.findall(r"\d+", installed)[:2]
     return int(major), int(minor)
-
-
-def _tested() -> str:
-    return " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
-
-
-def _remedy() -> str:
-    return f"pip install 'transformers{BOUNDS}'"

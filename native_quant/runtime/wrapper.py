@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime import deferred, methods
+from ktconvert.native_quant.runtime import methods
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.models import Member
+from ktconvert.native_quant.runtime.models import Member, select
 from ktconvert.native_quant.runtime.on_cpu import OnCpu, WrappedLayer
 from ktconvert.native_quant.runtime.on_stream import OnStream
 from ktconvert.native_quant.runtime.pool import Pool, checked_nodes, shared_pool
@@ -37,7 +37,7 @@ class KTMoEWrapper:
     weight_path        a directory from `ktconvert cpu` or kt-kernel, merged or loose, or a checkpoint that the method
                        reads (docs/RUNTIME.md); with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
-    max_deferred_experts_per_token   see deferred.py
+    max_deferred_experts_per_token   see models.py
     method             a row of methods.METHODS; FP8_PERCHANNEL, MXFP8 and NVFP4 are read from checkpoints only
     swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
     chunked_prefill_size and the arguments for training are accepted and ignored: any number of tokens may be computed
@@ -275,8 +275,8 @@ class KTMoEWrapper:
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """expert_ids as (immediate, deferred), with -1 where an expert is in the other one (deferred.py)."""
-        return deferred.select(expert_ids, expert_scores, int(protected_k), self.num_experts)
+        """expert_ids as (immediate, deferred), with -1 where an expert is in the other one (models.py)."""
+        return select(expert_ids, expert_scores, int(protected_k), self.num_experts)
 
     # --- shared buffers ----------------------------------------------------------------------------
 

@@ -73,9 +73,9 @@ def measured(path: Path, layer: int | None, tokens: tuple[int, ...], threads: in
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
     from ktconvert.native_quant.runtime.experts import Experts
+    from ktconvert.native_quant.runtime.from_checkpoint import open_experts
     from ktconvert.native_quant.runtime.methods import METHODS
     from ktconvert.native_quant.runtime.pool import shared_pool
-    from ktconvert.native_quant.runtime.sources import open_experts
     from ktconvert.pipeline.verify.inputs import require_finished
 
     require_finished(path)

@@ -103,9 +103,9 @@ def run_check(report: Report, threads: int) -> Check:
     """
     from ktconvert.layouts.errors import InputError, UnsupportedError
     from ktconvert.native_quant.runtime import from_checkpoint, smoke
+    from ktconvert.native_quant.runtime.from_checkpoint import open_experts
     from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
     from ktconvert.native_quant.runtime.pool import shared_pool
-    from ktconvert.native_quant.runtime.sources import open_experts
     from ktconvert.pipeline.cli.bench import experts_per_token
     from ktconvert.pipeline.verify.checks import AGAIN, Check
     from ktconvert.pipeline.verify.structure import weights_whole

@@ -16,8 +16,8 @@ from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.runtime import hot_mask, transformers_version
+from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
-from ktconvert.native_quant.runtime.sources import open_experts
 
 # extra -> the packages without which its commands cannot start
 NEEDS = {

@@ -118,16 +118,21 @@ def random(name: str, n: int, k: int, seed: int = 0, size: float = 0.02) -> Weig
     return mxfp4(rng.integers(0, 16, (n, k), np.uint8), exponents.astype(np.uint8))
 
 
-def forward(linear: Callable[[int, str], Any], hidden: Any, ids: Any, weights: Any) -> npt.NDArray[np.float64]:
-    """What experts with these linears (float64 [n, k], by expert and projection) give each token, in float64; hidden: BF16
-    bits [m, H], ids and weights [m, chosen experts].
+def forward(
+    linear: Callable[[int, str], Any], hidden: Any, ids: Any, weights: Any, limit: float = 0.0, alpha: float = 0.0
+) -> npt.NDArray[np.float64]:
+    """What experts with these linears (float64 [n, k], by expert and projection) give each token, in float64, by
+    kt-kernel's formulas; hidden: BF16 bits [m, H], ids and weights [m, chosen experts].
     """
     out = np.zeros(hidden.shape)
     for token, x in enumerate(from_bits(hidden)):
         for expert, weight in zip(ids[token], weights[token], strict=True):
             gate, up, down = (linear(int(expert), projection) for projection in ("gate", "up", "down"))
-            g = gate @ x
-            out[token] += float(weight) * (down @ (g / (1 + np.exp(-g)) * (up @ x)))
+            g, u = gate @ x, up @ x
+            if limit:
+                g, u = np.clip(g, -limit if alpha else -np.inf, limit), np.clip(u, -limit, limit)
+            h = g / (1 + np.exp(-alpha * g)) * (u + 1) if alpha else g / (1 + np.exp(-g)) * u
+            out[token] += float(weight) * (down @ h)
     return out
 
 
