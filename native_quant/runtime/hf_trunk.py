@@ -1,5 +1,5 @@
-"""The weights of a quantized checkpoint that are no routed experts: transformers dequantizes them while it loads them, or
-they are refused. transformers takes one quantization per model, and our experts are one.
+"""The weights of a quantized checkpoint that are no routed experts: transformers dequantizes them while it loads, or we
+refuse them. transformers takes one quantization per model, and our experts are one.
 """
 
 from __future__ import annotations
