@@ -109,41 +109,21 @@ def command(*arguments: object, words: str = "") -> int:
 
 @dataclass(frozen=True)
 class Paths:
-    """A checkpoint, its output, and a conversion that was interrupted in its second layer."""
+    """A checkpoint, its outputs, and a conversion that was interrupted in its second layer."""
 
     root: Path
     source: Path
-    output: Path
-    packed: Path
+    output: Path  # AMXINT4
+    packed: Path  # W4A16
     loose: Path
+    panels: Path  # MXFP4, in NUMA parts
+    native: Path  # FP8, as kt-kernel's method reads it
     broken: Path
+    arch: Path  # a row of the architecture table
+    gguf: Path
+    mask: Path  # which experts are hot
     plan: Plan
     opened: TensorSource
-
-    @property
-    def arch(self) -> Path:
-        """A row of the architecture table."""
-        return self.root / "arch.toml"
-
-    @property
-    def gguf(self) -> Path:
-        """A model in GGUF."""
-        return self.root / "model.gguf"
-
-    @property
-    def panels(self) -> Path:
-        """An output in MXFP4, in NUMA parts."""
-        return self.root / "panels"
-
-    @property
-    def native(self) -> Path:
-        """An output in FP8, as kt-kernel's method reads it."""
-        return self.root / "native"
-
-    @property
-    def mask(self) -> Path:
-        """Which experts are hot."""
-        return self.root / "mask.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +152,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     )
     header = json.dumps({hot_mask.KEY: {"dtype": "BOOL", "shape": [2, 1], "data_offsets": [0, 2]}}).encode()
     (root / "mask.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1\0")
-    return Paths(
-        root, source, root / "output", root / "packed", root / "loose", root / "broken", plan, open_checkpoint(source)
-    )
+    outputs = (root / name for name in ("output", "packed", "loose", "panels", "native", "broken"))
+    files = (root / name for name in ("arch.toml", "model.gguf", "mask.safetensors"))
+    return Paths(root, source, *outputs, *files, plan, open_checkpoint(source))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2)
 
 
-def told(chosen: VerifyInputs, workers: Executor | None) -> str:
+def reported(chosen: VerifyInputs, workers: Executor | None) -> str:
     return json.dumps(report.document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
 
 
@@ -50,15 +50,15 @@ def test_the_report_is_the_same(source: Path, workers: Any, tmp_path: Path, cli:
     command, *options = OUTPUTS[which]
     cli(command, "-i", source, "-o", output, *options)
     chosen = VerifyInputs(output, against=str(source), load=False, full=True)
-    assert '"ok": true' in told(chosen, None)
-    assert told(chosen, workers) == told(chosen, None)
+    assert '"ok": true' in reported(chosen, None)
+    assert reported(chosen, workers) == reported(chosen, None)
     file = max(output.rglob("*.safetensors" if which != "loose" else "*.kt"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[-100] ^= 0x10
     file.write_bytes(data)
-    assert '"ok": false' in told(chosen, None)
-    assert told(chosen, workers) == told(chosen, None)
-    assert told(replace(chosen, against=None), workers) == told(replace(chosen, against=None), None)
+    assert '"ok": false' in reported(chosen, None)
+    assert reported(chosen, workers) == reported(chosen, None)
+    assert reported(replace(chosen, against=None), workers) == reported(replace(chosen, against=None), None)
 
 
 def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
@@ -67,8 +67,8 @@ def test_against_another_output_and_of_a_dequantized_one(source: Path, workers: 
     cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
     cli("dequantize", source, whole)
     for chosen in (VerifyInputs(merged, against=str(loose)), VerifyInputs(whole, against=str(source))):
-        assert '"ok": true' in told(chosen, None)
-        assert told(chosen, workers) == told(chosen, None)
+        assert '"ok": true' in reported(chosen, None)
+        assert reported(chosen, workers) == reported(chosen, None)
 
 
 def test_a_worker_that_sees_something_else(source: Path, workers: Any, tmp_path: Path, cli: Any) -> None:
@@ -96,15 +96,15 @@ def test_a_worker_sees_what_was_put_in_place_since(tmp_path: Path, cli: Any) -> 
     cli("cpu", "-i", mine, "-o", output)
     chosen = VerifyInputs(output, against=str(mine), load=False)
     with ThreadPoolExecutor(1) as worker:
-        assert '"ok": true' in told(chosen, worker)
+        assert '"ok": true' in reported(chosen, worker)
         shard = mine / "model-00001-of-00002.safetensors"
         data = bytearray(shard.read_bytes())
         data[-1] ^= 0x80
         other = shard.with_name("other")
         other.write_bytes(data)
         other.rename(shard)
-        assert '"ok": false' in told(chosen, None)
-        assert told(chosen, worker) == told(chosen, None)
+        assert '"ok": false' in reported(chosen, None)
+        assert reported(chosen, worker) == reported(chosen, None)
 
 
 def test_on_the_command_line(source: Path, tmp_path: Path, cli: Any) -> None:

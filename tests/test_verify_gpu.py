@@ -313,11 +313,9 @@ def test_mixtral_with_the_usual_names(tmp_path: Path) -> None:
 
 
 @loads
-@pytest.mark.parametrize(
-    ("family", "fused"), [("deepseek_v3", False), ("qwen3_next", True), ("minimax_m2", False), ("qwen3_5_moe", True)]
-)
+@pytest.mark.parametrize(("family", "fused"), [("deepseek_v3", False), ("qwen3_5_moe", True)])
 def test_families(family: str, fused: bool, tmp_path: Path) -> None:
-    """Random weights, no tokenizer: random tokens."""
+    """Random weights, no tokenizer: random tokens. What transformers makes of every family, test_families.py tells."""
     source = families.make(family, fused, tmp_path / "source")
     report = verified(convert(source, tmp_path / "out", "W4A16"), "--against", source)
     assert report["ok"], report["message"]
