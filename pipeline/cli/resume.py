@@ -47,11 +47,11 @@ def resume(options: ResumeOptions) -> None:
         )
     preconditions.check_kernels()
     request = saved_request(options.output, old)
-    asked = options.execution
+    execution = options.execution
     before = request.options.execution.cpuinfer_threads
     tuning = {
-        "cpuinfer_threads": preconditions.threads(asked.cpuinfer_threads or before, reporter),
-        **({"max_memory": asked.max_memory} if asked.max_memory else {}),
+        "cpuinfer_threads": preconditions.threads(execution.cpuinfer_threads or before, reporter),
+        **({"max_memory": execution.max_memory} if execution.max_memory else {}),
         **({"verify_inputs": True} if options.verify_inputs else {}),
         **({"allow_machine_change": True} if options.allow_machine_change else {}),
         # What parts have not made, is made now by the executor that is named.
@@ -64,4 +64,4 @@ def resume(options: ResumeOptions) -> None:
         dry_run.show_plan(plan, as_json=options.reporting.json_events)
         return
     require_all_parts(plan, paths)
-    make(plan, reporter, options.workers, asked.cpuinfer_threads, trust_store=options.leftovers.trust_store)
+    make(plan, reporter, options.workers, execution.cpuinfer_threads, trust_store=options.leftovers.trust_store)

@@ -94,9 +94,9 @@ def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
     """
     if text == "all":
         return present
-    wanted: set[int] = set()
-    for piece in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
+    chosen: set[int] = set()
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
         if match is None:
             raise UsageError(f"--layers {text}: give layer numbers and ranges like 3-60,62.")
         first, last = int(match[1]), int(match[2] or match[1])
@@ -107,8 +107,8 @@ def parse_layers(text: str, present: tuple[int, ...]) -> tuple[int, ...]:
             raise UsageError(
                 f"--layers {text}: layer {absent[0]} has no experts here; those that do are {ranges(present)}."
             )
-        wanted.update(range(first, last + 1))
-    return tuple(sorted(wanted))
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))
 
 
 def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ktconvert.pipeline.stages.merge_parts import LooseFile
 
 # The prefix of loose files that can be merged -> kt-kernel's name of the method; others hold backward matrices alone.
 MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if name in OPAQUE or FORMATS[name].forward}
-CARRIED = (
+KEPT_FACTS = (
     "architecture",
     "activation",
     "dtypes",
@@ -66,7 +66,7 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
     method = MERGED[prefix]
     layers = {layer: measure_layer(own, FORMATS.get(method)) for layer, own in by_layer.items()}
     recorded = recorded_facts(root)
-    beside = _companions(original)
+    paths = _companions(original)
     source_config = _config(original)
     require_whole(root, layers, recorded, source_config, chosen=chosen)
     facts = _facts(layers, method, recorded)
@@ -74,16 +74,16 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
     config = None if source_config is None else card.config_json(source_config, entries, whole=False)
     metadata = {"format": "pt", "ktconvert_format": "1", "method": facts["method"], "numa": str(facts["numa"])}
     identity = tuple(SourceFile(f.path.relative_to(root).as_posix(), f.nbytes, None, f.mtime_ns) for f in files)
-    originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in beside)
+    originals = tuple(SourceFile(name, p.stat().st_size, None, p.stat().st_mtime_ns) for name, p in paths)
     return Plan(
         request=request,
         source=identity + originals,
-        reads=(root / manifest.NAME, *(file.path for file in files), *(path for _, path in beside)),
+        reads=(root / manifest.NAME, *(file.path for file in files), *(path for _, path in paths)),
         stages=number_shards([merge_parts.stage(files, options.max_tensors, metadata, root)]),
         facts=facts,
         notes=(),
         assembly=Assembly(
-            companions=companions(original, [name for name, _ in beside]) if original else (),
+            companions=companions(original, [name for name, _ in paths]) if original else (),
             config=config,
             loose=False,
         ),
@@ -93,17 +93,17 @@ def plan_merge(request: Request[MergeOptions], hashed: Callable[[int], None] | N
 
 @dataclass(frozen=True)
 class MergedFiles:
-    """What is merged; Sources. loose: the .kt files below root; beside: the companions in the original checkpoint."""
+    """What is merged; Sources. loose: the .kt files below root; companions: those of the original checkpoint."""
 
     root: Path
     loose: tuple[SourceFile, ...]
     original: Path | None
-    beside: tuple[SourceFile, ...]
+    companions: tuple[SourceFile, ...]
 
     def changed(self) -> list[str]:
         """Loose files and companions that changed since they were listed."""
-        beside = changed_since(self.beside, self.original) if self.original else []
-        return changed_since(self.loose, self.root) + beside
+        companions = changed_since(self.companions, self.original) if self.original else []
+        return changed_since(self.loose, self.root) + companions
 
     def read_by(self, unit: Unit[Any]) -> set[str]:
         """A unit's inputs are loose files."""
@@ -118,7 +118,7 @@ class MergeConversion:
     facts: Mapping[str, Any]
 
     def peak_memory(self, threads: int) -> int:
-        """Files are copied piece by piece."""
+        """Files are copied a chunk at a time."""
         return BASE_MEMORY + 4 * merge_parts.CHUNK
 
     def require_ready(self) -> None:
@@ -157,7 +157,7 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
         raise InputError(f"{folder}: holds no .kt files below _numa_N; convert this layer again.")
     experts = max(e for e, *_ in files) + 1
     nodes = max(n for *_, n, _ in files) + 1
-    wanted = [
+    expected = [
         (e, p, backward, n, what)
         for e in range(experts)
         for p in PROJECTIONS
@@ -165,13 +165,13 @@ def _files_of(layer: int, folder: Path) -> list[LooseFile]:
         for n in range(nodes)
         for what in ("weight", "scale")
     ]
-    for e, p, backward, n, what in wanted:
+    for e, p, backward, n, what in expected:
         if (e, p, backward, n, what) not in files:
             raise InputError(
                 f"{folder}: the {'backward ' if backward else ''}{what} of expert {e}, {p}_proj, NUMA node {n} is "
                 "missing; convert this layer again."
             )
-    return [files[key] for key in wanted]
+    return [files[key] for key in expected]
 
 
 def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _facts(layers: Mapping[int, LooseLayer], method: str, recorded: Mapping[str,
         "hidden": one_or_all(layer.hidden for layer in layers.values()) if fmt else "not recorded",
         "intermediate": one_or_all(layer.width for layer in layers.values()) if fmt else "not recorded",
     }
-    facts |= {key: recorded[key] for key in CARRIED if recorded and key in recorded}
+    facts |= {key: recorded[key] for key in KEPT_FACTS if recorded and key in recorded}
     facts["backward"] = any(layer.backward for layer in layers.values())
     return facts
 
@@ -203,7 +203,7 @@ def recorded_facts(root: Path) -> dict[str, Any] | None:
     if recorded is None:
         return None
     facts = dict(recorded.model)
-    for key in (key for key in CARRIED if key != "resplit_from"):  # whose type manifest.read checks
+    for key in (key for key in KEPT_FACTS if key != "resplit_from"):  # whose type manifest.read checks
         if not all(isinstance(text, str) and text.isprintable() for text in _texts(key, facts.get(key, ""))):
             raise VerificationError(
                 f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."

@@ -44,12 +44,12 @@ from ktconvert.pipeline.plans.checkpoint import (
     number_shards,
     one_or_all,
 )
-from ktconvert.pipeline.plans.merge import CARRIED, recorded_facts
+from ktconvert.pipeline.plans.merge import KEPT_FACTS, recorded_facts
 from ktconvert.pipeline.stages import copy_tensors, resplit_experts
 from ktconvert.pipeline.stages.expert_stream import error_figures
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 
-STATED = (
+KEPT_METADATA = (
     "activation",
     "weights_on",
     "scale",
@@ -80,8 +80,8 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
     source = TensorSource(root, output.config, (), {}) if output.loose else open_checkpoint(root)
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
-    beside = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
-    files = tuple(_files(output, source, beside))
+    copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
+    files = tuple(_files(output, source, copied))
     request = replace(request, options=with_values(options, **_kept_settings(output, measured)))
     rearranging = resplit_experts.stage(
         output,
@@ -108,8 +108,8 @@ def plan_resplit(request: Request[ResplitOptions], hashed: Callable[[int], None]
         facts=facts,
         notes=notes,
         assembly=Assembly(
-            companions=companions(root, beside),
-            config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in beside else None,
+            companions=companions(root, copied),
+            config=card.config_json(_config_before(output), entries, whole=False) if CONFIG in copied else None,
             loose=output.loose,
         ),
         conversion=ResplitConversion(
@@ -225,21 +225,21 @@ def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[st
         "activation": "not recorded",
         "dtypes": ["not recorded"],
         "backward": measured.backward,
-        **{key: recorded[key] for key in CARRIED if key in recorded},
+        **{key: recorded[key] for key in KEPT_FACTS if key in recorded},
         **({"resplit_from": before} if before else {}),
     }
 
 
 def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
     """Of every shard: ours, and what the shards that are read say of their experts."""
-    stated = next(iter(output.metadata.values()), {})
+    metadata = next(iter(output.metadata.values()), {})
     return {
         "format": "pt",
         "ktconvert_format": "1",
         "method": fmt.name,
         "layout_version": str(fmt.encoding.version),
         "numa": str(numa),
-        **{name: stated[name] for name in STATED if name in stated},
+        **{name: metadata[name] for name in KEPT_METADATA if name in metadata},
     }
 
 
@@ -265,12 +265,12 @@ def _config_before(output: Output) -> dict[str, Any]:
     return config
 
 
-def _files(output: Output, source: TensorSource, beside: Sequence[str]) -> Iterator[SourceFile]:
+def _files(output: Output, source: TensorSource, copied: Sequence[str]) -> Iterator[SourceFile]:
     """Every file that is read, weights first."""
     for shard in source.shards:
         yield SourceFile(shard.name, shard.size, shard.header_sha256, shard.mtime_ns, shard.blob)
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
-    for name in (*loose_files, *beside):
+    for name in (*loose_files, *copied):
         status = (output.root / name).stat()
         yield SourceFile(name, status.st_size, None, status.st_mtime_ns)
 
