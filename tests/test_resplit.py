@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.encodings.encoding import Encoding
-from ktconvert.layouts.outputs import resplit
+from ktconvert.layouts.outputs import rearrange
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.pipeline.stages.expert_files import Packed, empty_tensors
@@ -298,8 +298,8 @@ def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObj
         scales[rng.random(part.n) < 0.1] = 0  # a row of zeros
         codes[scales == 0] = 0
         form.pack(codes, scales, stored)
-    resplit.rearrange(form, old, new)
-    if resplit.is_cut_by_rows(old[0][0]):
+    rearrange.rearrange(form, old, new)
+    if rearrange.is_cut_by_rows(old[0][0]):
         axis = 0
         for which in range(2):
             assert np.array_equal(*(np.concatenate([stored[which] for _, stored in side]) for side in (old, new)))
@@ -310,7 +310,7 @@ def test_parts_are_rearranged_by_the_definition(form: Encoding, data: st.DataObj
     before, after = (
         np.concatenate([form.decode(stored, part.n, part.k) for part, stored in side], axis) for side in (old, new)
     )
-    if axis == 0 or not resplit.rounds_again(form, old_count, new_count):
+    if axis == 0 or not rearrange.rounds_again(form, old_count, new_count):
         assert np.array_equal(before, after)
     else:
         half = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in new])
@@ -331,7 +331,7 @@ def test_put_together_the_scale_is_that_of_all_columns() -> None:
             for part, stored in sides[-1]:
                 form.quantize(part.of(linear, count), stored)
         new = [(part, empty_tensors(form, part)) for part, _ in sides[1]]
-        resplit.rearrange(form, sides[0], new)
+        rearrange.rearrange(form, sides[0], new)
         assert np.array_equal(new[0][1][1], sides[1][0][1][1])
 
 
