@@ -23,7 +23,7 @@ Examples:
 def status(options: StatusOptions) -> None:
     """Tell how far a conversion is, which host makes what, and what failed.
 
-    Reads the work directory beside OUTPUT and nothing else, so any host that sees it can ask.
+    Reads the work directory next to OUTPUT and nothing else, so any host that sees it can tell.
     """
     from rich.console import Console
     from rich.live import Live

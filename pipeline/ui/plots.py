@@ -1,5 +1,5 @@
 """Pictures of what `bench` and `eval` measured, and of what `experts` chose, drawn by matplotlib (the extra `plot`),
-which is imported when a picture is asked for.
+which is imported when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # ending -> what says in it who wrote it
-INK, MARK = "#1f5fa8", "#b5452c"  # what was measured; what it is held against
+INK, MARK = "#1f5fa8", "#b5452c"  # what was measured; what it is compared with
 
 
 def require_matplotlib() -> None:

@@ -86,40 +86,29 @@ class Reporter:
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
         if self.json_events or self.verbosity < 0 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             return
-        from rich.console import Console
+        from rich.console import Console, RenderableType
         from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
         from rich.text import Text
 
-        class Amount(ProgressColumn):
-            """How much of how much, and how fast; nothing for a worker."""
+        def done(task: Task) -> Text:
+            """How much of how much, and how fast."""
+            speed = task.finished_speed or task.speed
+            rate = "?" if speed is None else amount(speed)
+            return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
 
-            def render(self, task: Task) -> Text:
-                if task.total is None:
-                    return Text()
-                speed = task.finished_speed or task.speed
-                rate = "?" if speed is None else amount(speed)
-                return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
+        class Known(ProgressColumn):
+            """A column that is empty for a worker elsewhere: how far it is, nobody knows."""
 
-        class Bar(BarColumn):
-            """None for a worker: how far it is, nobody knows."""
+            def __init__(self, text: Callable[[Task], RenderableType]) -> None:
+                super().__init__()
+                self._text = text
 
-            def render(self, task: Task) -> Any:
-                return Text() if task.total is None else super().render(task)
+            def render(self, task: Task) -> RenderableType:
+                return Text() if task.total is None else self._text(task)
 
-        class Remaining(TimeRemainingColumn):
-            """The same."""
-
-            def render(self, task: Task) -> Text:
-                return Text() if task.total is None else super().render(task)
-
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            Bar(),
-            Amount(),
-            Remaining(),
-            TextColumn("{task.fields[rss]}"),
-            console=Console(stderr=True),
-        )
+        columns = (Known(BarColumn()), Known(done), Known(TimeRemainingColumn()))
+        description, memory = TextColumn("{task.description}"), TextColumn("{task.fields[rss]}")
+        self._bar = Progress(description, *columns, memory, console=Console(stderr=True))
         self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes, rss="")
         self._bar.start()
 

@@ -154,8 +154,8 @@ def compare_source(
     all.
 
     Codes that rounding chose are chosen again and must be the same bytes. Calibrated ones must have the same scales,
-    unless these were calibrated, too, lie in their range, and have an error that is plausible beside rounding's. Raises
-    InputError for a source that holds NaN or Inf or cannot be read.
+    unless these were calibrated, too, lie in their range, and have an error that is plausible next to rounding's.
+    Raises InputError for a source that holds NaN or Inf or cannot be read.
     """
     output, measure, model = compared.output, compared.measure, compared.model
     problems, notes = _same_shapes(output, measure, model)
@@ -218,7 +218,7 @@ def _same_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[lis
     if not absent:
         return problems, []
     if output.settings.get("layers", "all") != "all":
-        return problems, [f"layers {ranges(absent)} of the source were left out, as asked"]
+        return problems, [f"layers {ranges(absent)} of the source were left out by --layers"]
     return [*problems, f"layers {ranges(absent)} of {model.source.root} are missing here"], []
 
 

@@ -1,4 +1,4 @@
-"""Codes that were calibrated, held against those that rounding gives: in their range, and with an error that is
+"""Codes that were calibrated, compared with those that rounding gives: in their range, and with an error that is
 plausible.
 """
 

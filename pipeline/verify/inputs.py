@@ -92,7 +92,7 @@ def open_inputs(options: VerifyInputs) -> Inputs:
     """Open what is to be verified.
 
     Raises VerificationError for an unfinished output, UnsupportedError for what is no output, InputError for a damaged
-    source, UsageError for what cannot be asked of this output.
+    source, UsageError for options that do not fit this output.
     """
     require_finished(options.output)
     if is_decoded(options.output):

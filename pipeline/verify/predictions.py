@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES, LENGTH = 4, 128
-# What a divergence is held against: that of the source, its experts' outputs disturbed by noise of this share of their
+# What a divergence is compared with: that of the source, its experts' outputs disturbed by noise of this share of their
 # length. Rounding to 4 bits is an error of 0.08 to 0.19 in an expert's output, to 8 bits of 0.006 to 0.012; an expert
 # in a wrong place is one of 1 and more. The second figure, in nats, is for models whose experts cannot be found.
 BOUNDS = {4: (0.4, 1.0), 8: (0.04, 0.25)}

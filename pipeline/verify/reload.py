@@ -48,7 +48,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     """Load every tensor's name, type and shape as from_pretrained does, with no weights behind them.
 
     A key that is missing, unexpected or of another shape is a problem where it belongs to routed experts of a layer
-    that has some here; elsewhere it is the source's own (names and shapes are carried over), which is reported. So is a
+    that has some here; elsewhere it is the source's own (names and shapes are copied), which is reported. So is a
     model that transformers cannot build. The second result: whether the model is whole, so that it can compute.
     """
     if (why := absent()) is not None:
