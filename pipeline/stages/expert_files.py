@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     nbytes: int
 
 
-class Experts(Protocol):
+class ExpertsToWrite(Protocol):
     """What a unit writes: experts [start, stop) of one layer in the parts of `grid`, and how they come about."""
 
     @property
@@ -79,7 +79,7 @@ class Experts(Protocol):
         """What is reported of the unit's numbers."""
 
 
-Work = TypeVar("Work", bound=Experts)
+Work = TypeVar("Work", bound=ExpertsToWrite)
 
 
 def empty_tensors(encoding: Encoding, part: Part, buffer: Bytes | None = None) -> Packed:
@@ -173,7 +173,7 @@ def write_loose(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterat
         yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
-def _checked(work: Experts, item: Item, buffer: Bytes, context: Context) -> list[tuple[Part, Packed]]:
+def _checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) -> list[tuple[Part, Packed]]:
     """Make one item; warn where the result is all zeros."""
     packed = work.make(item, buffer)
     if all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in packed):
@@ -183,7 +183,7 @@ def _checked(work: Experts, item: Item, buffer: Bytes, context: Context) -> list
     return packed
 
 
-def _first_bytes(work: Experts) -> dict[str, int]:
+def _first_bytes(work: ExpertsToWrite) -> dict[str, int]:
     """Bytes of the first tensors of all parts of a projection."""
     return {
         projection: sum(work.fmt.encoding.tensors(part.n, part.k)[0].nbytes for part in work.grid.parts(0, projection))
@@ -191,7 +191,7 @@ def _first_bytes(work: Experts) -> dict[str, int]:
     }
 
 
-def _batches(work: Experts, sizes: Mapping[str, int]) -> Iterator[Batch]:
+def _batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:
     """The items in file order, as many at a time as fit into BATCH, or one."""
     coming, offset = work.coming(), 0
     nbytes = [sizes[projection] for _, projection in items(work.start, work.stop)]
